@@ -1,0 +1,166 @@
+"""The engine's configuration: frozen, checked once, with defaults that suit production.
+
+Durations are seconds, sizes bytes. `docs/embedding.md` shows the ones that matter first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+
+from asynckv.errors import ConfigError
+
+__all__ = ["EngineConfig", "LeaseConfig", "LogConfig", "NixlConfig", "PullConfig"]
+
+MIN_LEASE_S = 2.0
+"""A shorter lease could end between two renewals of a reader whose loop is merely busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseConfig:
+    """What a prefill rank promises.
+
+    Attributes:
+        lease_s: How long an unclaimed request stays lent.
+        grant_s: Length of one promise to a reader; renewed while the reader needs it.
+        max_lease_s: Longest that renewals can keep a request lent.
+        parked_s: How long a claim or release for a request that is not lent yet is remembered.
+        max_parked: How many of those.
+    """
+
+    lease_s: float = 30.0
+    grant_s: float = 10.0
+    max_lease_s: float = 3600.0
+    parked_s: float = 30.0
+    max_parked: int = 65_536
+
+    def __post_init__(self) -> None:
+        _positive(self)
+        check_lease(self.lease_s, self.max_lease_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullConfig:
+    """How a decode rank behaves.
+
+    Attributes:
+        timeout_s: Default deadline of a pull.
+        announce_s: How long an announced request may wait to be pulled.
+        handshake_s: How long one handshake may take.
+        hello_retry_s: When an unanswered hello is repeated first; then doubling.
+        backoff_s: Back-off after the first failed handshake; then doubling to `max_backoff_s`.
+        claim_retry_s: When an unanswered claim is repeated first; then doubling to 2 s.
+        release_retry_s: When an unanswered release is repeated first; then doubling to 5 s.
+        release_timeout_s: When an unanswered release is given up; the lease will expire.
+        drain_s: How long a failed or cancelled pull waits for its transfers before it says so.
+        heartbeat_s: How often a silent peer is pinged, where something is owed or held.
+        suspect_s: Silence after which no new work goes to a peer.
+        gone_s: Silence after which a peer is taken for dead.
+        max_post_bytes: Most bytes in one NIXL transfer.
+        max_post_descriptors: Most descriptors (after merging) in one NIXL transfer.
+        window_bytes: Most bytes in flight per peer.
+    """
+
+    timeout_s: float = 30.0
+    announce_s: float = 300.0
+    handshake_s: float = 5.0
+    hello_retry_s: float = 0.25
+    backoff_s: float = 0.5
+    max_backoff_s: float = 30.0
+    claim_retry_s: float = 0.2
+    release_retry_s: float = 0.2
+    release_timeout_s: float = 30.0
+    drain_s: float = 5.0
+    heartbeat_s: float = 0.25
+    suspect_s: float = 1.0
+    gone_s: float = 30.0
+    max_post_bytes: int = 4 * 1024 * 1024
+    max_post_descriptors: int = 512
+    window_bytes: int = 16 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _positive(self)
+        if not self.heartbeat_s < self.suspect_s < self.gone_s:
+            raise ConfigError(
+                f"heartbeat_s {self.heartbeat_s} < suspect_s {self.suspect_s} < gone_s {self.gone_s} must hold: "
+                f"a peer is pinged before it is suspected, and suspected before it is given up"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlConfig:
+    """How NIXL and UCX are set up; measured defaults.
+
+    Attributes:
+        backend: NIXL back end.
+        params: Back-end parameters, over the defaults (64 KiB TCP segments).
+    """
+
+    backend: str = "UCX"
+    params: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is logged of requests that end well; failures and slow ones always are, with their history.
+
+    Attributes:
+        successes_per_s: Most successful requests logged per second (0: none).
+        slow_s: A request that took longer is logged like a failure.
+    """
+
+    successes_per_s: float = 10.0
+    slow_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.successes_per_s <= 1e6 and self.slow_s > 0):
+            raise ConfigError(
+                f"successes_per_s {self.successes_per_s} must be in [0, 1e6] and slow_s {self.slow_s} above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine rank.
+
+    Attributes:
+        engine_id: Name of the inference engine, the same on all of its ranks.
+        bind: Where the control plane listens; port 0 lets the system choose.
+        advertise: What peers are told, if it differs from the bound address.
+        allow_insecure: Listen on other than loopback addresses without keys.
+    """
+
+    engine_id: str
+    bind: str = "tcp://127.0.0.1:0"
+    advertise: str = ""
+    allow_insecure: bool = False
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    pull: PullConfig = field(default_factory=PullConfig)
+    nixl: NixlConfig = field(default_factory=NixlConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.engine_id) <= 512:
+            raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to 512")
+        for name in ("bind", "advertise"):
+            value = getattr(self, name)
+            if (value or name == "bind") and not value.startswith("tcp://"):
+                raise ConfigError(f"{name} {value!r} is not an address such as tcp://127.0.0.1:0")
+
+
+def check_lease(lease_s: float, max_lease_s: float) -> None:
+    """Refuse a lease that cannot work.
+
+    Raises:
+        ConfigError: Too short, too long or no number.
+    """
+    if not MIN_LEASE_S <= lease_s <= max_lease_s:
+        raise ConfigError(f"lease_s {lease_s} is outside [{MIN_LEASE_S:g}, max_lease_s {max_lease_s:g}] seconds")
+
+
+def _positive(config: object) -> None:
+    """Refuse zero, negative, infinite and nan in every field."""
+    for entry in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, entry.name)
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{entry.name} is {value}; it must be a positive, finite number")

@@ -1,0 +1,446 @@
+"""What one rank holds in memory, declared: memories, groups, views and their parts.
+
+A KV block is a list of *parts*. Each part is a logical array whose dims have names, sizes and byte
+strides; it is *sharded* along one axis (and says which global range it holds) or *replicated*. A
+*view* places the parts of one layer's blocks inside a *memory*; a *group* is the set of layers that
+share block ids. Nothing is guessed from a base address, and `num_blocks` is what the engine declares.
+
+Layouts arrive from remote peers too, so `check_layout` trusts nothing: it bounds every product with
+Python's integers before anything is handed to numpy, and never allocates by a declared count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, Name, Rank, Size
+from asynckv.errors import LayoutError
+
+__all__ = [
+    "ITEMSIZE",
+    "TOKEN",
+    "Dim",
+    "Group",
+    "Layout",
+    "Memory",
+    "Part",
+    "View",
+    "attention_view",
+    "check_layout",
+    "fingerprint",
+    "shard",
+    "strided_pieces",
+]
+
+TOKEN = "token"
+"""The dim along which a part covers tokens, one entry each."""
+
+MAX_PIECES = 65_536
+"""Most contiguous pieces that one view's block may fall into."""
+
+MAX_VIEWS = 65_536
+MAX_BYTES = 1 << 56
+MAX_DESCRIPTORS = (1 << 31) - 1
+
+ITEMSIZE: Mapping[str, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Positive = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
+Blocks = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
+Int64s = npt.NDArray[np.int64]
+
+
+class Memory(Struct, frozen=True, array_like=True):
+    """One registered range of addresses."""
+
+    base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    length: Positive
+    kind: Literal["cpu", "cuda"] = "cpu"
+    device: Annotated[int, Meta(ge=0, le=65_535)] = 0
+
+
+class Dim(Struct, frozen=True, array_like=True):
+    """One dim of a part: its name, how many entries this rank holds, and the bytes between them."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    size: Annotated[int, Meta(ge=1, le=1 << 31)]
+    stride: Positive
+
+
+class Part(Struct, frozen=True, array_like=True):
+    """One logical array inside a block.
+
+    Attributes:
+        name: Matched by name between engines, such as `k` and `v`.
+        dtype: Element type; must be equal on both sides.
+        itemsize: Bytes per element.
+        offset: Bytes from the start of the block to the first element.
+        dims: The dims in any order.
+        axis: Name of the sharded dim, or empty if every rank holds the whole part.
+        held: `[lo, hi)` of the global axis that this rank holds; `hi - lo` is the dim's size.
+        extent: Size of the global axis.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    dtype: Annotated[str, Meta(min_length=1, max_length=64)]
+    itemsize: Annotated[int, Meta(ge=1, le=64)]
+    offset: Bytes
+    dims: Annotated[tuple[Dim, ...], Meta(min_length=1, max_length=8)]
+    axis: Annotated[str, Meta(max_length=64)] = ""
+    held: tuple[Bytes, Bytes] = (0, 0)
+    extent: Bytes = 0
+
+
+class View(Struct, frozen=True, array_like=True):
+    """One layer's kernel blocks inside a memory.
+
+    Attributes:
+        memory: Index of the memory.
+        group: Index of the group.
+        layer: Matched by name between engines.
+        offset: Bytes from the memory's base to kernel block 0.
+        stride: Bytes from one kernel block to the next.
+        parts: What a kernel block consists of.
+    """
+
+    memory: Annotated[int, Meta(ge=0, lt=MAX_VIEWS)]
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    layer: Name
+    offset: Bytes
+    stride: Positive
+    parts: Annotated[tuple[Part, ...], Meta(min_length=1, max_length=16)]
+
+
+class Group(Struct, frozen=True, array_like=True):
+    """Layers that share block ids.
+
+    Attributes:
+        name: For people.
+        block_size: Tokens per block, as the engine's block table counts them.
+        num_blocks: Blocks as the engine declares them, whatever the tensors' shapes say.
+        ratio: Kernel blocks per block: block `b` is kernel blocks `b*ratio ... b*ratio+ratio-1`.
+    """
+
+    name: Name
+    block_size: Annotated[int, Meta(ge=1, le=1 << 31)]
+    num_blocks: Blocks
+    ratio: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+
+    @property
+    def kernel_size(self) -> int:
+        """Tokens per kernel block."""
+        return self.block_size // self.ratio
+
+    @property
+    def num_kernel_blocks(self) -> int:
+        """Kernel blocks that `num_blocks` blocks consist of."""
+        return self.num_blocks * self.ratio
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """All that a peer has to know about one rank's memory."""
+
+    schema: Annotated[int, Meta(ge=1, le=1)] = 1
+    model: Name = ""
+    tp_rank: Rank = 0
+    tp_size: Size = 1
+    pp_stage: Rank = 0
+    pp_size: Size = 1
+    memories: Annotated[tuple[Memory, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
+    groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    views: Annotated[tuple[View, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
+
+
+def fingerprint(layout: Layout) -> str:
+    """Short digest by which two statements of a layout can be compared."""
+    return hashlib.sha256(msgspec.msgpack.encode(layout)).hexdigest()[:16]
+
+
+def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Return the usual contiguous range `[lo, hi)` of an axis that rank `tp_rank` of `tp_size` holds.
+
+    Where there are fewer entries than ranks, neighbouring ranks hold the same one (GQA replicas):
+    2 heads on 4 ranks are 0, 0, 1, 1.
+
+    Raises:
+        LayoutError: Neither size divides the other; declare `held` yourself.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise LayoutError(f"tp_rank {tp_rank} is outside its group of tp_size {tp_size}")
+    if extent % tp_size == 0:
+        each = extent // tp_size
+        return tp_rank * each, (tp_rank + 1) * each
+    if tp_size % extent == 0:
+        lo = tp_rank * extent // tp_size
+        return lo, lo + 1
+    raise LayoutError(
+        f"{extent} heads cannot be cut evenly over tp_size {tp_size}; choose a tp_size that divides {extent} "
+        f"or is a multiple of it, or declare each rank's held range"
+    )
+
+
+def attention_view(
+    *,
+    layer: str,
+    order: Sequence[str],
+    sizes: Mapping[str, int],
+    dtype: str,
+    heads: tuple[int, int],
+    num_heads: int,
+    strides: Mapping[str, int] | None = None,
+    memory: int = 0,
+    group: int = 0,
+    offset: int = 0,
+) -> View:
+    """Declare one attention layer's K and V from the order of its dims.
+
+    Args:
+        layer: Name by which both engines know the layer.
+        order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv`
+            the memory holds one part named `kv` (keys and values packed in `dim`, or a latent).
+        sizes: Entries per dim; `block` counts kernel blocks, `token` is the kernel block size.
+        dtype: Element type, a key of `ITEMSIZE`.
+        heads: `[lo, hi)` of the global KV heads that this rank holds.
+        num_heads: Global number of KV heads.
+        strides: Bytes between entries per dim; dense in `order` if left out.
+        memory: Index of the memory that holds the layer.
+        group: Index of the layer's group.
+        offset: Bytes from the memory's base to the first element.
+
+    Raises:
+        LayoutError: The order is no permutation, sizes are missing, or the dtype is unknown.
+    """
+    known = {"block", "kv", "head", TOKEN, "dim"}
+    if len(set(order)) != len(order) or not known - {"kv"} <= set(order) <= known:
+        raise LayoutError(
+            f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv may be left out)"
+        )
+    if dtype not in ITEMSIZE:
+        raise LayoutError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+    for name in order:
+        if sizes.get(name, 0) < 1:
+            raise LayoutError(f"sizes[{name!r}] is {sizes.get(name)}; every dim of the order needs a size of 1 or more")
+    if sizes.get("kv", 2) != 2:
+        raise LayoutError(f"sizes['kv'] is {sizes['kv']}; it counts keys and values, so it is 2")
+    if strides is None:
+        dense, step = {}, ITEMSIZE[dtype]
+        for name in reversed(order):
+            dense[name] = step
+            step *= sizes[name]
+        strides = dense
+    dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n not in ("block", "kv"))
+    names = ("k", "v") if "kv" in order else ("kv",)
+    parts = tuple(
+        Part(name, dtype, ITEMSIZE[dtype], i * strides.get("kv", 0), dims, "head", heads, num_heads)
+        for i, name in enumerate(names)
+    )
+    return View(memory, group, layer, offset, strides["block"], parts)
+
+
+def strided_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> tuple[Int64s, Int64s, int]:
+    """Cut an array that lies in two memories into pieces that are contiguous in both.
+
+    Args:
+        itemsize: Bytes per element.
+        dims: `(entries, byte stride in a, byte stride in b)` per dim, in any order.
+
+    Returns:
+        Byte offsets in a and in b (int64, ascending in a), and the length of every piece.
+
+    Raises:
+        LayoutError: There would be more than `MAX_PIECES` pieces.
+    """
+    length, rest = itemsize, [d for d in dims if d[0] > 1]
+    while folds := [d for d in rest if d[1] == length and d[2] == length]:
+        length *= folds[0][0]
+        rest.remove(folds[0])
+    count = 1
+    for size, _, _ in rest:
+        count *= size
+        if count > MAX_PIECES:
+            raise LayoutError(
+                f"the two memory orders share only pieces of {length} bytes, more than {MAX_PIECES} per block and "
+                f"part; use the same order of token and head on both sides"
+            )
+    a, b = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for size, in_a, in_b in sorted(rest, key=lambda d: -d[1]):
+        steps = np.arange(size, dtype=np.int64)
+        a = (a[:, None] + steps * in_a).ravel()
+        b = (b[:, None] + steps * in_b).ravel()
+    order = np.argsort(a, kind="stable")
+    return a[order], b[order], length
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps.
+
+    Raises:
+        LayoutError: Naming the field, both numbers and the remedy.
+    """
+    if layout.tp_rank >= layout.tp_size:
+        raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
+    if layout.pp_stage >= layout.pp_size:
+        raise LayoutError(f"pp_stage {layout.pp_stage} is outside its group of pp_size {layout.pp_size}")
+    for i, memory in enumerate(layout.memories):
+        if memory.base + memory.length > 1 << 63:
+            raise LayoutError(f"memory {i}: base {memory.base:#x} + length {memory.length} leaves the address space")
+    for i, group in enumerate(layout.groups):
+        if group.block_size % group.ratio:
+            raise LayoutError(
+                f"group {i} ({group.name!r}): block_size {group.block_size} is not a multiple of its ratio of "
+                f"{group.ratio} kernel blocks per block; make block_size a multiple of the kernel block size"
+            )
+        if group.num_kernel_blocks > MAX_BLOCK_ID:
+            raise LayoutError(
+                f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32"
+            )
+    twice = [f"{layer!r}" for layer, n in Counter(view.layer for view in layout.views).items() if n > 1]
+    if twice:
+        raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every layer needs one view")
+    for view in layout.views:
+        _check_view(layout, view)
+    _check_overlap(layout)
+
+
+def _check_view(layout: Layout, view: View) -> None:
+    where = f"layer {view.layer!r}"
+    if view.memory >= len(layout.memories):
+        raise LayoutError(f"{where}: memory {view.memory} is not among the {len(layout.memories)} memories")
+    if view.group >= len(layout.groups):
+        raise LayoutError(f"{where}: group {view.group} is not among the {len(layout.groups)} groups")
+    if len({part.name for part in view.parts}) != len(view.parts):
+        raise LayoutError(f"{where}: two parts have the same name")
+    group, memory = layout.groups[view.group], layout.memories[view.memory]
+    for part in view.parts:
+        _check_part(where, part, group)
+        last = view.offset + view.stride * (group.num_kernel_blocks - 1) + part.offset + _span(part)
+        if last > memory.length:
+            raise LayoutError(
+                f"{where}, part {part.name!r}: {group.num_kernel_blocks} kernel blocks of stride {view.stride} end at "
+                f"byte {last}, but memory {view.memory} has {memory.length}; declare fewer num_blocks or register more"
+            )
+
+
+def _check_part(where: str, part: Part, group: Group) -> None:
+    where = f"{where}, part {part.name!r}"
+    dims = {d.name: d for d in part.dims}
+    if len(dims) != len(part.dims):
+        raise LayoutError(f"{where}: two dims have the same name")
+    if TOKEN not in dims:
+        raise LayoutError(f"{where}: has no dim named {TOKEN!r}")
+    if dims[TOKEN].size != group.kernel_size:
+        raise LayoutError(
+            f"{where}: holds {dims[TOKEN].size} tokens per kernel block, but group {group.name!r} has "
+            f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}"
+        )
+    if part.axis:
+        lo, hi = part.held
+        if part.axis not in dims or part.axis == TOKEN:
+            raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}")
+        if not lo < hi <= part.extent or dims[part.axis].size != hi - lo:
+            raise LayoutError(
+                f"{where}: holds [{lo}, {hi}) of {part.extent} along {part.axis!r}, "
+                f"but the dim has {dims[part.axis].size} entries"
+            )
+    if _span(part) > MAX_BYTES:
+        raise LayoutError(f"{where}: spans {_span(part)} bytes per block")
+    by_stride = sorted((d for d in part.dims if d.size > 1), key=lambda d: d.stride)
+    reach = part.itemsize
+    for dim in by_stride:
+        if dim.stride < reach:
+            raise LayoutError(
+                f"{where}: dim {dim.name!r} has stride {dim.stride}, less than the {reach} bytes of one entry; "
+                f"entries overlap"
+            )
+        reach = dim.stride * (dim.size - 1) + reach
+
+
+def _span(part: Part) -> int:
+    return part.itemsize + sum(d.stride * (d.size - 1) for d in part.dims)
+
+
+def _check_overlap(layout: Layout) -> None:
+    """Within one group no byte may belong to two parts or two blocks."""
+    places: dict[tuple[int, int], list[tuple[int, int, str, View, Part]]] = {}
+    for view in layout.views:
+        n = layout.groups[view.group].num_kernel_blocks
+        for part in view.parts:
+            lo = view.offset + part.offset
+            hi = lo + view.stride * (n - 1) + _span(part)
+            name = f"layer {view.layer!r} part {part.name!r}"
+            places.setdefault((view.group, view.memory), []).append((lo, hi, name, view, part))
+    for spots in places.values():
+        spots.sort(key=lambda s: s[:3])
+        # Parts whose ranges touch form a cluster; only within it can bytes coincide.
+        cluster, end = spots[:1], spots[0][1]
+        for spot in spots[1:]:
+            if spot[0] < end:
+                cluster.append(spot)
+            else:
+                _check_cluster(layout, cluster)
+                cluster = [spot]
+            end = max(end, spot[1])
+        _check_cluster(layout, cluster)
+
+
+def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part]]) -> None:
+    """Parts that interleave must share one block stride; then one block's bytes, folded by it, decide."""
+    view = cluster[0][3]
+    if len(cluster) == 1 and layout.groups[view.group].num_kernel_blocks == 1:
+        return
+    for _, _, name, other, _ in cluster:
+        if other.stride != view.stride:
+            raise LayoutError(
+                f"{cluster[0][2]} and {name} overlap in memory {view.memory} with different strides "
+                f"{view.stride} and {other.stride}; place them apart or give them one stride"
+            )
+    starts, lengths, owners = [], [], []
+    for i, (lo, _, _, _, part) in enumerate(cluster):
+        offsets, _, length = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
+        if length > view.stride:
+            raise LayoutError(
+                f"{cluster[i][2]}: a block has {length} contiguous bytes, more than the stride {view.stride}"
+            )
+        starts.append((lo + offsets) % view.stride)
+        lengths.append(np.full(len(offsets), length))
+        owners.append(np.full(len(offsets), i))
+        if sum(map(len, starts)) > 16 * MAX_PIECES:
+            raise LayoutError(f"{cluster[0][2]}: too many pieces interleave to check; use a denser memory order")
+    start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
+    order = np.argsort(start, kind="stable")
+    start, end, owner = start[order], (start + length)[order], owner[order]
+    # Closing the circle: the last piece may reach round into the first of the next block.
+    next_start = np.append(start[1:], start[0] + view.stride)
+    if (bad := np.flatnonzero(end > next_start)).size:
+        one, two = owner[bad[0]], owner[(bad[0] + 1) % len(owner)]
+        raise LayoutError(f"{cluster[one][2]} and {cluster[two][2]} overlap in memory {view.memory}")
+
+
+def runs_of(block_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Write block ids as `(first, count)` runs of consecutive ids, keeping their order.
+
+    >>> runs_of([7, 8, 9, 3, 5, 6])
+    ((7, 3), (3, 1), (5, 2))
+    """
+    if len(block_ids) == 0:
+        return ()
+    ids = np.asarray(block_ids, dtype=np.int64)
+    cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
+    return tuple((int(ids[a]), b - a) for a, b in pairwise(cuts))

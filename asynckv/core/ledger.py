@@ -1,0 +1,132 @@
+"""Who holds which block, why, since when and until when.
+
+Lenders share: one cached block may be lent to many requests. A writer is exclusive. The truth is the
+set of holds; the arrays beside it only make conflicts cheap to find and are audited against it. The
+engine owns the free list; asynckv audits holders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["Hold", "Ledger"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hold:
+    """One holder's blocks."""
+
+    holder: str
+    """Pull id, or the lease's key token."""
+    kind: Literal["lent", "writing"]
+    request_id: str
+    since: float
+    blocks: Mapping[int, Int64s]
+    """Group -> block ids."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks over all groups."""
+        return sum(map(len, self.blocks.values()))
+
+
+class Ledger:
+    """Every block's holders. `num_blocks` gives each group's number of blocks, as declared."""
+
+    def __init__(self, num_blocks: Sequence[int]) -> None:
+        self._holds: dict[str, Hold] = {}
+        self._lent = [np.zeros(n, np.int32) for n in num_blocks]
+        self._writing = [np.zeros(n, np.bool_) for n in num_blocks]
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(self._holds.values())
+
+    def get(self, holder: str) -> Hold | None:
+        """Return a holder's hold."""
+        return self._holds.get(holder)
+
+    def num_held(self, kind: Literal["lent", "writing"]) -> int:
+        """Blocks with at least one holder of this kind."""
+        arrays = self._lent if kind == "lent" else self._writing
+        return sum(int(np.count_nonzero(a)) for a in arrays)
+
+    def take(
+        self,
+        holder: str,
+        kind: Literal["lent", "writing"],
+        request_id: str,
+        groups: Mapping[int, Sequence[int] | Int64s],
+        now: float,
+    ) -> None:
+        """Record a hold.
+
+        Raises:
+            LocalProtocolError: The holder has one already, or a block is held in a way that excludes it.
+        """
+        if holder in self._holds:
+            raise LocalProtocolError(f"{holder} holds blocks already")
+        blocks = {g: np.asarray(ids, np.int64) for g, ids in groups.items() if len(ids)}
+        for group, ids in blocks.items():
+            self._check(kind, group, ids)
+        for group, ids in blocks.items():
+            if kind == "lent":
+                np.add.at(self._lent[group], ids, 1)
+            else:
+                self._writing[group][ids] = True
+        self._holds[holder] = Hold(holder, kind, request_id, now, blocks)
+
+    def drop(self, holder: str) -> None:
+        """Forget a hold; harmless if there is none."""
+        hold = self._holds.pop(holder, None)
+        if hold is None:
+            return
+        for group, ids in hold.blocks.items():
+            if hold.kind == "lent":
+                np.subtract.at(self._lent[group], ids, 1)
+            else:
+                self._writing[group][ids] = False
+
+    def audit(self) -> list[str]:
+        """Recount everything from the holds; a list of what does not add up."""
+        lent = [np.zeros_like(a) for a in self._lent]
+        writers = [np.zeros(len(a), np.int32) for a in self._writing]
+        for hold in self._holds.values():
+            for group, ids in hold.blocks.items():
+                np.add.at(lent[group] if hold.kind == "lent" else writers[group], ids, 1)
+        wrong = []
+        for group in range(len(lent)):
+            if (bad := np.flatnonzero(lent[group] != self._lent[group])).size:
+                wrong.append(f"group {group}: lent index is wrong for blocks {bad[:8].tolist()}")
+            if (bad := np.flatnonzero((writers[group] > 0) != self._writing[group])).size:
+                wrong.append(f"group {group}: writing index is wrong for blocks {bad[:8].tolist()}")
+            if (bad := np.flatnonzero((writers[group] > 1) | ((writers[group] > 0) & (lent[group] > 0)))).size:
+                wrong.append(f"group {group}: blocks {bad[:8].tolist()} are written while held by others")
+        return wrong
+
+    def _check(self, kind: str, group: int, ids: Int64s) -> None:
+        writing = self._writing[group][ids]
+        if writing.any():
+            self._conflict(kind, group, int(ids[writing.argmax()]), "writing")
+        if kind == "writing" and (lent := self._lent[group][ids] > 0).any():
+            self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
+
+    def _conflict(self, kind: str, group: int, block: int, other: str) -> None:
+        holders = [h for h in self._holds.values() if h.kind == other and block in h.blocks.get(group, ())]
+        names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
+        what = "be lent" if kind == "lent" else "be filled"
+        held = "is still being written by a pull" if other == "writing" else "is lent to"
+        raise LocalProtocolError(
+            f"block {block} of group {group} cannot {what}: it {held} ({names}); wait until it is returned or released"
+        )

@@ -1,0 +1,286 @@
+"""What ranks say to each other: one packet, a closed union of frozen messages, one guarded decoder.
+
+    decode rank  ->  prefill rank          prefill rank  ->  decode rank
+    Hello                                  Welcome | Unwelcome
+    Claim, Renew                           Granted | NotYet | Refused
+    Release                                Ack
+    Ping, StatusRequest                    Pong, Status
+                                           Goodbye
+
+Everything is idempotent and may be lost, repeated or reordered. A packet names the start of the
+process it comes from (`source`) and the one it is meant for (`target`), so that nothing written for
+a process that died is ever taken by its successor. Fields are only ever added at the end with
+defaults (a minor version); anything else is a new major version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from asynckv.core.layout import Layout
+from asynckv.core.types import BlockRuns, Cohort, Key, Name, Outcome, Rank, Reason, RequestText, Seconds, Size
+from asynckv.errors import RemoteProtocolError
+
+__all__ = [
+    "MAJOR",
+    "MAX_MESSAGES",
+    "MAX_PACKET",
+    "MINOR",
+    "Ack",
+    "Claim",
+    "Goodbye",
+    "Granted",
+    "Hello",
+    "Message",
+    "NotYet",
+    "Packet",
+    "Ping",
+    "Pong",
+    "Refused",
+    "Release",
+    "Renew",
+    "Status",
+    "StatusRequest",
+    "Unwelcome",
+    "Welcome",
+    "blocks_digest",
+    "decode_packet",
+    "encode_packet",
+]
+
+MAJOR = 1
+MINOR = 0
+
+MAX_PACKET = 16 * 1024 * 1024
+"""Bytes; the control plane refuses anything larger before it is decoded."""
+
+MAX_MESSAGES = 512
+"""Most messages per packet."""
+
+Incarnation = Annotated[str, Meta(max_length=64)]
+PullText = Annotated[str, Meta(min_length=1, max_length=128)]
+Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Detail = Annotated[str, Meta(max_length=4096)]
+
+
+class Hello(Struct, frozen=True, array_like=True, tag=1):
+    """Ask a rank who it is and what it holds. Names whom the asker expects to find."""
+
+    nonce: Nonce
+    major: Annotated[int, Meta(ge=0, le=65_535)]
+    minor: Annotated[int, Meta(ge=0, le=65_535)]
+    engine_id: Name
+    """The engine that is expected to listen."""
+    tp_rank: Rank
+    reader: Cohort
+    """Who asks."""
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag=2):
+    """Answer to `Hello`: the layout, and NIXL metadata under a digest that is checked before loading."""
+
+    nonce: Nonce
+    major: Annotated[int, Meta(ge=0, le=65_535)]
+    minor: Annotated[int, Meta(ge=0, le=65_535)]
+    engine_id: Name
+    agent_name: Annotated[str, Meta(min_length=1, max_length=512)]
+    metadata: Annotated[bytes, Meta(min_length=1, max_length=8 * 1024 * 1024)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """SHA-256 of `metadata`."""
+    layout: Layout
+
+
+class Unwelcome(Struct, frozen=True, array_like=True, tag=3):
+    """Answer to a `Hello` that this rank will not serve."""
+
+    nonce: Nonce
+    reason: Reason
+    detail: Detail
+
+
+class Claim(Struct, frozen=True, array_like=True, tag=4):
+    """Ask for the promise that the lent blocks stay as they are. Sent beside the read."""
+
+    key: Key
+    request_id: RequestText
+    cohort: Cohort
+    pull_id: PullText
+    nonce: Nonce
+    """Of this transmission: an old answer never dates from a new question."""
+    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    """Of the blocks that the params name (`blocks_digest`)."""
+    seconds: Seconds
+    """How long the reader still needs at most."""
+
+
+class Renew(Struct, frozen=True, array_like=True, tag=5):
+    """Ask to extend a promise that was granted before."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+    seconds: Seconds
+
+
+class Granted(Struct, frozen=True, array_like=True, tag=6):
+    """The blocks stay as they are for `seconds`, counted from any moment before this was sent.
+
+    `lent_for_s` says for how long, at least, they have been what they are. A reader that started
+    before that read something else, which is how params may travel ahead of the data.
+    """
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+    seconds: Seconds
+    lent_for_s: Seconds
+
+
+class NotYet(Struct, frozen=True, array_like=True, tag=7):
+    """The request is not lent yet; the claim is parked and will be answered, if it is soon."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=8):
+    """No promise, now or ever, for this pull."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+    reason: Reason
+    detail: Detail = ""
+
+
+class Release(Struct, frozen=True, array_like=True, tag=9):
+    """This attempt is over. Sent to every rank that its reader answers for, read or not."""
+
+    key: Key
+    request_id: RequestText
+    cohort: Cohort
+    pull_id: PullText
+    outcome: Outcome
+
+
+class Ack(Struct, frozen=True, array_like=True, tag=10):
+    """A release was taken, or will never be needed again."""
+
+    key: Key
+    pull_id: PullText
+
+
+class Ping(Struct, frozen=True, array_like=True, tag=11):
+    """Are you there?"""
+
+    nonce: Nonce
+
+
+class Pong(Struct, frozen=True, array_like=True, tag=12):
+    """I am here."""
+
+    nonce: Nonce
+
+
+class StatusRequest(Struct, frozen=True, array_like=True, tag=13):
+    """What do you hold? For people and tools."""
+
+    nonce: Nonce
+
+
+class Status(Struct, frozen=True, array_like=True, tag=14):
+    """Answer to `StatusRequest`."""
+
+    nonce: Nonce
+    engine_id: Name
+    tp_rank: Rank
+    tp_size: Size
+    gauges: dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]]
+
+
+class Goodbye(Struct, frozen=True, array_like=True, tag=15):
+    """This process start will serve nobody any more."""
+
+
+Message = (
+    Hello
+    | Welcome
+    | Unwelcome
+    | Claim
+    | Renew
+    | Granted
+    | NotYet
+    | Refused
+    | Release
+    | Ack
+    | Ping
+    | Pong
+    | StatusRequest
+    | Status
+    | Goodbye
+)
+
+
+class Packet(Struct, frozen=True, array_like=True):
+    """What travels in one ZMQ frame."""
+
+    major: Annotated[int, Meta(ge=0, le=65_535)]
+    source: Annotated[str, Meta(min_length=1, max_length=64)]
+    target: Incarnation
+    """The start of the process that is meant; empty if any will do."""
+    messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
+
+
+class _Header(Struct, frozen=True, array_like=True):
+    """The first field of any packet of any major version."""
+
+    major: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
+_header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+
+
+def encode_packet(source: str, target: str, messages: Sequence[Message]) -> bytes:
+    """Encode up to `MAX_MESSAGES` messages."""
+    return _encoder.encode(Packet(MAJOR, source, target, tuple(messages)))
+
+
+def decode_packet(data: bytes) -> Packet:
+    """Decode bytes from outside: the only door.
+
+    Raises:
+        RemoteProtocolError: Whatever is wrong with them; nothing else is ever raised.
+    """
+    try:
+        packet = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RemoteProtocolError(f"{_other_major(data)}malformed packet of {len(data)} bytes: {exc}") from exc
+    if packet.major != MAJOR:
+        raise RemoteProtocolError(f"protocol version {packet.major} is not {MAJOR}; upgrade the older side")
+    return packet
+
+
+def _other_major(data: bytes) -> str:
+    """Name the protocol version of a packet whose body this version cannot read."""
+    try:
+        major = _header.decode(data).major
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
+
+
+def blocks_digest(groups: Sequence[BlockRuns]) -> bytes:
+    """Digest of lent blocks, by which owner and reader know that they speak of the same ones.
+
+    It covers all blocks that the params name, not only those that one pull reads, so that it is known
+    when a pull is announced and is computed once per request.
+    """
+    return hashlib.sha256(_encoder.encode(tuple(groups))).digest()[:16]

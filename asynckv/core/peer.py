@@ -1,0 +1,113 @@
+"""One remote rank as a reader knows it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
+
+A peer is one *start* of a remote process (address and incarnation). A restarted engine is a new peer.
+A failed handshake goes back to NEW with a back-off, during which every request fails at once with the
+same cause; a refusal that cannot change (geometry, wrong engine) is GONE for good.
+SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from asynckv.core.plan import PeerMap
+from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["Peer", "PeerEvent", "PeerState"]
+
+
+class PeerState(enum.Enum):
+    """Where a peer stands."""
+
+    NEW = "new"
+    CONNECTING = "connecting"
+    LOADING = "loading"
+    READY = "ready"
+    SUSPECT = "suspect"
+    GONE = "gone"
+
+
+class PeerEvent(enum.Enum):
+    """What happens to a peer."""
+
+    WANTED = "wanted"
+    WELCOMED = "welcomed"
+    LOADED = "loaded"
+    FAILED = "failed"
+    """This handshake failed; another may do better."""
+    HEARD = "heard"
+    SILENT = "silent"
+    LOST = "lost"
+    """Evidence that this process start serves us no more, or a refusal for good."""
+
+
+S, E = PeerState, PeerEvent
+ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
+    S.NEW: {E.WANTED: S.CONNECTING, E.HEARD: S.NEW, E.LOST: S.GONE},
+    S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.HEARD: S.CONNECTING, E.LOST: S.GONE},
+    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.HEARD: S.LOADING, E.LOST: S.GONE},
+    S.READY: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.LOST: S.GONE},
+    S.SUSPECT: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.LOST: S.GONE},
+    S.GONE: {E.HEARD: S.GONE, E.LOST: S.GONE},
+}
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One start of a remote rank."""
+
+    engine_id: str
+    tp_rank: int
+    address: Address
+    incarnation: str
+    state: PeerState = S.NEW
+    nonce: int = 0
+    """Of the handshake under way."""
+    deadline: float = math.inf
+    """When the handshake under way fails."""
+    retry_at: float = math.inf
+    """When to repeat the hello."""
+    not_before: float = -math.inf
+    """End of the back-off."""
+    failures: int = 0
+    reason: Reason = Reason.UNREACHABLE
+    detail: str = ""
+    """Why the last handshake failed, or why the peer is gone."""
+    heard_at: float = -math.inf
+    pinged_at: float = -math.inf
+    agent_name: str = ""
+    map: PeerMap | None = None
+    loaded: bool = False
+    """The data plane knows it."""
+    pulls: set[PullId] = field(default_factory=set)
+    """Who has something owed or held here."""
+    transfers: set[TransferId] = field(default_factory=set)
+    in_flight_bytes: int = 0
+    scheduled_at: float = math.inf
+    """For the node's timers only."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.engine_id}/tp{self.tp_rank}"
+
+    @property
+    def is_usable(self) -> bool:
+        """Reads may be posted."""
+        return self.state is S.READY
+
+    def receive(self, event: PeerEvent) -> bool:
+        """Take an event; True if the state changed.
+
+        Raises:
+            LocalProtocolError: The event is impossible here; nothing was changed.
+        """
+        after = ON_EVENT[self.state].get(event)
+        if after is None:
+            raise LocalProtocolError(f"{event.name} while the peer {self.name} is {self.state.name}")
+        before, self.state = self.state, after
+        return before is not after

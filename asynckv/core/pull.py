@@ -1,0 +1,572 @@
+"""One pull: a request whose KV a decode rank reads, from the first word to the last block returned.
+
+    ANNOUNCED -> CONNECTING -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
+                      \\____________\\____________\\-> DRAINING -> NOTIFYING -> HELD -> RELEASED
+
+Two promises end at different times. The **outcome** is bounded by the caller's deadline. The
+**custody** of the blocks is not: NIXL cannot cancel a transfer, so blocks go back only when nothing
+can write them any more. `DRAINING` waits for both, `HELD` for custody alone.
+
+Bytes are *proven*, for every remote rank that was read, if
+
+- every transfer ended well, and the clock read after observing the last one says less than the
+  deadline of some grant: the moment before *that* claim was sent, plus the seconds granted, less a
+  rate margin; or a claim sent after the last transfer was granted, which needs no clock; and
+- the first transfer began after the blocks were lent. Params may travel ahead of the data, so a read
+  can be too early; a grant says how long the blocks have been lent, and a read that cannot be shown
+  to be younger is done again, once everything has landed.
+
+One `Leg` per remote rank that this reader answers for, read or not: each of them is released.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from asynckv.core.messages import Claim, Granted, Message, NotYet, Refused, Release, Renew
+from asynckv.core.plan import Plan, Post
+from asynckv.core.types import Address, Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["Leg", "Pull", "PullEvent", "PullState"]
+
+RATE_MARGIN = 1e-3
+"""Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
+
+MAX_NONCES = 8
+"""Transmissions per leg whose answers still count."""
+
+
+class PullState(enum.Enum):
+    """Where a pull stands."""
+
+    ANNOUNCED = "announced"
+    CONNECTING = "connecting"
+    READING = "reading"
+    CONFIRMING = "confirming"
+    DRAINING = "draining"
+    NOTIFYING = "notifying"
+    HELD = "held"
+    RELEASED = "released"
+
+
+class PullEvent(enum.Enum):
+    """What happens to a pull."""
+
+    BEGUN = "begun"
+    """The caller asked for the blocks to be filled."""
+    PLANNED = "planned"
+    """A rank that is read is ready, and it is known what to read."""
+    ANSWERED = "answered"
+    """A claim, renewal or release was answered."""
+    ENDED = "ended"
+    """A transfer ended, or fell in doubt."""
+    FAILED = "failed"
+    """A plan was refused, a peer is lost, a claim was refused ..."""
+    CANCELLED = "cancelled"
+    TIME_UP = "time_up"
+
+
+S, E = PullState, PullEvent
+_ENDING = {E.ANSWERED, E.ENDED, E.FAILED, E.CANCELLED, E.TIME_UP, E.PLANNED}
+ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
+    S.ANNOUNCED: {
+        E.BEGUN: S.CONNECTING,
+        E.PLANNED: S.ANNOUNCED,
+        E.ANSWERED: S.ANNOUNCED,
+        E.FAILED: S.DRAINING,
+        E.CANCELLED: S.DRAINING,
+        E.TIME_UP: S.DRAINING,
+    },
+    S.CONNECTING: {
+        E.PLANNED: S.CONNECTING,
+        E.ANSWERED: S.CONNECTING,
+        E.FAILED: S.DRAINING,
+        E.CANCELLED: S.DRAINING,
+        E.TIME_UP: S.DRAINING,
+    },
+    S.READING: {
+        E.ANSWERED: S.READING,
+        E.ENDED: S.READING,
+        E.FAILED: S.DRAINING,
+        E.CANCELLED: S.DRAINING,
+        E.TIME_UP: S.DRAINING,
+    },
+    S.CONFIRMING: {
+        E.ANSWERED: S.CONFIRMING,
+        E.FAILED: S.DRAINING,
+        E.CANCELLED: S.DRAINING,
+        E.TIME_UP: S.DRAINING,
+    },
+    S.DRAINING: dict.fromkeys(_ENDING, S.DRAINING),
+    S.NOTIFYING: dict.fromkeys(_ENDING, S.NOTIFYING),
+    S.HELD: dict.fromkeys(_ENDING, S.HELD),
+    S.RELEASED: dict.fromkeys(_ENDING, S.RELEASED),
+}
+"""Event-triggered transitions. Late news is normal: after the outcome it changes custody at most."""
+
+WHEN: Mapping[PullState, Mapping[str, PullState]] = {
+    S.CONNECTING: {"every rank to read is planned": S.READING},
+    S.READING: {"every read is done": S.CONFIRMING},
+    S.CONFIRMING: {"every read is proven": S.NOTIFYING, "a read began too early": S.READING},
+    S.DRAINING: {"nothing runs, or the time is up": S.NOTIFYING},
+    S.NOTIFYING: {"every rank is told, no block is held": S.RELEASED, "every rank is told": S.HELD},
+    S.HELD: {"no block is held": S.RELEASED},
+}
+"""State-triggered transitions: taken at once, to a fixed point, whatever event led there."""
+
+
+class ReleaseState(enum.Enum):
+    """How far one rank's release has come."""
+
+    UNSENT = "unsent"
+    SENT = "sent"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One pull's dealings with one remote rank."""
+
+    tp_rank: int
+    address: Address
+    incarnation: str
+    reads: bool
+    """This rank is a source. What it is read *of* is known once it is planned."""
+
+    plan: Plan | None = None
+    next_post: Post | None = None
+    """What to post next; None once everything is posted."""
+    posts: Iterator[Post] = field(default_factory=lambda: iter(()))
+    """What follows it."""
+    queued: bool = False
+    """For the node's post queue only."""
+    is_not_yet: bool = False
+    """The rank has said that the request is not lent yet: reading now would be in vain."""
+    running: set[TransferId] = field(default_factory=set)
+    doubtful: set[TransferId] = field(default_factory=set)
+    first_posted_at: float = math.inf
+    done_at: float = -math.inf
+    nonce_when_done: int = 0
+
+    nonces: dict[int, float] = field(default_factory=dict)
+    """Transmission -> the moment before it was sent."""
+    covered_until: float = -math.inf
+    lent_before: float = math.inf
+    """The blocks were lent by then, on our clock."""
+    confirmed: bool = False
+    """A claim sent after the last read was granted."""
+    claim_at: float = math.inf
+    """When to claim or renew next."""
+    claims: int = 0
+    """Sent since the last answer."""
+
+    release: ReleaseState = ReleaseState.UNSENT
+    release_at: float = math.inf
+    releases: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Everything that is to be read has landed."""
+        return self.plan is not None and self.next_post is None and not self.running and not self.doubtful
+
+    @property
+    def is_early(self) -> bool:
+        """Granted, but the first read cannot be shown to be younger than the lease."""
+        return self.covered_until > -math.inf and self.first_posted_at < self.lent_before
+
+    def take_post(self) -> Post:
+        """Return the next post and look one further, so that the last one is known as such."""
+        post = self.next_post
+        assert post is not None
+        self.next_post = next(self.posts, None)
+        return post
+
+    @property
+    def is_proven(self) -> bool:
+        """The bytes are what was lent."""
+        return self.is_done and (
+            self.first_posted_at == math.inf
+            or (not self.is_early and (self.confirmed or self.done_at < self.covered_until))
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    """The state machine of one attempt to read one request."""
+
+    pull_id: PullId
+    request_id: RequestId
+    params: Params
+    cohort: Cohort
+    digest: bytes
+    legs: list[Leg]
+    called_at: float
+    deadline: float
+    drain_s: float
+    claim_retry_s: float
+    release_retry_s: float
+    release_timeout_s: float
+    max_post_bytes: int
+    max_post_descriptors: int
+
+    state: PullState = S.ANNOUNCED
+    groups: tuple[tuple[int, Sequence[int]], ...] = ()
+    """Per group the first token to fill and our block ids; empty while only announced."""
+    reason: Reason | None = None
+    """The outcome, once there is one (COMPLETE or why not)."""
+    detail: str = ""
+    failure: tuple[Reason, str] | None = None
+    drain_by: float = math.inf
+    published_at: float = math.inf
+    history: list[tuple[float, str]] = field(default_factory=list)
+    begun_at: float = math.inf
+    ready_at: float = math.inf
+    planned_at: float = math.inf
+    read_at: float = -math.inf
+    released_at: float = math.inf
+    post_s: float = 0.0
+    detect_s: float = 0.0
+    num_posted: int = 0
+    rereads: int = 0
+    scheduled_at: float = math.inf
+    """For the node's timers only."""
+
+    def __post_init__(self) -> None:
+        self.history.append((self.called_at, self.state.value))
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is owed to anybody."""
+        return self.state is S.RELEASED
+
+    @property
+    def is_reading(self) -> bool:
+        """Posts may go out."""
+        return self.state is S.READING
+
+    def may_post(self, leg: Leg) -> bool:
+        """This rank has something to post now."""
+        return leg.next_post is not None and not leg.is_not_yet and self.state is S.READING
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Some transfer may still write our blocks."""
+        return any(leg.running or leg.doubtful for leg in self.legs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the plans cover."""
+        return sum(leg.plan.num_bytes for leg in self.legs if leg.plan is not None)
+
+    @property
+    def num_descriptors(self) -> int:
+        """Descriptors before merging."""
+        return sum(leg.plan.num_descriptors for leg in self.legs if leg.plan is not None)
+
+    @property
+    def wake_at(self) -> float:
+        """When `tick` has something to do."""
+        match self.state:
+            case S.RELEASED | S.HELD:
+                return math.inf
+            case S.NOTIFYING:
+                ends = self.published_at + self.release_timeout_s
+                return min([ends, *(leg.release_at for leg in self.legs)])
+            case S.DRAINING:
+                return min(self.drain_by, self.deadline, self._claims_due)
+            case _:
+                return min(self.deadline, self._claims_due)
+
+    @property
+    def _claims_due(self) -> float:
+        return min((leg.claim_at for leg in self.legs), default=math.inf)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def begin(self, groups: tuple[tuple[int, Sequence[int]], ...], deadline: float, now: float) -> None:
+        """Attach the blocks to fill; from here on the caller waits."""
+        after = self._allow(E.BEGUN)
+        self.groups, self.deadline, self.called_at, self.begun_at = groups, deadline, now, now
+        self._enter(after, now)
+        self._advance(now)
+
+    def planned(self, leg: Leg, plan: Plan, now: float) -> None:
+        """A rank is ready and this is what is read from it."""
+        after = self._allow(E.PLANNED)
+        if after is S.CONNECTING:
+            leg.plan, self.planned_at = plan, now
+            self._start_posts(leg)
+            if leg.next_post is None:
+                leg.claim_at = math.inf
+        self._advance(now)
+
+    def _start_posts(self, leg: Leg) -> None:
+        assert leg.plan is not None
+        leg.posts = leg.plan.posts(self.max_post_bytes, self.max_post_descriptors)
+        leg.next_post = next(leg.posts, None)
+
+    def want_claim(self, leg: Leg, now: float) -> None:
+        """A rank that will be read is ready: claim at once, beside the read."""
+        if self.state in (S.ANNOUNCED, S.CONNECTING, S.READING) and leg.claim_at == math.inf and not leg.nonces:
+            leg.claim_at = now
+
+    def answered(self, leg: Leg, answer: Granted | NotYet | Refused, now: float) -> bool:
+        """An answer to a claim or renewal; False if it changed nothing (stale, repeated, forged)."""
+        after = self._allow(E.ANSWERED)
+        sent_at = leg.nonces.get(answer.nonce)
+        if sent_at is None or after not in (S.ANNOUNCED, S.CONNECTING, S.READING, S.CONFIRMING, S.DRAINING):
+            return False
+        self._enter(after, now)
+        match answer:
+            case Granted():
+                self._granted(leg, answer, sent_at, now)
+            case NotYet():
+                leg.is_not_yet = leg.covered_until == -math.inf
+                self._note(now, f"tp{leg.tp_rank} not yet")
+            case Refused():
+                self._refused(leg, answer, now)
+            case _:
+                assert_never(answer)
+        self._advance(now)
+        return True
+
+    def posted(self, leg: Leg, transfer_id: TransferId, before: float) -> None:
+        """A transfer is about to be posted; `before` was read before that."""
+        leg.running.add(transfer_id)
+        leg.first_posted_at = min(leg.first_posted_at, before)
+        self.num_posted += 1
+
+    def ended(self, leg: Leg, transfer_id: TransferId, ok: bool, in_doubt: bool, cause: str, now: float) -> None:
+        """News of a transfer; `now` was read after it was observed."""
+        after = self._allow(E.ENDED)
+        if in_doubt:
+            leg.doubtful.add(transfer_id)
+        else:
+            leg.doubtful.discard(transfer_id)
+        leg.running.discard(transfer_id)
+        self._enter(after, now)
+        if ok and leg.is_done:
+            leg.done_at = now
+            leg.nonce_when_done = max(leg.nonces, default=0)
+            self.read_at = now
+        elif not ok:
+            self._fail(Reason.READ_FAILED, f"a transfer from tp{leg.tp_rank} at {leg.address} failed: {cause}", now)
+        self._advance(now)
+
+    def fail(self, reason: Reason, detail: str, now: float) -> None:
+        """Something else went wrong; the first cause is the one that counts."""
+        self._enter(self._allow(E.FAILED), now)
+        self._fail(reason, detail, now)
+        self._advance(now)
+
+    def cancel(self, now: float) -> None:
+        """The caller wants it no more."""
+        self._enter(self._allow(E.CANCELLED), now)
+        self._fail(Reason.CANCELLED, "cancelled", now)
+        self._advance(now)
+
+    def settled(self, leg: Leg, note: str, now: float) -> None:
+        """One rank needs no release any more: acknowledged, refused, or gone."""
+        if leg.release is not ReleaseState.SETTLED:
+            self._note(now, f"release tp{leg.tp_rank}: {note}")
+        leg.release, leg.release_at, leg.claim_at = ReleaseState.SETTLED, math.inf, math.inf
+        self._advance(now)
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        if self.state in (S.RELEASED, S.HELD):
+            return
+        if self.state is S.NOTIFYING:
+            if now >= self.published_at + self.release_timeout_s:
+                for leg in self.legs:
+                    if leg.release is not ReleaseState.SETTLED:
+                        self.settled(leg, "given up, the lease will expire", now)
+            return
+        if now >= self.deadline and self.failure is None:
+            waiting = self._waiting_for()
+            self._enter(self._allow(E.TIME_UP), now)
+            self._fail(Reason.TIMEOUT, f"{waiting} when the deadline passed", now)
+        self._advance(now)
+
+    # -- messages that are due ---------------------------------------------------------------------
+
+    def due_claim(self, leg: Leg, nonce: int, now: float) -> Claim | Renew | None:
+        """The claim or renewal to send now, if one is due; `now` was read before it is sent."""
+        if now < leg.claim_at:
+            return None
+        if self.state in (S.NOTIFYING, S.HELD, S.RELEASED):
+            leg.claim_at = math.inf
+            return None
+        leg.nonces[nonce] = now
+        while len(leg.nonces) > MAX_NONCES:
+            del leg.nonces[next(iter(leg.nonces))]
+        leg.claims += 1
+        leg.claim_at = now + min(self.claim_retry_s * 2 ** min(leg.claims - 1, 6), 2.0)
+        seconds = max(min(self.drain_by, self.deadline) - now, 0.001)
+        if now < leg.covered_until:
+            return Renew(self.params.key, self.pull_id, nonce, seconds)
+        return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
+
+    def due_release(self, leg: Leg, now: float) -> Release | None:
+        """The release to send now, if one is due."""
+        if self.state not in (S.NOTIFYING, S.HELD) or leg.release is ReleaseState.SETTLED or now < leg.release_at:
+            return None
+        leg.release = ReleaseState.SENT
+        leg.releases += 1
+        leg.release_at = now + min(self.release_retry_s * 2 ** min(leg.releases - 1, 6), 5.0)
+        return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self._outcome)
+
+    @property
+    def _outcome(self) -> Outcome:
+        match self.reason:
+            case Reason.COMPLETE:
+                return Outcome.COMPLETE
+            case Reason.CANCELLED:
+                return Outcome.CANCELLED
+            case _:
+                return Outcome.FAILED
+
+    def due(self, next_nonce: Iterator[int], now: float) -> Iterator[tuple[Leg, Message]]:
+        """Every message that is due now, per leg."""
+        for leg in self.legs:
+            if now >= leg.claim_at and (claim := self.due_claim(leg, next(next_nonce), now)):
+                yield leg, claim
+            if release := self.due_release(leg, now):
+                yield leg, release
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _allow(self, event: PullEvent) -> PullState:
+        after = ON_EVENT[self.state].get(event)
+        if after is None:
+            raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
+        return after
+
+    def _enter(self, after: PullState, now: float) -> None:
+        if after is not self.state:
+            self.state = after
+            self.history.append((now, after.value))
+
+    def _note(self, now: float, text: str) -> None:
+        if len(self.history) < 256:
+            self.history.append((now, text))
+
+    def _granted(self, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+        deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
+        leg.covered_until = max(leg.covered_until, deadline)
+        leg.is_not_yet = False
+        # Params that left after the KV was written can only be read too late, never too early.
+        began = now - answer.lent_for_s * (1 - RATE_MARGIN)
+        leg.lent_before = -math.inf if self.params.written else min(leg.lent_before, began)
+        if leg.is_done and answer.nonce > leg.nonce_when_done:
+            leg.confirmed = True
+        newest = answer.nonce == next(reversed(leg.nonces))
+        if newest or deadline > now:
+            leg.claims = 0
+            leg.claim_at = max(sent_at + min(self.params.renew_s, answer.seconds / 2), now)
+        self._note(now, f"tp{leg.tp_rank} granted {answer.seconds:g} s")
+
+    def _refused(self, leg: Leg, answer: Refused, now: float) -> None:
+        covered = leg.covered_until > -math.inf
+        if covered and answer.reason is Reason.EXPIRED and leg.nonces[answer.nonce] < leg.covered_until:
+            # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
+            leg.covered_until, leg.claim_at = -math.inf, now
+            return
+        leg.claim_at = math.inf
+        reason = Reason.LEASE_LOST if covered or leg.first_posted_at < math.inf else answer.reason
+        text = f"tp{leg.tp_rank} at {leg.address} refused: {answer.reason}"
+        self._fail(reason, f"{text} ({answer.detail})" if answer.detail else text, now)
+
+    def _fail(self, reason: Reason, detail: str, now: float) -> None:
+        if self.failure is None and self.reason is None:
+            self.failure = (reason, detail)
+            self.drain_by = now if reason is Reason.TIMEOUT else min(self.deadline, now + self.drain_s)
+            self._note(now, f"{reason}: {detail}")
+            if self.state is not S.DRAINING:
+                self._enter(S.DRAINING, now)
+
+    def _waiting_for(self) -> str:
+        match self.state:
+            case S.ANNOUNCED:
+                return "announced and never pulled"
+            case S.CONNECTING:
+                return "no handshake with " + self._names(lambda leg: leg.reads and leg.plan is None)
+            case S.READING:
+                return "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
+            case _:
+                return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.is_proven)
+
+    def _names(self, chosen: Callable[[Leg], bool]) -> str:
+        return ", ".join(f"tp{leg.tp_rank} at {leg.address}" for leg in self.legs if chosen(leg)) or "nobody"
+
+    def _advance(self, now: float) -> None:
+        """Take state-triggered transitions to a fixed point."""
+        while self._step(now):
+            pass
+
+    def _step(self, now: float) -> bool:
+        match self.state:
+            case S.CONNECTING:
+                if all(leg.plan is not None or not leg.reads for leg in self.legs):
+                    self._enter(S.READING, now)
+                    return True
+            case S.READING:
+                if all(leg.is_done or not leg.reads for leg in self.legs):
+                    self._enter(S.CONFIRMING, now)
+                    return True
+            case S.CONFIRMING:
+                return self._confirm(now)
+            case S.DRAINING:
+                if now >= self.drain_by or not any(leg.running for leg in self.legs):
+                    assert self.failure is not None
+                    self._publish(*self.failure, now)
+                    return True
+            case S.NOTIFYING:
+                if all(leg.release is ReleaseState.SETTLED for leg in self.legs):
+                    self._enter(S.HELD if self.holds_blocks else S.RELEASED, now)
+                    self.released_at = now
+                    return True
+            case S.HELD:
+                if not self.holds_blocks:
+                    self._enter(S.RELEASED, now)
+            case S.ANNOUNCED | S.RELEASED:
+                pass
+            case _:
+                assert_never(self.state)
+        return False
+
+    def _confirm(self, now: float) -> bool:
+        legs = [leg for leg in self.legs if leg.reads]
+        if all(leg.is_proven for leg in legs):
+            self._publish(Reason.COMPLETE, "", now)
+            return True
+        early = [leg for leg in legs if leg.is_early]
+        for leg in early:
+            self._note(now, f"tp{leg.tp_rank} read before it was lent, reading again")
+            leg.first_posted_at, leg.done_at, leg.confirmed = math.inf, -math.inf, False
+            self._start_posts(leg)
+            self.rereads += 1
+        if early:
+            self._enter(S.READING, now)
+            return False
+        for leg in legs:
+            # Too late for every grant so far: ask once more, now that everything has landed.
+            asked = bool(leg.nonces) and next(reversed(leg.nonces)) > leg.nonce_when_done
+            if not leg.is_proven and not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
+                leg.claim_at = min(leg.claim_at, now)
+        return False
+
+    def _publish(self, reason: Reason, detail: str, now: float) -> None:
+        self.reason, self.detail, self.published_at = reason, detail, now
+        self._enter(S.NOTIFYING, now)
+        for leg in self.legs:
+            leg.claim_at, leg.next_post = math.inf, None
+            if leg.release is not ReleaseState.SETTLED:
+                leg.release_at = now

@@ -1,0 +1,195 @@
+"""The small values that everything else speaks of: names, keys, places, reasons.
+
+Everything that crosses the wire is a frozen `msgspec.Struct` with constraints, so that decoding is
+validation. Durations are seconds (float) and cross the wire; times never do.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, NewType
+
+import msgspec
+from msgspec import Meta, Struct
+
+__all__ = [
+    "Address",
+    "BlockRuns",
+    "Cohort",
+    "Endpoint",
+    "Key",
+    "Outcome",
+    "Params",
+    "PullId",
+    "Reason",
+    "RequestId",
+    "Route",
+    "Seconds",
+    "TransferId",
+]
+
+PullId = NewType("PullId", str)
+RequestId = NewType("RequestId", str)
+TransferId = NewType("TransferId", int)
+
+Address = NewType("Address", str)
+"""Where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`."""
+
+Route = NewType("Route", bytes)
+"""Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
+
+MAX_ID = 16 * 1024
+MAX_RANKS = 65_536
+MAX_GROUPS = 64
+MAX_RUNS = 1 << 20
+MAX_TOKENS = 1 << 40
+MAX_BLOCK_ID = (1 << 31) - 1
+MAX_SECONDS = 7 * 86_400.0
+
+# Bounds also reject nan and the infinities, which compare false with everything.
+Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+Name = Annotated[str, Meta(max_length=512)]
+RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+BlockId = Annotated[int, Meta(ge=0, le=MAX_BLOCK_ID)]
+Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
+
+
+class Key(Struct, frozen=True, array_like=True):
+    """Names one lent request for ever: what is compared wherever blocks are believed or freed.
+
+    Minted once by the prefill engine (its scheduler, say), handed to all of its ranks, never reused.
+
+    Attributes:
+        epoch: The minting process's start, random.
+        memory_epoch: How often the prefill memory was registered anew; old references are refused.
+        sequence: Grows by one per minted key.
+        token: 128 random bits in hex, so that a key cannot be guessed.
+    """
+
+    epoch: Annotated[str, Meta(min_length=1, max_length=64)]
+    memory_epoch: Annotated[int, Meta(ge=0, le=1 << 53)]
+    sequence: Annotated[int, Meta(ge=0, le=1 << 53)]
+    token: Annotated[str, Meta(min_length=16, max_length=64)]
+
+
+class Cohort(Struct, frozen=True, array_like=True):
+    """The group of ranks of one decode engine that together read one lent request, and who speaks."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=512)]
+    tp_size: Size = 1
+    tp_rank: Rank = 0
+    pp_size: Size = 1
+    pp_stage: Rank = 0
+
+
+class Endpoint(Struct, frozen=True):
+    """How to reach one prefill rank, and which start of it is meant."""
+
+    tp_rank: Rank
+    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    incarnation: Annotated[str, Meta(min_length=1, max_length=64)]
+    pp_stage: Rank = 0
+
+
+class BlockRuns(Struct, frozen=True, array_like=True):
+    """The blocks of one group as runs of consecutive ids, and the tokens they cover.
+
+    Attributes:
+        first_token: First token that the list is valid for. The first block of the list is the one
+            that holds it, so `first_token` need not be a multiple of the block size.
+        runs: `(first block id, number of blocks)` in token order.
+    """
+
+    first_token: Tokens
+    runs: Annotated[tuple[tuple[BlockId, Count], ...], Meta(max_length=MAX_RUNS)]
+
+
+class Params(Struct, frozen=True, kw_only=True):
+    """What travels from the prefill side to the decode side by way of a router: plain data.
+
+    Describes the whole prefill group, because one rank cannot know the others.
+
+    Attributes:
+        engine_id: The prefill engine.
+        request_id: The prefill side's id of the request; arbitrary text, never parsed.
+        key: What claims and releases are compared by.
+        roster: Every rank of the prefill group.
+        groups: Block ids per cache group, the same on all ranks.
+        num_tokens: Tokens of the request whose KV exists.
+        lease_s: How long an unclaimed lease lasts, counted by each rank from its `lend`.
+        renew_s: How often a reader is to renew.
+        written: The KV was complete when these params were made, so nobody can read it too early.
+            Otherwise a reader has to show that it began after the request was lent.
+    """
+
+    schema: Annotated[int, Meta(ge=1, le=1)] = 1
+    engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    request_id: RequestText
+    key: Key
+    tp_size: Size = 1
+    pp_size: Size = 1
+    roster: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    groups: Annotated[tuple[BlockRuns, ...], Meta(max_length=MAX_GROUPS)]
+    num_tokens: Tokens
+    lease_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 30.0
+    renew_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 3.0
+    written: bool = False
+
+
+class Outcome(enum.StrEnum):
+    """How one reader's attempt ended, as told to the prefill rank."""
+
+    COMPLETE = "complete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    RETRY = "retry"
+    """This attempt is over, but its reader will try again: it is not struck off."""
+
+
+class Reason(enum.StrEnum):
+    """Why something ended or was refused. The values are stable: logs and metrics use them."""
+
+    # a pull
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    GEOMETRY = "geometry_refused"
+    UNPLANNABLE = "unplannable"
+    REMOTE_TOO_SHORT = "remote_too_short"
+    UNREACHABLE = "peer_unreachable"
+    PEER_LOST = "peer_lost"
+    READ_FAILED = "read_failed"
+    LEASE_LOST = "lease_lost"
+    ENGINE_CLOSED = "engine_closed"
+    # a refused claim, renewal or release
+    UNKNOWN = "unknown_key"
+    CONSUMED = "consumed"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+    RESTARTED = "restarted"
+    STALE_MEMORY = "stale_memory"
+    BLOCKS_DIFFER = "blocks_differ"
+    WRONG_REQUEST = "wrong_request"
+    WRONG_TARGET = "wrong_target"
+    WRONG_COHORT = "wrong_cohort"
+    NOT_OWED = "not_owed"
+    RELEASED_ALREADY = "released_already"
+    FOREIGN_PULL = "foreign_pull"
+    PROTOCOL = "protocol_version"
+    OVERLOADED = "overloaded"
+    # a lease
+    RELEASED = "released"
+
+
+def decode_params(value: object) -> Params:
+    """Validate params that came through a router (a `Params` or what `json.loads` made of one).
+
+    Raises:
+        msgspec.ValidationError: Naming the field that is wrong.
+    """
+    if isinstance(value, Params):
+        return value
+    return msgspec.convert(value, Params)

@@ -1,0 +1,168 @@
+"""What can go wrong, as a tree: who is at fault, and how far the damage reaches.
+
+    AsyncKVError
+    ├── ConfigError             the caller's configuration; nothing was started
+    │   └── LayoutError         the declared memory does not hold together
+    ├── ProtocolError
+    │   ├── LocalProtocolError  this side called out of order; nothing was changed
+    │   └── RemoteProtocolError the other side sent something malformed
+    ├── EngineClosed            the engine was closed or is draining
+    ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
+    └── PullError               this one request; says which blocks are still held
+        ├── PlanRefused         the request cannot be planned on these layouts
+        │   └── RemoteTooShort  the prefill side offers fewer tokens than are asked for
+        ├── GeometryRefused     the two engines' layouts do not match
+        ├── PeerUnreachable     no handshake within its deadline
+        ├── PeerLost            the remote rank died, restarted or went away
+        ├── LeaseRefused        the prefill side refused the claim (expired, consumed ...)
+        ├── LeaseLost           bytes arrived, but no lease provably covered them
+        ├── ReadFailed          a NIXL transfer failed
+        ├── PullTimeout         the caller's deadline passed
+        └── PullCancelled       `cancel(request_id)` or an engine that closes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+__all__ = [
+    "AsyncKVError",
+    "BackendError",
+    "ConfigError",
+    "EngineClosed",
+    "GeometryRefused",
+    "LayoutError",
+    "LeaseLost",
+    "LeaseRefused",
+    "LocalProtocolError",
+    "PeerLost",
+    "PeerUnreachable",
+    "PlanRefused",
+    "ProtocolError",
+    "PullCancelled",
+    "PullError",
+    "PullTimeout",
+    "ReadFailed",
+    "RemoteProtocolError",
+    "RemoteTooShort",
+]
+
+
+class AsyncKVError(Exception):
+    """Base of every error that asynckv raises on purpose."""
+
+
+class ConfigError(AsyncKVError):
+    """The configuration is wrong; the message names the value and the remedy."""
+
+
+class LayoutError(ConfigError):
+    """The declared memory does not hold together (bounds, overlap, counts)."""
+
+
+class ProtocolError(AsyncKVError):
+    """Somebody broke the rules of a conversation."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side called out of order; nothing was changed."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent something malformed; it was dropped."""
+
+
+class EngineClosed(AsyncKVError):
+    """The engine is closed or draining and takes no new work."""
+
+
+class BackendError(AsyncKVError):
+    """A back end (NIXL, ZMQ) could not do what start-up asked of it."""
+
+
+class PullError(AsyncKVError):
+    """One pull failed.
+
+    Attributes:
+        request_id: The caller's id of the request.
+        pull_id: This attempt's id, as in the logs.
+        reason: Machine-readable cause, one of `asynckv.core.types.Reason`'s values.
+        held: Group index -> local block ids that must not be reused yet. Empty when every
+            block is the caller's again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        pull_id: str = "",
+        reason: str = "",
+        held: Mapping[int, tuple[int, ...]] | None = None,
+        wait_returned: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.pull_id = pull_id
+        self.reason = reason
+        self.held: Mapping[int, tuple[int, ...]] = dict(held or {})
+        self._wait_returned = wait_returned
+
+    async def returned(self) -> None:
+        """Wait until every block of the failed pull is the caller's again.
+
+        This may take arbitrarily long: NIXL cannot cancel a transfer, so blocks come back only on
+        evidence that nothing can write them any more.
+        """
+        if self._wait_returned is not None:
+            await self._wait_returned()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.request_id, self.pull_id, self.reason, dict(self.held))
+
+
+def _rebuild(
+    kind: type[PullError], message: str, request_id: str, pull_id: str, reason: str, held: dict[int, tuple[int, ...]]
+) -> PullError:
+    return kind(message, request_id=request_id, pull_id=pull_id, reason=reason, held=held)
+
+
+class PlanRefused(PullError):
+    """The request cannot be planned on these layouts; nothing was posted."""
+
+
+class RemoteTooShort(PlanRefused):
+    """The prefill side offers fewer tokens than this side asks for; nothing was posted."""
+
+
+class GeometryRefused(PullError):
+    """The two engines' layouts differ in something that cannot be planned around."""
+
+
+class PeerUnreachable(PullError):
+    """The remote rank did not complete a handshake within its deadline."""
+
+
+class PeerLost(PullError):
+    """The remote rank died, restarted under another incarnation, or said goodbye."""
+
+
+class LeaseRefused(PullError):
+    """The prefill side refused the claim, so the blocks are not (or no longer) lent to us."""
+
+
+class LeaseLost(PullError):
+    """Bytes arrived, but no lease provably covered the read, so they are not published."""
+
+
+class ReadFailed(PullError):
+    """A NIXL transfer failed."""
+
+
+class PullTimeout(PullError):
+    """The caller's deadline passed first."""
+
+
+class PullCancelled(PullError):
+    """The pull was cancelled."""

@@ -1,0 +1,169 @@
+"""What the engine needs from outside: a clock, a control plane and a data plane.
+
+Both planes live on the engine's event loop, and all their methods are called on its thread. Neither
+ever blocks longer than one call to the library beneath takes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.layout import Memory
+from asynckv.core.plan import PieceTable
+from asynckv.core.types import Address, Route, TransferId
+
+__all__ = [
+    "Clock",
+    "ControlPlane",
+    "DataPlane",
+    "Ended",
+    "Ending",
+    "TimerHandle",
+]
+
+IndexArray = npt.NDArray[np.int32]
+
+
+class TimerHandle(Protocol):
+    """A timer that can be taken back."""
+
+    def cancel(self) -> None:
+        """Forget the callback; harmless after it ran."""
+
+
+class Clock(Protocol):
+    """The only place where time is read."""
+
+    def now(self) -> float:
+        """Seconds since some fixed moment, counting time spent suspended."""
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Call back on the event loop once `now() >= when`."""
+
+
+class ControlPlane(Protocol):
+    """Carries packets: one listener, and one outgoing link per remote rank's address.
+
+    Delivery is at most once per call, in order per link, without any promise: the core repeats what
+    matters. A queue that is full drops the packet and counts it.
+    """
+
+    @property
+    def address(self) -> Address:
+        """The address that others should use; valid after `start`."""
+
+    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+        """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
+
+        Raises:
+            BackendError: The address cannot be bound.
+        """
+
+    def send(self, to: Address | Route, packet: bytes) -> bool:
+        """Send, connecting first if `to` is an address; False if the packet was dropped."""
+
+    def disconnect(self, address: Address) -> None:
+        """Drop the link to an address; harmless if there is none."""
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: packets and bytes in and out, drops by cause."""
+
+    async def aclose(self) -> None:
+        """Close everything, keeping sent packets moving for a moment. Idempotent."""
+
+
+class Ending(enum.Enum):
+    """What is known about a posted transfer that is no longer simply running."""
+
+    DONE = "done"
+    """All bytes are in place."""
+    FAILED = "failed"
+    """It failed, and it is proven that nothing will be written any more."""
+    IN_DOUBT = "in_doubt"
+    """It failed, but it may still write. `DONE` or `FAILED` may follow, or nothing at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """News of one transfer."""
+
+    transfer_id: TransferId
+    ending: Ending
+    cause: str = ""
+    peer_lost: bool = False
+    """The failure says that the remote process is gone."""
+
+
+class DataPlane(Protocol):
+    """Moves bytes between registered memories."""
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Create the agent. From now on `on_ready` is called on the loop when `poll` may have news.
+
+        Raises:
+            BackendError: No usable back end.
+        """
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Register local memory, before any metadata is given out.
+
+        Raises:
+            BackendError: The back end refuses.
+        """
+
+    @property
+    def agent_name(self) -> str:
+        """Unique per process start."""
+
+    def metadata(self) -> bytes:
+        """Opaque bytes with which a remote data plane can reach this one's memory."""
+
+    async def prepare_peer(
+        self, name: str, metadata: bytes, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]
+    ) -> None:
+        """Load a remote rank's metadata and prepare descriptor lists for its piece table.
+
+        `name` is the remote plane's `agent_name`.
+
+        Raises:
+            BackendError: Metadata refused, peer not reachable.
+        """
+
+    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+        """Prepare one more piece table for a prepared peer (unusual cuts, made on demand)."""
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer and its descriptor lists. Never called while one of its transfers is posted."""
+
+    def post_read(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> Ended | None:
+        """Start reading; news at once if the transfer already ended, else `poll` will tell.
+
+        `local` and `remote` are equally long arrays of descriptor indices into the table. Never
+        raises for what the back end does: a failed post is news.
+        """
+
+    def poll(self) -> list[Ended]:
+        """News since the last call, and progress for remote readers. Never blocks.
+
+        A transfer is reported `DONE` or `FAILED` once; its handle is released by then.
+        """
+
+    def watch(self, serving: bool) -> None:
+        """Say whether remote readers may need this plane's progress (leases or handshakes are open)."""
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters: handles, in doubt, posted, wake-ups, back end facts."""
+
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use, for reports."""
+
+    def close(self) -> None:
+        """Deregister and destroy the agent. Idempotent."""
