@@ -125,9 +125,9 @@ class DataPlane(Protocol):
         """Opaque bytes with which a remote data plane can reach this one's memory."""
 
     async def prepare_peer(
-        self, name: str, metadata: bytes, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]
+        self, name: str, metadata: bytes, tables: Sequence[PieceTable], memories: Sequence[Memory], remote: Sequence[Memory]
     ) -> None:
-        """Load a remote rank's metadata and prepare descriptor lists for its piece table.
+        """Load a remote rank's metadata and prepare descriptor lists for its piece tables.
 
         `name` is the remote plane's `agent_name`.
 

@@ -412,14 +412,12 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
                 f"{view.stride} and {other.stride}; place them apart or give them one stride"
             )
     starts, lengths, owners = [], [], []
-    for i, (lo, _, _, _, part) in enumerate(cluster):
-        offsets, _, length = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
-        if length > view.stride:
-            raise LayoutError(
-                f"{cluster[i][2]}: a block has {length} contiguous bytes, more than the stride {view.stride}"
-            )
+    for i, (lo, _, name, _, part) in enumerate(cluster):
+        offsets, _, size = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
+        if size > view.stride:
+            raise LayoutError(f"{name}: a block has {size} contiguous bytes, more than the stride {view.stride}")
         starts.append((lo + offsets) % view.stride)
-        lengths.append(np.full(len(offsets), length))
+        lengths.append(np.full(len(offsets), size))
         owners.append(np.full(len(offsets), i))
         if sum(map(len, starts)) > 16 * MAX_PIECES:
             raise LayoutError(f"{cluster[0][2]}: too many pieces interleave to check; use a denser memory order")

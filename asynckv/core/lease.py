@@ -127,6 +127,9 @@ class Lease:
     digest: bytes = field(init=False)
     scheduled_at: float = math.inf
     """For the node's timers only."""
+    num_traced: int = 0
+    """History entries that were reported one by one."""
+    ended_at: float = math.inf
 
     def __post_init__(self) -> None:
         self.expires_at = self.lent_at + self.lent.lease_s
@@ -190,7 +193,7 @@ class Lease:
             self.history.append((now, f"grant lapsed {pull_id} of {self.held.pop(pull_id).reader}"))
         if self.is_over or self.held or (self.state is L.LENT and self._owes()):
             return
-        self.state = WHEN_SETTLED[self.state][self.cause]
+        self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
         self.history.append((now, self.state.value))
 
     def _answer(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:

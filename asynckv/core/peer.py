@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.core.plan import PeerMap
+from asynckv.core.pull import Leg, Pull
 from asynckv.core.types import Address, PullId, Reason, TransferId
 from asynckv.errors import LocalProtocolError
 
@@ -71,6 +73,8 @@ class Peer:
     """When the handshake under way fails."""
     retry_at: float = math.inf
     """When to repeat the hello."""
+    hellos: int = 0
+    """Sent in the handshake under way."""
     not_before: float = -math.inf
     """End of the back-off."""
     failures: int = 0
@@ -81,12 +85,22 @@ class Peer:
     pinged_at: float = -math.inf
     agent_name: str = ""
     map: PeerMap | None = None
+    is_loading: bool = False
     loaded: bool = False
     """The data plane knows it."""
     pulls: set[PullId] = field(default_factory=set)
     """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
     in_flight_bytes: int = 0
+    queue: deque[tuple[Pull, Leg]] = field(default_factory=deque)
+    """Who has reads to post here, first come first served."""
+    is_queued: bool = False
+    """In the node's turn of peers that may post."""
+    tables: set[int] = field(default_factory=set)
+    """Piece tables that the data plane knows."""
+    watched_at: float = math.inf
+    """Since when something is owed or held here; silence counts from then."""
+    gone_at: float = math.inf
     scheduled_at: float = math.inf
     """For the node's timers only."""
 

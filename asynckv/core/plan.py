@@ -101,7 +101,9 @@ class PieceTable:
     @property
     def dense(self) -> npt.NDArray[np.bool_]:
         """Rows in which consecutive blocks touch on both sides, so that NIXL merges them."""
-        return (self.local[:, 2] == self.length) & (self.remote[:, 2] == self.length)
+        mine: npt.NDArray[np.bool_] = self.local[:, 2] == self.length
+        theirs: npt.NDArray[np.bool_] = self.remote[:, 2] == self.length
+        return np.logical_and(mine, theirs)
 
 
 class Post(NamedTuple):

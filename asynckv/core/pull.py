@@ -235,6 +235,12 @@ class Pull:
     rereads: int = 0
     scheduled_at: float = math.inf
     """For the node's timers only."""
+    num_traced: int = 0
+    """History entries that were reported one by one."""
+    is_told: bool = False
+    """The outcome was handed over."""
+    is_returned: bool = False
+    """The blocks were handed back."""
 
     def __post_init__(self) -> None:
         self.history.append((self.called_at, self.state.value))

@@ -1,0 +1,122 @@
+"""Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.
+
+Public names load on first use, so that importing the package costs next to nothing and brings in
+neither torch nor NIXL.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynckv.config import EngineConfig, LeaseConfig, LogConfig, NixlConfig, PullConfig
+    from asynckv.core.group import PrefillGroup
+    from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, attention_view, shard
+    from asynckv.core.types import Endpoint, Params
+    from asynckv.edges.torch import register_tensors
+    from asynckv.engine import Engine, LeaseEnd, LentRequest, PullResult, Statistics
+    from asynckv.errors import (
+        AsyncKVError,
+        BackendError,
+        ConfigError,
+        EngineClosed,
+        GeometryRefused,
+        LayoutError,
+        LeaseLost,
+        LeaseRefused,
+        LocalProtocolError,
+        PeerLost,
+        PeerUnreachable,
+        PlanRefused,
+        ProtocolError,
+        PullCancelled,
+        PullError,
+        PullTimeout,
+        ReadFailed,
+        RemoteProtocolError,
+        RemoteTooShort,
+    )
+    from asynckv.observe.log import configure as configure_logging
+    from asynckv.registration import Registration, register_memory
+
+_HOMES = {
+    "asynckv.config": "EngineConfig LeaseConfig LogConfig NixlConfig PullConfig",
+    "asynckv.core.group": "PrefillGroup",
+    "asynckv.core.layout": "Dim Group Layout Memory Part View attention_view shard",
+    "asynckv.core.types": "Endpoint Params",
+    "asynckv.edges.torch": "register_tensors",
+    "asynckv.engine": "Engine LeaseEnd LentRequest PullResult Statistics",
+    "asynckv.errors": (
+        "AsyncKVError BackendError ConfigError EngineClosed GeometryRefused LayoutError LeaseLost LeaseRefused "
+        "LocalProtocolError PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled PullError PullTimeout "
+        "ReadFailed RemoteProtocolError RemoteTooShort"
+    ),
+    "asynckv.observe.log": "configure_logging",
+    "asynckv.registration": "Registration register_memory",
+}
+_RENAMED = {"configure_logging": "configure"}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = [  # noqa: RUF022
+    "AsyncKVError",
+    "BackendError",
+    "ConfigError",
+    "Dim",
+    "Endpoint",
+    "Engine",
+    "EngineClosed",
+    "EngineConfig",
+    "GeometryRefused",
+    "Group",
+    "Layout",
+    "LayoutError",
+    "LeaseConfig",
+    "LeaseEnd",
+    "LeaseLost",
+    "LeaseRefused",
+    "LentRequest",
+    "LocalProtocolError",
+    "LogConfig",
+    "Memory",
+    "NixlConfig",
+    "Params",
+    "Part",
+    "PeerLost",
+    "PeerUnreachable",
+    "PlanRefused",
+    "PrefillGroup",
+    "ProtocolError",
+    "PullCancelled",
+    "PullConfig",
+    "PullError",
+    "PullResult",
+    "PullTimeout",
+    "ReadFailed",
+    "Registration",
+    "RemoteProtocolError",
+    "RemoteTooShort",
+    "Statistics",
+    "View",
+    "attention_view",
+    "configure_logging",
+    "register_memory",
+    "register_tensors",
+    "shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("asynckv")
+    if name not in _HOME:
+        raise AttributeError(f"module 'asynckv' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), _RENAMED.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,195 @@
+"""What the core wants done, and the desk it leaves its wishes on.
+
+The core never sends, posts or logs. It appends commands and messages to a `Desk`; the engine empties
+it after every event, messages first: a claim travels beside the read, so it has to leave before it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from asynckv.core.lease import Lease
+from asynckv.core.messages import MAX_MESSAGES, Message, encode_packet
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.plan import PieceTable, Post
+from asynckv.core.pull import Pull
+from asynckv.core.types import Address, Route, TransferId
+
+__all__ = [
+    "AddTable",
+    "BlocksReturned",
+    "Command",
+    "Desk",
+    "Disconnect",
+    "LeaseEnded",
+    "LoadPeer",
+    "PeerChanged",
+    "PostRead",
+    "PullEnded",
+    "PullOver",
+    "RemovePeer",
+    "Timers",
+    "Traced",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPeer:
+    """Load the peer's metadata and prepare its regular tables, then say `loaded` or `load_failed`."""
+
+    peer: Peer
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AddTable:
+    """Prepare one more table, before the next read is posted."""
+
+    peer: Peer
+    table: PieceTable
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePeer:
+    """Forget a peer in the data plane; none of its transfers is running or in doubt."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Drop the control link to an address."""
+
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class PostRead:
+    """Post a read, then say how it ended if that is known at once."""
+
+    transfer_id: TransferId
+    agent_name: str
+    post: Post
+
+
+@dataclass(frozen=True, slots=True)
+class PullEnded:
+    """A pull has its outcome."""
+
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksReturned:
+    """Nothing can write this pull's blocks any more."""
+
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class PullOver:
+    """A pull is over: every rank was told, every block returned."""
+
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease is over; its blocks are the engine's."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """A peer changed its state."""
+
+    peer: Peer
+    before: PeerState
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """New entries of a pull's or lease's history; only asked for when tracing."""
+
+    subject: Pull | Lease
+    entries: tuple[tuple[float, str], ...]
+
+
+Command = (
+    LoadPeer | AddTable | RemovePeer | Disconnect | PullEnded | BlocksReturned | PullOver | LeaseEnded | PeerChanged | Traced
+)
+
+
+@dataclass(slots=True)
+class Desk:
+    """Messages to send, commands to execute, and what was counted."""
+
+    incarnation: str
+    trace: bool = False
+    """Report every transition as it happens."""
+    commands: list[Command] = field(default_factory=list)
+    counters: Counter[str] = field(default_factory=Counter)
+    _outbox: dict[tuple[Address | Route, str], list[Message]] = field(default_factory=dict)
+
+    def send(self, to: Address | Route, target: str, message: Message) -> None:
+        """Send a message to a process start, with all others of this turn."""
+        self._outbox.setdefault((to, target), []).append(message)
+        self.counters[f"sent.{type(message).__name__.lower()}"] += 1
+
+    def take_packets(self) -> Iterator[tuple[Address | Route, bytes]]:
+        """Empty the outbox: one packet per destination, or a few if there is much to say."""
+        outbox, self._outbox = self._outbox, {}
+        for (to, target), messages in outbox.items():
+            for i in range(0, len(messages), MAX_MESSAGES):
+                yield to, encode_packet(self.incarnation, target, messages[i : i + MAX_MESSAGES])
+
+    def take_commands(self) -> list[Command]:
+        """Empty the list of commands."""
+        commands, self.commands = self.commands, []
+        return commands
+
+
+class Timed(Protocol):
+    """Something that wants to be woken."""
+
+    scheduled_at: float
+
+
+class Timers:
+    """A heap of wishes to be woken; an entry that was overtaken is skipped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._order = itertools.count()
+
+    @property
+    def next_at(self) -> float:
+        """When `pop` will have something."""
+        while self._heap and self._heap[0][2].scheduled_at != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf
+
+    def wake(self, item: Timed, when: float) -> None:
+        """Wake the item at `when`, or earlier if it asked for that before."""
+        if when < item.scheduled_at:
+            item.scheduled_at = when
+            heapq.heappush(self._heap, (when, next(self._order), item))
+
+    def forget(self, item: Timed) -> None:
+        """Never wake the item again."""
+        item.scheduled_at = math.inf
+
+    def pop(self, now: float) -> Timed | None:
+        """Return an item whose time has come."""
+        if self.next_at > now:
+            return None
+        item = heapq.heappop(self._heap)[2]
+        item.scheduled_at = math.inf
+        return item

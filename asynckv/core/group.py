@@ -1,0 +1,109 @@
+"""What a prefill engine's scheduler does: mint keys and make the params that travel to the decode side.
+
+Pure, and independent of any worker: it needs to know where the ranks listen, nothing more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asynckv.config import LeaseConfig, check_lease
+from asynckv.core.layout import runs_of
+from asynckv.core.types import BlockRuns, Endpoint, Key, Params
+from asynckv.errors import ConfigError
+
+__all__ = ["PrefillGroup"]
+
+
+class PrefillGroup:
+    """All ranks of one prefill engine, as the side that hands out requests knows them.
+
+    Args:
+        engine_id: The prefill engine.
+        roster: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
+        lease: Defaults for lease and renewal times; use the ranks' own.
+        memory_epoch: How often the ranks' memory was registered anew.
+        tp_size: Size of the group; the roster's length if left out.
+
+    Raises:
+        ConfigError: Ranks are missing, doubled or malformed.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        roster: Sequence[Endpoint | dict[str, Any]],
+        *,
+        lease: LeaseConfig | None = None,
+        memory_epoch: int = 0,
+        tp_size: int | None = None,
+    ) -> None:
+        try:
+            endpoints = [e if isinstance(e, Endpoint) else msgspec.convert(e, Endpoint) for e in roster]
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"an endpoint of prefill engine {engine_id!r} is malformed: {exc}") from exc
+        self.engine_id = engine_id
+        self.roster = tuple(sorted(endpoints, key=lambda e: e.tp_rank))
+        self.tp_size = len(self.roster) if tp_size is None else tp_size
+        self.lease = lease or LeaseConfig()
+        ranks = [e.tp_rank for e in self.roster]
+        if ranks != list(range(self.tp_size)) or not ranks:
+            raise ConfigError(
+                f"prefill engine {engine_id!r} of tp_size {self.tp_size} needs one endpoint for each of its ranks, "
+                f"but was given tp_ranks {ranks}"
+            )
+        self.memory_epoch = memory_epoch
+        # Random, not derived from anything: a restarted scheduler must never repeat a key.
+        self._epoch = secrets.token_hex(8)
+        self._sequence = itertools.count()
+
+    def make_params(
+        self,
+        request_id: str,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        num_tokens: int,
+        *,
+        lease_s: float | None = None,
+        written: bool = False,
+    ) -> dict[str, Any]:
+        """Describe one request to the decode side, as plain data that JSON can carry.
+
+        Every call mints a new key: call it once per request, in the order in which the requests will
+        be lent, and hand the result to all prefill ranks (`Engine.lend`) and to the decode side.
+
+        Args:
+            request_id: The prefill side's id; arbitrary text.
+            groups: Per cache group `(first_token, block ids)`; the first block holds `first_token`.
+            num_tokens: Tokens whose KV is, or will be, in these blocks.
+            lease_s: How long the request stays lent if nobody claims it.
+            written: The KV is complete already. Leave it False when params travel ahead of the data:
+                readers then make sure that they began after the request was lent.
+
+        Raises:
+            ConfigError: A value is out of range; the message names it.
+        """
+        lease_s = self.lease.lease_s if lease_s is None else lease_s
+        check_lease(lease_s, self.lease.max_lease_s)
+        params = Params(
+            engine_id=self.engine_id,
+            request_id=request_id,
+            key=Key(self._epoch, self.memory_epoch, next(self._sequence), secrets.token_hex(16)),
+            tp_size=self.tp_size,
+            roster=self.roster,
+            groups=tuple(BlockRuns(first, runs_of(ids)) for first, ids in groups),
+            num_tokens=num_tokens,
+            lease_s=lease_s,
+            renew_s=min(self.lease.grant_s, lease_s) / 3,
+            written=written,
+        )
+        plain: dict[str, Any] = msgspec.to_builtins(params)
+        try:
+            msgspec.convert(plain, Params)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"request {request_id[:80]!r} cannot be described: {exc}") from exc
+        return plain

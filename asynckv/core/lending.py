@@ -1,0 +1,193 @@
+"""The prefill side of one rank: its leases, what ended, and what came too early.
+
+A claim for a request that is not lent *yet* is answered `NotYet` and parked; lending answers it. A key
+below the newest sequence that is not there was consumed, or never will be: it is refused at once.
+(So requests should be lent in the order in which their params were made.) Whatever came for a request
+that has ended is answered from a bounded memory of endings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
+from asynckv.core.lease import Lease, LeaseState, Lent
+from asynckv.core.ledger import Ledger
+from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
+from asynckv.core.plan import check_block_ids
+from asynckv.core.layout import Layout
+from asynckv.core.types import Key, Reason, Route
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["Lending"]
+
+MAX_ENDED = 65_536
+
+_ENDED_AS = {
+    LeaseState.RELEASED: Reason.CONSUMED,
+    LeaseState.EXPIRED: Reason.EXPIRED,
+    LeaseState.REVOKED: Reason.REVOKED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    message: Claim | Release
+    route: Route
+    source: str
+    until: float
+
+
+class Lending:
+    """All leases of one rank."""
+
+    def __init__(
+        self, layout: Layout, ledger: Ledger, desk: Desk, timers: Timers, parked_s: float, max_parked: int
+    ) -> None:
+        self.leases: dict[Key, Lease] = {}
+        self.memory_epoch = 0
+        self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
+        self._parked_s, self._max_parked = parked_s, max_parked
+        self._parked: dict[Key, dict[tuple[type, str], _Parked]] = {}
+        self._parked_order: deque[tuple[float, Key, tuple[type, str]]] = deque()
+        self._ended: OrderedDict[Key, Reason] = OrderedDict()
+        self._newest: dict[str, int] = {}
+        self._floor: dict[str, int] = {}
+        """Sequences up to this one are forgotten, so they cannot be told from used ones."""
+
+    @property
+    def num_parked(self) -> int:
+        """Claims and releases that wait for their request to be lent."""
+        return sum(map(len, self._parked.values()))
+
+    @property
+    def next_at(self) -> float:
+        """When a parked message falls due."""
+        return self._parked_order[0][0] if self._parked_order else math.inf
+
+    def lend(self, lent: Lent, now: float) -> Lease:
+        """Lend a request's blocks, and answer whoever came before.
+
+        Raises:
+            PlanRefused: The blocks do not fit the layout.
+            LocalProtocolError: The key was used before, or a block is being written.
+        """
+        key = lent.key
+        if key in self.leases or key in self._ended or key.sequence <= self._floor.get(key.epoch, -1):
+            raise LocalProtocolError(
+                f"request {lent.request_id!r} was lent before under sequence {key.sequence}; make new params for it"
+            )
+        if key.memory_epoch != self.memory_epoch:
+            raise LocalProtocolError(
+                f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
+                f"was registered anew (epoch {self.memory_epoch}); make new params for it"
+            )
+        # Runs first: their sum is bounded by the layout before anything is allocated by it.
+        for group, offer in zip(self._layout.groups, lent.groups, strict=False):
+            if sum(count for _, count in offer.runs) > group.num_blocks:
+                raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
+        ids = [(g.first_token, [b for first, n in g.runs for b in range(first, first + n)]) for g in lent.groups]
+        check_block_ids(self._layout, ids)
+        self._ledger.take(key.token, "lent", lent.request_id, {g: blocks for g, (_, blocks) in enumerate(ids)}, now)
+        lease = self.leases[key] = Lease(lent, now)
+        self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
+        self._desk.counters["leases.lent"] += 1
+        for parked in self._parked.pop(key, {}).values():
+            if parked.until > now and not lease.is_over:
+                self._answer(lease, parked.message, parked.route, parked.source, now)
+        self.after(lease, now)
+        return lease
+
+    def revoke(self, lease: Lease, now: float) -> None:
+        """Take a lent request back; its blocks return when no promise runs any more."""
+        lease.revoke(now)
+        self.after(lease, now)
+
+    def receive(self, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
+        """Take a reader's message."""
+        lease = self.leases.get(message.key)
+        if lease is not None:
+            self._answer(lease, message, route, source, now)
+            self.after(lease, now)
+            return
+        key = message.key
+        reason = self._ended.get(key)
+        if reason is None and key.memory_epoch < self.memory_epoch:
+            reason = Reason.STALE_MEMORY
+        if reason is None and key.sequence <= self._newest.get(key.epoch, -1):
+            reason = Reason.UNKNOWN
+        if isinstance(message, Release):
+            if reason is None:
+                self._park(message, route, source, now)
+                return
+            # Nothing is owed any more; saying so ends the repeats.
+            self._desk.counters["release.late"] += 1
+            self._desk.send(route, source, Ack(key, message.pull_id))
+        elif reason is not None or isinstance(message, Renew):
+            self._refuse(message, route, source, reason or Reason.UNKNOWN)
+        else:
+            self._park(message, route, source, now)
+
+    def after(self, lease: Lease, now: float) -> None:
+        """Settle what a change of a lease brings about."""
+        if self._desk.trace and len(lease.history) > lease.num_traced:
+            self._desk.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
+            lease.num_traced = len(lease.history)
+        if not lease.is_over:
+            self._timers.wake(lease, lease.wake_at)
+            return
+        key = lease.lent.key
+        if self.leases.pop(key, None) is None:
+            return
+        self._timers.forget(lease)
+        self._ledger.drop(key.token)
+        self._ended[key] = _ENDED_AS[lease.state]
+        if len(self._ended) > MAX_ENDED:
+            old, _ = self._ended.popitem(last=False)
+            self._floor[old.epoch] = max(self._floor.get(old.epoch, -1), old.sequence)
+        self._desk.counters[f"leases.{lease.state.value}"] += 1
+        self._desk.commands.append(LeaseEnded(lease))
+
+    def tick(self, now: float) -> None:
+        """Forget what was parked for too long."""
+        while self._parked_order and self._parked_order[0][0] <= now:
+            _, key, slot = self._parked_order.popleft()
+            waiting = self._parked.get(key, {})
+            if slot in waiting and waiting[slot].until <= now:
+                del waiting[slot]
+                self._desk.counters["parked.expired"] += 1
+                if not waiting:
+                    del self._parked[key]
+
+    def _answer(self, lease: Lease, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
+        if lease.is_over:
+            # Parked messages may end a lease before the last of them is answered.
+            self.receive(message, route, source, now)
+            return
+        answer = lease.receive(message, source, now)
+        if isinstance(answer, Refused):
+            self._desk.counters[f"refused.{answer.reason}"] += 1
+        self._desk.send(route, source, answer)
+
+    def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
+        self._desk.counters[f"refused.{reason}"] += 1
+        self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason))
+
+    def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
+        slot = (type(message), message.pull_id)
+        waiting = self._parked.get(message.key, {})
+        if slot not in waiting and len(self._parked_order) >= self._max_parked:
+            self._desk.counters["parked.refused"] += 1
+            if isinstance(message, Claim):
+                self._refuse(message, route, source, Reason.OVERLOADED)
+            return
+        until = now + self._parked_s
+        if slot not in waiting:
+            self._parked_order.append((until, message.key, slot))
+        else:
+            until = waiting[slot].until  # a lifetime of its own: repeats do not extend it
+        self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
+        if isinstance(message, Claim):
+            self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))

@@ -1,0 +1,397 @@
+"""One engine rank as a pure machine: everything that decides, with nothing that acts.
+
+A node takes calls, packets, news of transfers and the passing of time, always with `now`, and leaves
+messages and commands on its desk. The engine drives it with real planes, a simulator with simulated
+ones; neither decides anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from asynckv.config import EngineConfig, check_lease
+from asynckv.core.commands import Desk, Timers
+from asynckv.core.layout import Layout, check_layout
+from asynckv.core.lease import Lease, Lent
+from asynckv.core.ledger import Ledger
+from asynckv.core.lending import Lending
+from asynckv.core.messages import (
+    MAJOR,
+    MINOR,
+    Claim,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Renew,
+    Status,
+    StatusRequest,
+    Unwelcome,
+    Welcome,
+    blocks_digest,
+    decode_packet,
+)
+from asynckv.core.peer import Peer
+from asynckv.core.plan import check_block_ids
+from asynckv.core.pull import Leg, Pull
+from asynckv.core.pulling import Pulling
+from asynckv.core.topology import remote_ranks, source_rank
+from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
+from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError
+
+__all__ = ["Identity", "Node"]
+
+MAX_READERS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this rank is, once its data plane is up.
+
+    Attributes:
+        incarnation: Random per process start.
+        agent_name: The data plane's.
+        metadata: With which remote data planes reach our memory.
+        first_nonce: Where nonces start; random, so that they are not guessed from an older run.
+    """
+
+    engine_id: str
+    incarnation: str
+    agent_name: str
+    metadata: bytes
+    layout: Layout
+    first_nonce: int = 1
+
+
+class Node:
+    """All state of one rank.
+
+    Raises:
+        LayoutError: The layout does not hold together.
+    """
+
+    def __init__(self, identity: Identity, config: EngineConfig) -> None:
+        check_layout(identity.layout)
+        layout = identity.layout
+        self.identity, self.config = identity, config
+        self.desk = Desk(identity.incarnation)
+        self.timers = Timers()
+        self.ledger = Ledger([g.num_blocks for g in layout.groups])
+        self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
+        self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
+        self.lending = Lending(
+            layout, self.ledger, self.desk, self.timers, config.lease.parked_s, config.lease.max_parked
+        )
+        self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
+        self.is_closed = False
+        self._pull_ids = itertools.count(1)
+        self._digest = hashlib.sha256(identity.metadata).digest()
+        self._readers: dict[str, Route] = {}
+        """Process starts that shook hands with us, for saying goodbye."""
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def lend(self, params: Params, readers: int, now: float) -> Lease:
+        """Lend what the params describe.
+
+        Raises:
+            EngineClosed: Nothing new is lent.
+            ConfigError: The lease time is out of range.
+            LocalProtocolError: The params are another engine's, or were lent before.
+            PlanRefused: The blocks do not fit the layout.
+        """
+        self._check_open()
+        check_lease(params.lease_s, self.config.lease.max_lease_s)
+        layout = self.identity.layout
+        if (params.engine_id, params.tp_size) != (self.identity.engine_id, layout.tp_size):
+            raise LocalProtocolError(
+                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size}, "
+                f"but this is {self.identity.engine_id!r} of tp_size {layout.tp_size}"
+            )
+        if readers < 1:
+            raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
+        lent = Lent(
+            key=params.key,
+            request_id=RequestId(params.request_id),
+            groups=params.groups,
+            num_tokens=params.num_tokens,
+            lease_s=params.lease_s,
+            grant_s=min(self.config.lease.grant_s, params.lease_s),
+            max_lease_s=self.config.lease.max_lease_s,
+            readers=readers,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+        )
+        return self.lending.lend(lent, now)
+
+    def announce(self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float) -> Pull:
+        """Start a pull without blocks: handshake, claim and renewals happen from here on.
+
+        Raises:
+            EngineClosed: Nothing new is pulled.
+            PlanRefused: The params' roster is not a whole group.
+            LocalProtocolError: The request is being pulled already.
+        """
+        self._check_open()
+        ranks = [e.tp_rank for e in params.roster]
+        if params.pp_size != 1 or sorted(ranks) != list(range(params.tp_size)):
+            raise PlanRefused(
+                f"the params of request {params.request_id[:80]!r} list prefill tp_ranks {ranks[:16]} of tp_size "
+                f"{params.tp_size} and pp_size {params.pp_size}; every rank of one pipeline stage must be listed once",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        layout, pull_config = self.identity.layout, self.config.pull
+        roster = {e.tp_rank: e for e in params.roster}
+        source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
+        legs = [
+            Leg(rank, Address(roster[rank].address), roster[rank].incarnation, rank == source)
+            for rank in remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
+        ]
+        cohort = Cohort(cohort_id, layout.tp_size, layout.tp_rank) if cohort_id else self.cohort
+        pull = Pull(
+            pull_id=PullId(f"{self.identity.incarnation[:16]}-{next(self._pull_ids)}"),
+            request_id=RequestId(request_id),
+            params=params,
+            cohort=cohort,
+            digest=blocks_digest(params.groups),
+            legs=legs,
+            called_at=now,
+            deadline=now + wait_s,
+            drain_s=pull_config.drain_s,
+            claim_retry_s=pull_config.claim_retry_s,
+            release_retry_s=pull_config.release_retry_s,
+            release_timeout_s=pull_config.release_timeout_s,
+            max_post_bytes=pull_config.max_post_bytes,
+            max_post_descriptors=pull_config.max_post_descriptors,
+        )
+        self.pulling.add(pull, now)
+        return pull
+
+    def pull(
+        self,
+        request_id: str,
+        groups: Sequence[tuple[int, Sequence[int]]],
+        params: Params,
+        cohort_id: str,
+        timeout_s: float,
+        now: float,
+    ) -> Pull:
+        """Fill blocks: continue what was announced under this id, or start anew.
+
+        Raises:
+            EngineClosed: Nothing new is pulled.
+            PlanRefused: The blocks do not fit the layout, or the roster is not a whole group.
+            LocalProtocolError: The request is being pulled already, or a block is in use.
+        """
+        self._check_open()
+        check_block_ids(self.identity.layout, groups)
+        blocks = tuple((int(first), [int(b) for b in ids]) for first, ids in groups)
+        pull = self.pulling.by_request.get(RequestId(request_id))
+        if pull is None or pull.groups or pull.begun_at <= now:
+            pull = self.announce(request_id, params, cohort_id, timeout_s, now)
+        elif pull.params.key != params.key:
+            raise LocalProtocolError(f"request {request_id!r} was announced with other params; cancel it first")
+        if pull.reason is None:
+            try:
+                self.pulling.begin(pull, blocks, now + timeout_s, now)
+            except LocalProtocolError:
+                self.pulling.cancel(pull, now)
+                raise
+        return pull
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """Give up a pull by the caller's id; False if there is none without an outcome."""
+        pull = self.pulling.by_request.get(RequestId(request_id))
+        if pull is None:
+            return False
+        self.pulling.cancel(pull, now)
+        return True
+
+    def close(self, now: float) -> None:
+        """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
+        self.is_closed = True
+        for pull in list(self.pulling.by_request.values()):
+            self.pulling.cancel(pull, now)
+        for lease in list(self.lending.leases.values()):
+            self.lending.revoke(lease, now)
+
+    def say_goodbye(self) -> None:
+        """Tell everyone who shook hands that this process start serves nobody any more."""
+        for source, route in self._readers.items():
+            self.desk.send(route, source, Goodbye())
+        self._readers.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is owed or held."""
+        return not self.pulling.pulls and not self.lending.leases
+
+    @property
+    def is_serving(self) -> bool:
+        """Remote data planes may need ours to make progress."""
+        return bool(self.lending.leases)
+
+    def check_integrity(self) -> list[str]:
+        """List what does not add up; empty is right."""
+        wrong = self.ledger.audit()
+        holders = {hold.holder for hold in self.ledger}
+        expected = {key.token for key in self.lending.leases}
+        expected |= {p.pull_id for p in self.pulling.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
+        for holder in sorted(holders ^ expected):
+            wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
+        for transfer_id, transfer in self.pulling.transfers.items():
+            if transfer.pull.pull_id not in self.pulling.pulls:
+                wrong.append(f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over")
+        return wrong
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def receive(self, origin: Address | Route, data: bytes, now: float) -> None:
+        """Take a packet's bytes; `now` was read after they were received."""
+        try:
+            packet = decode_packet(data)
+        except RemoteProtocolError as exc:
+            self.desk.counters["dropped.malformed"] += 1
+            if "protocol version" in str(exc):
+                self._foreign_version(origin, str(exc), now)
+            return
+        misdirected = packet.target not in ("", self.identity.incarnation)
+        if isinstance(origin, str):
+            if misdirected:
+                self.desk.counters["dropped.misdirected"] += 1
+                return
+            for message in packet.messages:
+                self.pulling.receive(message, Address(origin), packet.source, now)
+            return
+        for message in packet.messages:
+            self.desk.counters[f"received.{type(message).__name__.lower()}"] += 1
+            if misdirected:
+                self._misdirected(message, Route(origin), packet.source)
+            else:
+                self._serve(message, Route(origin), packet.source, now)
+
+    def tick(self, now: float, most: int = 256) -> None:
+        """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
+        self.lending.tick(now)
+        for _ in range(most):
+            match self.timers.pop(now):
+                case None:
+                    return
+                case Pull() as pull:
+                    self.pulling.tick_pull(pull, now)
+                case Lease() as lease:
+                    lease.tick(now)
+                    self.lending.after(lease, now)
+                case Peer() as peer:
+                    self.pulling.tick_peer(peer, now)
+                case other:
+                    raise AssertionError(other)
+
+    @property
+    def next_at(self) -> float:
+        """When `tick` will have something to do."""
+        return min(self.timers.next_at, self.lending.next_at)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise EngineClosed(f"engine {self.identity.engine_id!r} is closed or draining")
+
+    def _serve(self, message: Message, route: Route, source: str, now: float) -> None:
+        match message:
+            case Claim() | Renew() | Release():
+                self.lending.receive(message, route, source, now)
+            case Hello():
+                self.desk.send(route, source, self._welcome(message, route, source))
+            case Ping():
+                self.desk.send(route, source, Pong(message.nonce))
+            case StatusRequest():
+                self.desk.send(route, source, self._status(message.nonce))
+            case _:
+                self.desk.counters["dropped.unexpected"] += 1
+
+    def _misdirected(self, message: Message, route: Route, source: str) -> None:
+        """Answer what was meant for a process that is no more."""
+        detail = f"incarnation {self.identity.incarnation} listens here now"
+        match message:
+            case Claim() | Renew():
+                self.desk.send(
+                    route, source, Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+                )
+            case Release():
+                self.desk.send(route, source, Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail))
+            case Hello():
+                if (message.engine_id, message.tp_rank) != (self.identity.engine_id, self.identity.layout.tp_rank):
+                    self.desk.send(route, source, self._wrong_target(message))
+                else:
+                    self.desk.send(route, source, Unwelcome(message.nonce, Reason.RESTARTED, detail))
+            case _:
+                pass
+        self.desk.counters["dropped.misdirected"] += 1
+
+    def _wrong_target(self, hello: Hello) -> Unwelcome:
+        here = f"engine {self.identity.engine_id!r} tp_rank {self.identity.layout.tp_rank} listens here"
+        text = f"{here}, not engine {hello.engine_id!r} tp_rank {hello.tp_rank}; correct the roster's address"
+        return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
+
+    def _welcome(self, hello: Hello, route: Route, source: str) -> Welcome | Unwelcome:
+        identity = self.identity
+        if hello.major != MAJOR:
+            text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
+            return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
+        if (hello.engine_id, hello.tp_rank) != (identity.engine_id, identity.layout.tp_rank):
+            return self._wrong_target(hello)
+        if self.is_closed:
+            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, "the engine is closing")
+        if source in self._readers or len(self._readers) < MAX_READERS:
+            self._readers[source] = route
+        return Welcome(
+            hello.nonce,
+            MAJOR,
+            MINOR,
+            identity.engine_id,
+            identity.agent_name,
+            identity.metadata,
+            self._digest,
+            identity.layout,
+        )
+
+    def _status(self, nonce: int) -> Status:
+        layout = self.identity.layout
+        return Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.gauges())
+
+    def gauges(self) -> dict[str, int]:
+        """What is owed and held right now."""
+        pulls = self.pulling.pulls.values()
+        return {
+            "leases": len(self.lending.leases),
+            "parked": self.lending.num_parked,
+            "pulls": len(pulls),
+            "pulls_waiting": len(self.pulling.by_request),
+            "transfers": len(self.pulling.transfers),
+            "transfers_in_doubt": sum(len(leg.doubtful) for p in pulls for leg in p.legs),
+            "peers": len(self.pulling.peers),
+            "blocks_lent": self.ledger.num_held("lent"),
+            "blocks_writing": self.ledger.num_held("writing"),
+            "blocks_quarantined": sum(
+                hold.num_blocks
+                for hold in self.ledger
+                if hold.kind == "writing" and (p := self.pulling.pulls.get(PullId(hold.holder))) and p.is_told
+            ),
+        }
+
+    def _foreign_version(self, origin: Address | Route, detail: str, now: float) -> None:
+        if isinstance(origin, str):
+            self.pulling.foreign_version(Address(origin), detail, now)
+        else:
+            # Whatever it was, the answer's first field tells its sender which version is spoken here.
+            self.desk.send(Route(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))

@@ -1,0 +1,690 @@
+"""The engine: one rank on an asyncio loop. A switchboard between the pure core and the planes.
+
+Everything that happens (a packet, a completion, a timer, a call) is handed to the core's `Node` with the
+time read after it was observed. What the core leaves on its desk is done once per turn of the loop:
+messages first, so that a claim leaves before its read is posted, then commands, then as many posts as
+fit into a short slice. The engine decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, assert_never
+
+import anyio
+import msgspec
+
+from asynckv.config import EngineConfig
+from asynckv.core.commands import (
+    AddTable,
+    BlocksReturned,
+    Command,
+    Disconnect,
+    LeaseEnded,
+    LoadPeer,
+    PeerChanged,
+    PullEnded,
+    PullOver,
+    RemovePeer,
+    Traced,
+)
+from asynckv.core.layout import fingerprint
+from asynckv.core.lease import Lease
+from asynckv.core.node import Identity, Node
+from asynckv.core.peer import Peer
+from asynckv.core.plan import Padding
+from asynckv.core.pull import Pull
+from asynckv.core.pulling import News
+from asynckv.core.types import Address, Endpoint, Params, PullId, Reason, Route, decode_params
+from asynckv.errors import (
+    AsyncKVError,
+    BackendError,
+    EngineClosed,
+    GeometryRefused,
+    LeaseLost,
+    LeaseRefused,
+    LocalProtocolError,
+    PeerLost,
+    PeerUnreachable,
+    PlanRefused,
+    PullCancelled,
+    PullError,
+    PullTimeout,
+    ReadFailed,
+    RemoteProtocolError,
+    RemoteTooShort,
+)
+from asynckv.observe.log import Recorder, phases
+from asynckv.ports import Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
+from asynckv.registration import Registration
+
+__all__ = ["Engine", "LeaseEnd", "LentRequest", "PullResult", "Statistics"]
+
+POST_SLICE_S = 0.001
+"""How long a turn may go on posting before the loop gets its turn."""
+
+Groups = Sequence[tuple[int, Sequence[int]]]
+
+_ERRORS: Mapping[Reason, type[PullError]] = {
+    Reason.CANCELLED: PullCancelled,
+    Reason.ENGINE_CLOSED: PeerUnreachable,
+    Reason.TIMEOUT: PullTimeout,
+    Reason.GEOMETRY: GeometryRefused,
+    Reason.UNPLANNABLE: PlanRefused,
+    Reason.REMOTE_TOO_SHORT: RemoteTooShort,
+    Reason.UNREACHABLE: PeerUnreachable,
+    Reason.WRONG_TARGET: PeerUnreachable,
+    Reason.PROTOCOL: PeerUnreachable,
+    Reason.PEER_LOST: PeerLost,
+    Reason.RESTARTED: PeerLost,
+    Reason.READ_FAILED: ReadFailed,
+    Reason.LEASE_LOST: LeaseLost,
+}
+"""What a failed pull raises; every other reason is a refusal of its claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """A pull that ended well: every byte is in place and provably what was lent.
+
+    Attributes:
+        num_bytes: Payload that landed.
+        num_posts: NIXL transfers it took.
+        descriptors_planned: Contiguous pieces before merging.
+        phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
+        padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
+    """
+
+    request_id: str
+    pull_id: str
+    num_bytes: int
+    num_posts: int
+    descriptors_planned: int
+    phases: Mapping[str, float]
+    padding: tuple[Padding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """How a lent request ended.
+
+    Attributes:
+        cause: `released`, `expired` or `revoked`.
+        readers: Who released it, and how their attempts ended.
+        owed: Readers that never did; `*` for a cohort that never spoke up.
+        held_s: How long it was lent.
+    """
+
+    request_id: str
+    cause: str
+    readers: Mapping[str, str]
+    owed: tuple[str, ...]
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A snapshot of one engine.
+
+    Attributes:
+        counters: What happened since the start, by name.
+        gauges: What is owed and held now.
+        release_s: The last releases' durations in the background, oldest first.
+    """
+
+    counters: Mapping[str, int]
+    gauges: Mapping[str, int]
+    release_s: tuple[float, ...]
+
+
+class LentRequest:
+    """A lent request in its owner's hands."""
+
+    def __init__(self, engine: Engine, lease: Lease) -> None:
+        self._engine = engine
+        self._lease = lease
+        self._ended = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        """The prefill side's id."""
+        return self._lease.lent.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """The blocks are the engine's again."""
+        return self._lease.is_over
+
+    def owed(self) -> tuple[str, ...]:
+        """Name the readers that have not released yet; `*` for a cohort that never spoke up."""
+        return self._lease.owed()
+
+    def revoke(self) -> None:
+        """Grant nothing any more; the blocks return when no promise runs."""
+        self._engine._revoke(self._lease)
+
+    async def wait_released(self) -> LeaseEnd:
+        """Wait until the blocks are the engine's again, whatever the reason."""
+        await self._ended.wait()
+        lease = self._lease
+        return LeaseEnd(
+            lease.lent.request_id,
+            lease.state.value,
+            {str(r): o.value for r, o in lease.outcomes.items()},
+            () if lease.state.value == "released" else lease.owed(),
+            lease.ended_at - lease.lent_at,
+        )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Whoever waits for a pull's outcome, and for its blocks."""
+
+    outcome: asyncio.Future[None] | None = None
+    returned: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Engine:
+    """One rank of an inference engine: lends its blocks, pulls others'.
+
+    Use it as an async context manager, or call `start` and `aclose`.
+
+    Args:
+        config: Checked configuration.
+        registration: The memory this rank holds (`register_memory`, `register_tensors`).
+        data: Data plane; NIXL if left out.
+        control: Control plane; ZMQ if left out.
+        clock: Clock; the system's if left out.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        registration: Registration,
+        *,
+        data: DataPlane | None = None,
+        control: ControlPlane | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.registration = registration
+        self.incarnation = secrets.token_hex(16)
+        layout = registration.layout
+        self._recorder = Recorder(
+            config.log,
+            engine_id=config.engine_id,
+            tp_rank=layout.tp_rank,
+            incarnation=self.incarnation,
+        )
+        self._data = data if data is not None else _nixl(config, self.incarnation, layout.tp_rank)
+        self._control = control if control is not None else _zmq(config)
+        self._clock = clock if clock is not None else _loop_clock()
+        self._node_or_none: Node | None = None
+        self._waiting: dict[PullId, _Waiting] = {}
+        self._lent: dict[int, LentRequest] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: TimerHandle | None = None
+        self._timer_at = math.inf
+        self._is_due = False
+        self._is_serving = False
+        self._closing: asyncio.Task[None] | None = None
+        self._is_shut = False
+        self._idle = asyncio.Event()
+        self._polled_at = -math.inf
+        self._release_s: deque[float] = deque(maxlen=4096)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Bring both planes up and register the memory.
+
+        Raises:
+            BackendError: NIXL or the address is not to be had; nothing is left running.
+            LayoutError: The layout does not hold together.
+        """
+        if self._closing is not None:
+            raise EngineClosed("the engine was closed; make a new one")
+        if self._node_or_none is not None:
+            raise LocalProtocolError("the engine was started before")
+        try:
+            self._data.start(self._on_data)
+            self._data.register(self.registration.layout.memories)
+            identity = Identity(
+                self.config.engine_id,
+                self.incarnation,
+                self._data.agent_name,
+                self._data.metadata(),
+                self.registration.layout,
+                secrets.randbits(48),
+            )
+            node = Node(identity, self.config)
+            node.desk.trace = self._recorder.is_tracing
+            self._node_or_none = node
+            await self._control.start(self._on_packet)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._close_planes()
+            raise
+        self._recorder.event(
+            "info",
+            "engine_started",
+            address=self._control.address,
+            layout=fingerprint(self.registration.layout),
+            bytes=sum(m.length for m in self.registration.layout.memories),
+            **self._data.describe(),
+        )
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what is under way; False if something still is.
+
+        Nothing is cancelled: call `aclose` for that.
+        """
+        node = self._node
+        node.is_closed = True
+        with anyio.move_on_after(timeout_s):
+            await self._wait_idle()
+        return node.is_idle
+
+    async def aclose(self) -> None:
+        """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent."""
+        if self._closing is None:
+            # A task of its own, so that a caller who is cancelled does not leave it half done.
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._closing)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """How decode ranks reach this one; goes into the roster of a `PrefillGroup`."""
+        layout = self.registration.layout
+        return Endpoint(layout.tp_rank, self._control.address, self.incarnation, layout.pp_stage)
+
+    # -- prefill -----------------------------------------------------------------------------------
+
+    def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
+        """Lend the blocks that params (`PrefillGroup.make_params`) describe; on every prefill rank.
+
+        The KV has to be in the blocks. Lend requests in the order in which their params were made.
+
+        Args:
+            params: From the group's scheduler; may have reached the decode side already.
+            readers: Decode engines (cohorts) that will each read the request once.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            PlanRefused: The blocks do not fit the layout.
+            LocalProtocolError: The params are another engine's, were lent before, or a block is being written.
+        """
+        node = self._node
+        lease = node.lend(_params(params), readers, self._clock.now())
+        lent = LentRequest(self, lease)
+        if lease.is_over:  # released before it was lent
+            lent._ended.set()
+        else:
+            self._lent[id(lease)] = lent
+        self._soon()
+        return lent
+
+    # -- decode ------------------------------------------------------------------------------------
+
+    def announce(
+        self, request_id: str, params: Params | Mapping[str, Any], *, wait_s: float | None = None, cohort_id: str = ""
+    ) -> None:
+        """Say that a request will be pulled: handshake, claim and renewals start now.
+
+        Follow it by `pull` under the same id, or by `cancel`, within `wait_s`.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The request is being pulled already.
+            RemoteProtocolError: The params are malformed.
+        """
+        wait = self.config.pull.announce_s if wait_s is None else _timeout(wait_s)
+        self._node.announce(request_id, _params(params), cohort_id, wait, self._clock.now())
+        self._soon()
+
+    async def pull(
+        self,
+        request_id: str,
+        groups: Groups,
+        params: Params | Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        cohort_id: str = "",
+    ) -> PullResult:
+        """Fill blocks with a lent request's KV; on every decode rank.
+
+        Args:
+            request_id: The decode side's id; one pull at a time per id.
+            groups: Per cache group `(first_token, block ids)`: which tokens are missing here, and where
+                they go. The first block is the one that holds `first_token`; nothing below is written.
+                No blocks at all is a full prefix hit: nothing is read, everybody is released.
+            params: What the prefill side gave out for the request.
+            timeout_s: Deadline; the configuration's if left out.
+            cohort_id: Name of this decode engine's attempt, if it is not the engine's id (siblings).
+
+        Returns:
+            What was moved, once it is proven to be what was lent.
+
+        Raises:
+            PullError: A subclass by cause; says which blocks are still held. `PlanRefused` for blocks
+                that do not fit, before anything was started.
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The request is being pulled already, or a block is in use.
+            RemoteProtocolError: The params are malformed.
+        """
+        node = self._node
+        timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
+        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now())
+        waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
+        self._soon()
+        try:
+            await self._outcome(pull, waiting)
+        except asyncio.CancelledError:
+            node.pulling.cancel(pull, self._clock.now())
+            self._soon()
+            with anyio.CancelScope(shield=True):
+                # NIXL may still be writing: wait as long as `drain_s` allows.
+                await self._outcome(pull, waiting)
+            raise
+        if pull.reason is not Reason.COMPLETE:
+            raise self._error(pull, waiting)
+        padding = tuple(p for leg in pull.legs if leg.plan for p in leg.plan.padding)
+        return PullResult(
+            request_id, pull.pull_id, pull.num_bytes, pull.num_posted, pull.num_descriptors, phases(pull), padding
+        )
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up a pull or an announcement; False if there is none without an outcome."""
+        found = self._node.cancel(request_id, self._clock.now())
+        self._soon()
+        return found
+
+    def forget_peer(self, address: str) -> None:
+        """Take the caller's word that the rank at an address is gone; what waits for it fails."""
+        self._node.pulling.forget(Address(address), self._clock.now())
+        self._soon()
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Take a snapshot of counters and gauges."""
+        node = self._node
+        counters = dict(node.desk.counters)
+        counters |= {f"control.{k}": v for k, v in self._control.statistics().items()}
+        counters |= {f"data.{k}": v for k, v in self._data.statistics().items()}
+        return Statistics(counters, node.gauges(), tuple(self._release_s))
+
+    def describe(self) -> dict[str, str]:
+        """Name versions, transports and modes in use."""
+        return self._data.describe()
+
+    def check_integrity(self) -> None:
+        """Audit holders against what is under way.
+
+        Raises:
+            AsyncKVError: Something does not add up; a bug to report, with this message.
+        """
+        if wrong := self._node.check_integrity():
+            raise AsyncKVError("integrity: " + "; ".join(wrong))
+
+    # -- events ------------------------------------------------------------------------------------
+
+    @property
+    def _node(self) -> Node:
+        if self._node_or_none is None:
+            raise EngineClosed("the engine is not started; use `async with Engine(...)`")
+        return self._node_or_none
+
+    def _on_packet(self, origin: Address | Route, data: bytes) -> None:
+        self._node.receive(origin, data, self._clock.now())
+        self._soon()
+
+    def _on_data(self) -> None:
+        before = self._polled_at
+        news = self._data.poll()
+        now = self._polled_at = self._clock.now()
+        for ended in news:
+            self._node.pulling.ended(_news(ended), now - before, now)
+        if news:
+            self._soon()
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self._node.tick(self._clock.now())
+        self._soon()
+
+    def _soon(self) -> None:
+        """Do what the core wants, once, in the loop's next turn."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_due = False
+        if self._is_shut:
+            return
+        node = self._node
+        self._do(node)
+        started = time.perf_counter()
+        while (read := node.pulling.next_post(self._clock.now())) is not None:
+            began = time.perf_counter()
+            post = read.post
+            ended = self._data.post_read(read.transfer_id, read.agent_name, post.table_id, post.local, post.remote)
+            spent = time.perf_counter()
+            node.pulling.spent(read.transfer_id, spent - began)
+            if ended is not None:
+                node.pulling.ended(_news(ended), 0.0, self._clock.now())
+            if spent - started > POST_SLICE_S:
+                self._soon()
+                break
+        self._do(node)
+        if node.is_serving is not self._is_serving:
+            self._is_serving = node.is_serving
+            self._data.watch(self._is_serving)
+        if node.is_idle:
+            self._idle.set()
+        self._arm(node.next_at)
+
+    def _do(self, node: Node) -> None:
+        for to, packet in node.desk.take_packets():
+            if not self._control.send(to, packet):
+                node.desk.counters["dropped.not_sent"] += 1
+        while commands := node.desk.take_commands():
+            for command in commands:
+                self._execute(command, node)
+
+    def _arm(self, when: float) -> None:
+        if when >= self._timer_at and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = when
+        if when < math.inf:
+            self._timer = self._clock.call_at(when, self._on_timer)
+
+    def _execute(self, command: Command, node: Node) -> None:
+        now = self._clock.now()
+        match command:
+            case PullEnded(pull):
+                self._recorder.pull_ended(pull, now)
+                waiting = self._waiting.get(pull.pull_id)
+                if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
+                    waiting.outcome.set_result(None)
+            case BlocksReturned(pull):
+                if (waiting := self._waiting.get(pull.pull_id)) is not None:
+                    waiting.returned.set()
+                if pull.published_at < now and pull.reason is not Reason.COMPLETE and pull.holds_blocks is False:
+                    if pull.history and pull.history[-1][1] == "held":
+                        self._recorder.blocks_returned(pull, now)
+            case PullOver(pull):
+                self._waiting.pop(pull.pull_id, None)
+                self._release_s.append(pull.released_at - pull.published_at)
+            case LeaseEnded(lease):
+                self._recorder.lease_ended(lease, now)
+                if (lent := self._lent.pop(id(lease), None)) is not None:
+                    lent._ended.set()
+            case LoadPeer(peer, metadata):
+                task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case AddTable(peer, table):
+                assert peer.map is not None
+                try:
+                    self._data.add_table(
+                        peer.agent_name, table, peer.map.local.memories, peer.map.remote.memories
+                    )
+                except BackendError as exc:
+                    self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
+                    node.pulling.forget(peer.address, now)
+            case RemovePeer(peer):
+                self._data.remove_peer(peer.agent_name)
+            case Disconnect(address):
+                self._control.disconnect(address)
+            case PeerChanged(peer, before):
+                self._recorder.peer_changed(peer, before)
+                if peer.map is not None:
+                    for warning in peer.map.warnings:
+                        self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=warning)
+                    peer.map.warnings.clear()
+            case Traced(subject, entries):
+                self._recorder.traced(subject, entries)
+            case _:
+                assert_never(command)
+
+    async def _load(self, peer: Peer, metadata: bytes) -> None:
+        node = self._node
+        assert peer.map is not None
+        tables, local, remote = peer.map.regular, peer.map.local.memories, peer.map.remote.memories
+        try:
+            await self._data.prepare_peer(peer.agent_name, metadata, tables, local, remote)
+        except BackendError as exc:
+            node.pulling.load_failed(peer, str(exc), self._clock.now())
+        else:
+            node.pulling.loaded(peer, self._clock.now())
+        self._soon()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    async def _outcome(self, pull: Pull, waiting: _Waiting) -> None:
+        while not pull.is_told:
+            waiting.outcome = asyncio.get_running_loop().create_future()
+            await waiting.outcome
+
+    def _error(self, pull: Pull, waiting: _Waiting) -> PullError:
+        held: dict[int, tuple[int, ...]] = {}
+        wait_returned: Callable[[], Awaitable[Any]] | None = None
+        if not pull.is_returned:
+            held = {g: tuple(ids) for g, (_, ids) in enumerate(pull.groups) if ids}
+            wait_returned = waiting.returned.wait
+        assert pull.reason is not None
+        kind = _ERRORS.get(pull.reason, LeaseRefused)
+        return kind(
+            f"request {pull.request_id[:200]!r}: {pull.detail}",
+            request_id=pull.request_id,
+            pull_id=pull.pull_id,
+            reason=pull.reason.value,
+            held=held,
+            wait_returned=wait_returned,
+        )
+
+    def _revoke(self, lease: Lease) -> None:
+        self._node.lending.revoke(lease, self._clock.now())
+        self._soon()
+
+    async def _wait_idle(self) -> None:
+        while not self._node.is_idle:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def _close(self) -> None:
+        node = self._node_or_none
+        if node is not None and not self._is_shut:
+            config = self.config
+            node.close(self._clock.now())
+            self._soon()
+            # A promise outlives the wish to leave: the longest one running, or a drain, bounds this.
+            patience = max(config.lease.grant_s, config.pull.drain_s) + 1.0
+            timer_done = asyncio.Event()
+            handle = self._clock.call_at(self._clock.now() + patience, timer_done.set)
+            idle = asyncio.ensure_future(self._wait_idle())
+            expired = asyncio.ensure_future(timer_done.wait())
+            await asyncio.wait({idle, expired}, return_when=asyncio.FIRST_COMPLETED)
+            handle.cancel()
+            for task in (idle, expired):
+                task.cancel()
+            await asyncio.gather(idle, expired, return_exceptions=True)
+            if not node.is_idle:
+                self._recorder.event("warning", "engine_closed_with_stragglers", **node.gauges())
+            node.say_goodbye()
+            self._do(node)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._close_planes()
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiting in self._waiting.values():
+            if waiting.outcome is not None and not waiting.outcome.done():
+                waiting.outcome.set_exception(EngineClosed("the engine was closed"))
+        if node is not None:
+            self._recorder.event("info", "engine_stopped")
+
+    async def _close_planes(self) -> None:
+        self._is_shut = True
+        await self._control.aclose()
+        self._data.close()
+
+
+def _news(ended: Ended) -> News:
+    return News(
+        ended.transfer_id, ended.ending is Ending.DONE, ended.ending is Ending.IN_DOUBT, ended.cause, ended.peer_lost
+    )
+
+
+def _params(value: Params | Mapping[str, Any]) -> Params:
+    try:
+        return decode_params(value)
+    except msgspec.ValidationError as exc:
+        raise RemoteProtocolError(f"params are malformed: {exc}") from exc
+
+
+def _timeout(seconds: float) -> float:
+    if not 0 < seconds < math.inf:
+        raise LocalProtocolError(f"a timeout of {seconds} s is not a positive, finite number")
+    return seconds
+
+
+def _nixl(config: EngineConfig, incarnation: str, tp_rank: int) -> DataPlane:
+    from asynckv.edges.nixl import NixlPlane
+
+    return NixlPlane(config.nixl, f"{config.engine_id}-tp{tp_rank}-{incarnation}")
+
+
+def _zmq(config: EngineConfig) -> ControlPlane:
+    from asynckv.edges.zmq import ZmqPlane
+
+    return ZmqPlane(config.bind, config.advertise, config.allow_insecure)
+
+
+def _loop_clock() -> Clock:
+    from asynckv.edges.clock import LoopClock
+
+    return LoopClock()

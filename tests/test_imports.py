@@ -1,0 +1,91 @@
+"""Arrows point inward: the core is pure, each library has one door, and importing asynckv is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asynckv
+
+PACKAGE = Path(asynckv.__file__).parent
+
+CORE_MAY_IMPORT = {
+    "__future__",
+    "asynckv.config",  # durations and bounds: frozen values, checked once
+    "asynckv.core",
+    "asynckv.errors",
+    "collections",
+    "dataclasses",
+    "enum",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "math",
+    "msgspec",
+    "numpy",
+    "typing",
+}
+# Minting keys needs randomness; only the scheduler's module may have it.
+MAY_ALSO = {"group.py": {"secrets"}}
+
+DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, level=0) if module:
+                yield module
+            case ast.ImportFrom():
+                raise AssertionError(f"relative import in {path}")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name)
+def test_core_is_pure(path: Path) -> None:
+    allowed = CORE_MAY_IMPORT | MAY_ALSO.get(path.name, set())
+    assert {n for n in imports(path) if not any(n == ok or n.startswith(f"{ok}.") for ok in allowed)} == set()
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name)
+def test_core_never_prints_opens_or_awaits(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in {"print", "open", "input", "exec", "eval", "__import__"}
+
+
+def test_each_library_has_one_door() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for name in imports(path):
+            door = DOORS.get(name.split(".")[0].removesuffix("_cu12").removesuffix("_cu13"))
+            assert door is None or path == PACKAGE / door, f"{path} imports {name}"
+
+
+def test_nothing_pickles() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert not {n for n in imports(path) if n.split(".")[0] in {"pickle", "marshal", "shelve"}}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, asynckv\n"
+        "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'numpy', 'zmq', 'structlog', 'anyio'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        "assert asynckv.Engine and asynckv.PrefillGroup\n"
+        "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'zmq'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_loads() -> None:
+    for name in asynckv.__all__:
+        assert getattr(asynckv, name) is not None
+    assert set(asynckv._HOME) == set(asynckv.__all__)

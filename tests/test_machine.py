@@ -1,0 +1,190 @@
+"""Any order of events, two clocks, lost and repeated letters: the invariants of the design hold.
+
+Two prefill ranks and two decode ranks of one request group each, one memory per rank. Rules deliver,
+lose, repeat and reorder letters; complete, fail and leave transfers in doubt; let time pass; cancel,
+revoke, forget. Freed prefill blocks are overwritten at once, so a byte believed too long is seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.pulling import News
+from asynckv.core.types import Params, Reason
+from asynckv.errors import LocalProtocolError
+from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
+
+CONFIG = EngineConfig(
+    engine_id="x",
+    lease=LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=20.0, parked_s=5.0),
+    pull=PullConfig(
+        timeout_s=6.0, announce_s=6.0, drain_s=1.0, release_timeout_s=5.0, max_post_bytes=64, window_bytes=256
+    ),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(CONFIG)
+        self.prefill: list[Rank] = []
+        self.decode: list[Rank] = []
+        self.source: dict[tuple[str, str], list[bytes]] = {}
+        self.pulls: list[tuple[Rank, Any, Params, list[int]]] = []
+        self.leases: list[tuple[Rank, Any]] = []
+        self.checked: set[str] = set()
+        self.count = 0
+        self.doubtful: list[tuple[Rank, Any]] = []
+
+    @initialize(
+        sizes=st.sampled_from([(1, 1), (2, 2), (1, 2)]), rate=st.sampled_from([0.9996, 1.0, 1.0004])
+    )
+    def start(self, sizes: tuple[int, int], rate: float) -> None:
+        n_prefill, n_decode = sizes
+        for r in range(n_prefill):
+            layout = make_layout(r, n_prefill, base=(r + 1) << 40)
+            self.prefill.append(self.world.add(f"p{r}", layout, engine_id="prefill", seed=r))
+        for r in range(n_decode):
+            layout = make_layout(r, n_decode, base=(r + 11) << 40, order=("block", "head", "kv", "token", "dim"))
+            self.decode.append(
+                self.world.add(f"d{r}", layout, engine_id="decode", rate=rate, epoch=1e6 * r, seed=50 + r)
+            )
+
+    @rule(target=requests, data=st.data())
+    def make(self, data: st.DataObject) -> Params:
+        blocks = data.draw(st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=3, unique=True))
+        self.count += 1
+        return self.world.params(self.prefill, f"req:{self.count},\n", blocks, len(blocks) * BLOCK - 1, lease_s=4.0)
+
+    @rule(params=requests, r=st.integers(0, 1), fill=st.integers(1, 200), readers=st.sampled_from([1, 1, 1, 2]))
+    def lend(self, params: Params, r: int, fill: int, readers: int) -> None:
+        rank = self.prefill[r % len(self.prefill)]
+        blocks = [b for f, n in params.groups[0].runs for b in range(f, f + n)]
+        lent = {b for hold in rank.node.ledger for b in hold.blocks.get(0, ())}
+        if lent & set(blocks) or (rank.name, params.key.token) in self.source:
+            return
+        for i, b in enumerate(blocks):
+            rank.buffers.overwrite(b, (fill + i) % 256)
+        self.source[rank.name, params.key.token] = [rank.buffers.block(b) for b in blocks]
+        self.leases.append((rank, self.world.lend(rank, params, readers)))
+
+    @rule(params=requests, r=st.integers(0, 1), announce=st.booleans(), data=st.data())
+    def pull(self, params: Params, r: int, announce: bool, data: st.DataObject) -> None:
+        rank = self.decode[r % len(self.decode)]
+        n = sum(count for _, count in params.groups[0].runs)
+        blocks = data.draw(st.permutations(range(NUM_BLOCKS)))[:n]
+        name = f"d-{params.request_id}"
+        now = self.world.time(rank)
+        try:
+            if announce:
+                rank.node.announce(name, params, "", 6.0, now)
+                self.world.settle(rank)
+            else:
+                self.pulls.append((rank, self.world.pull(rank, name, blocks, params, timeout=6.0), params, blocks))
+        except LocalProtocolError:
+            self.world.settle(rank)
+
+    @precondition(lambda self: self.world.letters)
+    @rule(i=st.integers(0, 1000), how=st.sampled_from(["deliver", "deliver", "deliver", "lose", "repeat"]))
+    def post(self, i: int, how: str) -> None:
+        i %= len(self.world.letters)
+        if how == "lose":
+            self.world.letters.pop(i)
+        else:
+            self.world.deliver(i, keep=how == "repeat")
+
+    @rule()
+    def deliver_all(self) -> None:
+        for _ in range(len(self.world.letters)):
+            self.world.deliver()
+
+    @precondition(lambda self: any(r.reads for r in self.decode))
+    @rule(i=st.integers(0, 1000), how=st.sampled_from(["done"] * 6 + ["failed", "doubt", "lost"]))
+    def end_read(self, i: int, how: str) -> None:
+        rank = next(r for r in self.decode if r.reads)
+        transfer_id = list(rank.reads)[i % len(rank.reads)]
+        if how == "done":
+            self.world.complete(rank, transfer_id)
+        elif how == "doubt":
+            self.doubtful.append((rank, transfer_id))
+            self.world.tell(rank, News(transfer_id, False, True, "doubt"))
+        else:
+            self.world.tell(rank, News(transfer_id, False, False, "failed", how == "lost"))
+
+    @rule(seconds=st.sampled_from([0.0001, 0.05, 0.3, 1.0, 1.99, 2.01, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @precondition(lambda self: self.pulls)
+    @rule(i=st.integers(0, 1000))
+    def cancel(self, i: int) -> None:
+        rank, pull, _, _ = self.pulls[i % len(self.pulls)]
+        rank.node.pulling.cancel(pull, self.world.time(rank))
+        self.world.settle(rank)
+
+    @precondition(lambda self: self.leases)
+    @rule(i=st.integers(0, 1000))
+    def revoke(self, i: int) -> None:
+        rank, lease = self.leases[i % len(self.leases)]
+        rank.node.lending.revoke(lease, self.world.time(rank))
+        self.world.settle(rank)
+
+    @invariant()
+    def published_bytes_are_right(self) -> None:
+        for rank, pull, params, blocks in self.pulls:
+            if pull.reason is not Reason.COMPLETE or pull.pull_id in self.checked:
+                continue
+            self.checked.add(pull.pull_id)
+            source = self.prefill[rank.node.identity.layout.tp_rank * len(self.prefill) // len(self.decode)]
+            lent = self.source[source.name, params.key.token]
+            assert [self._heads(rank, source, b, s) for b, s in zip(blocks[:-1], lent[:-1], strict=True)] == [True] * (
+                len(blocks) - 1
+            )
+
+    def _heads(self, rank: Rank, source: Rank, block: int, lent: bytes) -> bool:
+        # Blocks are filled with one value each, so any share of a block is that value.
+        return set(rank.buffers.block(block)) == set(lent)
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        self.world.check()
+        for rank, pull, _, _ in self.pulls:
+            assert pull.is_returned or rank.node.ledger.get(pull.pull_id) is not None
+            if pull.reason is not None:
+                assert pull.published_at <= max(pull.deadline, pull.called_at + 6.0) + 0.001
+
+    def teardown(self) -> None:
+        """Let everything end: afterwards every node is idle and every ledger empty."""
+        if not self.prefill:
+            return
+        for _ in range(40):
+            for rank in self.decode:
+                for transfer_id in list(rank.reads):
+                    self.world.complete(rank, transfer_id)
+            for _ in range(len(self.world.letters)):
+                self.world.deliver()
+            self.published_bytes_are_right()
+            self.world.advance(1.0)
+        self.world.check()
+        for rank in (*self.prefill, *self.decode):
+            assert rank.node.is_idle, rank.node.gauges()
+            assert len(rank.node.ledger) == 0
+        for rank, pull, _, _ in self.pulls:
+            assert pull.reason is not None
+            assert rank.ended.count(pull) == 1
+            assert rank.returned.count(pull) == 1
+        for rank, lease in self.leases:
+            assert rank.leases_ended.count(lease) == 1
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,240 @@
+"""Planning against an oracle that walks every token, and the published cases of planning gone wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynckv.core.layout import Layout, runs_of
+from asynckv.core.plan import PeerMap, Plan, check_block_ids, compare, plan_read
+from asynckv.core.types import BlockRuns
+from asynckv.errors import PlanRefused, RemoteTooShort
+from tests.world import Buffers, make_layout
+
+ORDERS = [o for o in itertools.permutations(("block", "kv", "head", "token", "dim")) if o[-1] == "dim" or o[0] == "block"]
+
+
+def execute(plan: Plan, local: Buffers, remote: Buffers, max_bytes: int = 1 << 20, max_descriptors: int = 512) -> int:
+    """Run a plan as memory copies, checking that no byte is written twice; the bytes it wrote."""
+    tables = {s.table.table_id: s.table for s in plan.sections}
+    written = [np.zeros(len(a), np.bool_) for a in local.arrays]
+    total = 0
+    for post in plan.posts(max_bytes, max_descriptors):
+        table = tables[post.table_id]
+        moved = 0
+        for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
+            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
+            assert row == other
+            n = int(table.length[row])
+            m, start, stride = (int(x) for x in table.local[row])
+            r, source, step = (int(x) for x in table.remote[row])
+            start, source = start + mine * stride, source + theirs * step
+            assert 0 <= start <= start + n <= len(local.arrays[m])
+            assert 0 <= source <= source + n <= len(remote.arrays[r])
+            assert not written[m][start : start + n].any()
+            written[m][start : start + n] = True
+            local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
+            moved += n
+        assert moved == post.num_bytes
+        assert 1 <= post.num_descriptors <= len(post.local)
+        assert post.num_bytes <= max_bytes or len(post.local) == 1
+        total += moved
+    assert total == plan.num_bytes
+    return total
+
+
+def token_cells(layout: Layout, ids: list[int], token: int) -> list[tuple[int, int, int]]:
+    """Where one token of a request lies: `(memory, offset, length)` per element, in logical order."""
+    group = layout.groups[0]
+    kernel, at = divmod(token % group.block_size, group.kernel_size)
+    block = ids[token // group.block_size] * group.ratio + kernel
+    cells = []
+    for view in layout.views:
+        for part in view.parts:
+            dims = {d.name: d for d in part.dims}
+            base = view.offset + part.offset + block * view.stride + at * dims["token"].stride
+            lo, hi = part.held
+            for head, dim in itertools.product(range(hi - lo), range(dims["dim"].size)):
+                cells.append(
+                    (view.memory, base + head * dims["head"].stride + dim * dims["dim"].stride, part.itemsize)
+                )
+    return cells
+
+
+def read_token(buffers: Buffers, ids: list[int], token: int) -> bytes:
+    return b"".join(buffers.arrays[m][o : o + n].tobytes() for m, o, n in token_cells(buffers.layout, ids, token))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    sizes = []
+    for _ in range(2):
+        kernel = draw(st.integers(1, 6))
+        ratio = draw(st.integers(1, 3))
+        sizes.append((kernel * ratio, ratio))
+    tokens = draw(st.integers(0, 40))
+    first = draw(st.integers(0, max(tokens, 1)))
+    return {
+        "sizes": sizes,
+        "orders": draw(st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS))),
+        "tokens": tokens,
+        "first": first,
+        "spare": draw(st.tuples(st.integers(0, 2), st.integers(0, 2))),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "max_bytes": draw(st.sampled_from([1, 7, 64, 4096])),
+        "max_descriptors": draw(st.sampled_from([1, 3, 512])),
+    }
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> None:
+    rng = np.random.default_rng(case["seed"])
+    layouts, lists = [], []
+    for i, ((size, ratio), order) in enumerate(zip(case["sizes"], case["orders"], strict=True)):
+        blocks = math.ceil(case["tokens"] / size) + case["spare"][i]
+        layouts.append(
+            make_layout(
+                num_blocks=blocks + 3, block_size=size, ratio=ratio, order=order, layers=1, base=(i + 1) << 40, num_heads=2
+            )
+        )
+        lists.append(rng.permutation(blocks + 3)[:blocks].tolist())
+    (mine, theirs), first = lists, case["first"]
+    local, remote = Buffers(layouts[0], 1), Buffers(layouts[1], 2)
+    before = [a.copy() for a in local.arrays]
+    skipped = first // case["sizes"][0][0]
+    assert compare(*layouts) == ()
+    plan = plan_read(
+        PeerMap(*layouts), [(first, mine[skipped:])], [BlockRuns(0, runs_of(theirs))], case["tokens"]
+    )
+    execute(plan, local, remote, case["max_bytes"], case["max_descriptors"])
+
+    for token in range(first, case["tokens"]):
+        assert read_token(local, mine, token) == read_token(remote, theirs, token)
+    # Below the first token, and in blocks that were not given, nothing changed.
+    touched = [np.zeros(len(a), np.bool_) for a in local.arrays]
+    size = case["sizes"][0][0]
+    for token in range(first, max(len(mine) * size, first)):
+        for m, o, n in token_cells(layouts[0], mine, token):
+            touched[m][o : o + n] = True
+    for now, was, may in zip(local.arrays, before, touched, strict=True):
+        assert (now[~may] == was[~may]).all()
+    # What the request does not cover is reported, block by block.
+    padded = {(p.block_id, p.first_token + i) for p in plan.padding for i in range(p.num_tokens)}
+    assert padded == {(mine[t // size], t % size) for t in range(max(case["tokens"], first), len(mine) * size)}
+
+
+def plan_of(first: int, ids: list[int], offered: list[int], tokens: int, **remote: Any) -> tuple[PeerMap, Plan]:
+    here, there = make_layout(num_blocks=64), make_layout(num_blocks=64, base=1 << 41, **remote)
+    peer = PeerMap(here, there)
+    return peer, plan_read(peer, [(first, ids)], [BlockRuns(0, runs_of(offered))], tokens)
+
+
+def pairs(plan: Plan) -> list[tuple[int, int]]:
+    return [(a, b) for s in plan.sections for a, b in zip(s.local.tolist(), s.remote.tolist(), strict=True)]
+
+
+def test_a_full_prefix_hit_reads_nothing() -> None:
+    _, plan = plan_of(0, [], list(range(10)), 40)
+    assert plan.num_bytes == 0
+    assert list(plan.posts(1 << 20, 512)) == []
+
+
+def test_a_prefix_hit_reads_the_last_blocks() -> None:
+    _, plan = plan_of(24, [6, 7, 8, 9], list(range(10)), 40)
+    assert pairs(plan) == [(6, 6), (7, 7), (8, 8), (9, 9)]
+
+
+def test_each_side_has_its_own_ratio_of_kernel_blocks() -> None:
+    here = make_layout(num_blocks=8, block_size=66, ratio=66, layers=1)
+    there = make_layout(num_blocks=8, block_size=34, ratio=34, layers=1, base=1 << 41)
+    plan = plan_read(PeerMap(here, there), [(0, [1, 2])], [BlockRuns(0, runs_of([5, 6]))], 68)
+    assert sorted(b for _, b in pairs(plan)) == list(range(170, 238))
+    assert sorted(a for a, _ in pairs(plan)) == list(range(66, 134))
+
+
+def test_allocation_rounding_is_padding() -> None:
+    # 640 tokens in kernel blocks of 64: ten there in one block, two blocks of six here.
+    here = make_layout(num_blocks=4, block_size=384, ratio=6, layers=1)
+    there = make_layout(num_blocks=4, block_size=640, ratio=10, layers=1, base=1 << 41)
+    plan = plan_read(PeerMap(here, there), [(0, [0, 1])], [BlockRuns(0, runs_of([0]))], 640)
+    assert pairs(plan) == [(i, i) for i in range(10)]
+    assert plan.padding == ((0, 1, 256, 128),)
+    back = plan_read(PeerMap(there, here), [(0, [0])], [BlockRuns(0, runs_of([0, 1]))], 640)
+    assert pairs(back) == [(i, i) for i in range(10)]
+    assert back.padding == ()
+
+
+def test_too_few_tokens_offered_is_refused() -> None:
+    with pytest.raises(RemoteTooShort, match=r"needs tokens 0\.\.\.19, but the prefill side offers 0\.\.\.15"):
+        plan_of(0, [0, 1, 2, 3, 4], [0, 1, 2, 3], 20)
+
+
+def test_a_remote_id_out_of_range_is_refused() -> None:
+    with pytest.raises(PlanRefused, match="block 64, but declared 64"):
+        plan_of(0, [0], [64], 4)
+
+
+def test_absurd_runs_cost_nothing() -> None:
+    here, there = make_layout(), make_layout(base=1 << 41)
+    offer = BlockRuns(0, ((0, (1 << 31) - 1), (5, (1 << 31) - 1)))
+    with pytest.raises(PlanRefused, match="declared"):
+        plan_read(PeerMap(here, there), [(400, [0])], [offer], 1 << 39)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([(0, [0, 12])], r"block id 12 is outside \[0, 12\)"),
+        ([(0, [-1])], r"block id -1 is outside \[0, 12\)"),
+        ([(0, [3, 4, 3])], "block id 3 is given twice"),
+        ([(-1, [3])], "first_token -1"),
+        ([], "0 groups of blocks"),
+        ([(0, [0.5])], "integers"),
+    ],
+)
+def test_bad_block_lists_are_refused(groups: Any, message: str) -> None:
+    with pytest.raises(PlanRefused, match=message):
+        check_block_ids(make_layout(), groups)
+
+
+def test_consecutive_blocks_are_one_descriptor_per_row() -> None:
+    peer, plan = plan_of(0, list(range(8, 40)), list(range(20, 52)), 128)
+    assert [p.num_descriptors for p in plan.posts(1 << 30, 512)] == [peer.regular[0].num_rows]
+    assert plan.num_descriptors == 32 * peer.regular[0].num_rows
+
+
+def test_cross_layer_blocks_merge_into_one_piece() -> None:
+    def one(base: int) -> Layout:
+        layout = make_layout(num_blocks=8, layers=2, base=base, order=("block", "kv", "token", "head", "dim"))
+        size = layout.views[0].stride
+        import msgspec
+
+        views = [
+            msgspec.structs.replace(v, memory=0, offset=i * size, stride=2 * size) for i, v in enumerate(layout.views)
+        ]
+        memory = msgspec.structs.replace(layout.memories[0], length=16 * size)
+        return msgspec.structs.replace(layout, views=tuple(views), memories=(memory,))
+
+    assert PeerMap(one(1 << 40), one(1 << 41)).regular[0].num_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"head_dim": 4}, "dims"),
+        ({"num_heads": 8}, "sharded axis"),
+        ({"layers": 3}, "layers only on one side"),
+        ({"model": "b"}, "model"),
+    ],
+)
+def test_layouts_that_differ_are_told_apart_with_both_values(change: dict[str, Any], field: str) -> None:
+    differences = compare(make_layout(model="a"), make_layout(**{"model": "a", **change}))
+    assert any(field in d.field and d.local != d.remote for d in differences)

@@ -1,0 +1,329 @@
+"""Several nodes in one process with no event loop: real cores, real bytes, messages in our hands.
+
+Prefill memory is overwritten the moment the core gives its blocks back, and a read copies what is there
+when it *lands*, so that a core that frees or believes too early is caught by the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.config import EngineConfig
+from asynckv.core.commands import (
+    AddTable,
+    BlocksReturned,
+    LeaseEnded,
+    LoadPeer,
+    PostRead,
+    PullEnded,
+    RemovePeer,
+)
+from asynckv.core.group import PrefillGroup
+from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.core.lease import Lease
+from asynckv.core.node import Identity, Node
+from asynckv.core.peer import Peer
+from asynckv.core.plan import PieceTable
+from asynckv.core.pull import Pull
+from asynckv.core.pulling import News
+from asynckv.core.types import Address, Endpoint, Params, Reason, Route, TransferId, decode_params
+
+NUM_BLOCKS = 12
+BLOCK = 4
+HEADS = 4
+
+
+def make_layout(
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    *,
+    base: int = 1 << 40,
+    num_blocks: int = NUM_BLOCKS,
+    block_size: int = BLOCK,
+    layers: int = 2,
+    num_heads: int = HEADS,
+    head_dim: int = 2,
+    order: Sequence[str] = ("kv", "block", "token", "head", "dim"),
+    dtype: str = "float16",
+    ratio: int = 1,
+    model: str = "",
+) -> Layout:
+    """A small attention layout, one memory per layer."""
+    heads = shard(num_heads, tp_rank, tp_size)
+    sizes = {
+        "kv": 2,
+        "block": num_blocks * ratio,
+        "token": block_size // ratio,
+        "head": heads[1] - heads[0],
+        "dim": head_dim,
+    }
+    views = [
+        attention_view(
+            layer=f"layers.{i}", order=order, sizes=sizes, dtype=dtype, heads=heads, num_heads=num_heads, memory=i
+        )
+        for i in range(layers)
+    ]
+    size = 2 * num_blocks * block_size * sizes["head"] * head_dim * 2
+    return Layout(
+        model=model,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        memories=tuple(Memory(base + i * (size + 4096), size) for i in range(layers)),
+        groups=(Group("attention", block_size, num_blocks, ratio),),
+        views=tuple(views),
+    )
+
+
+class Buffers:
+    """The bytes behind a layout."""
+
+    def __init__(self, layout: Layout, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.layout = layout
+        self.arrays = [rng.integers(0, 256, m.length, dtype=np.uint8) for m in layout.memories]
+
+    def block_spans(self, block_id: int) -> list[tuple[int, int, int]]:
+        """Every `(memory, start, length)` of a block of group 0, element runs along the innermost dim."""
+        spans = []
+        ratio = self.layout.groups[0].ratio
+        for view in self.layout.views:
+            for part in view.parts:
+                for kernel in range(block_id * ratio, (block_id + 1) * ratio):
+                    starts = [view.offset + part.offset + kernel * view.stride]
+                    for dim in part.dims:
+                        starts = [s + i * dim.stride for s in starts for i in range(dim.size)]
+                    spans += [(view.memory, s, part.itemsize) for s in starts]
+        return spans
+
+    def block(self, block_id: int) -> bytes:
+        """A block's content in logical order (layer, part, dims as declared)."""
+        return b"".join(self.arrays[m][s : s + n].tobytes() for m, s, n in self.block_spans(block_id))
+
+    def overwrite(self, block_id: int, value: int) -> None:
+        """Somebody else's data."""
+        for memory, start, length in self.block_spans(block_id):
+            self.arrays[memory][start : start + length] = value
+
+
+@dataclass(eq=False)
+class Rank:
+    """One node with its memory and its own clock."""
+
+    name: str
+    node: Node
+    buffers: Buffers
+    rate: float = 1.0
+    epoch: float = 0.0
+    peers: dict[str, tuple[Rank, dict[int, PieceTable]]] = field(default_factory=dict)
+    reads: dict[TransferId, PostRead] = field(default_factory=dict)
+    ended: list[Pull] = field(default_factory=list)
+    returned: list[Pull] = field(default_factory=list)
+    leases_ended: list[Lease] = field(default_factory=list)
+    loading: list[Peer] = field(default_factory=list)
+
+    @property
+    def address(self) -> Address:
+        return Address(f"world://{self.name}")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.node.identity.layout.tp_rank, self.address, self.node.identity.incarnation)
+
+
+@dataclass
+class Letter:
+    """A packet under way."""
+
+    sender: Rank
+    to: str
+    data: bytes
+    answer: bool
+
+
+class World:
+    """Ranks, the letters between them, and time."""
+
+    def __init__(self, config: EngineConfig | None = None, *, reuse: bool = True) -> None:
+        self.now = 0.0
+        self.ranks: dict[str, Rank] = {}
+        self.letters: list[Letter] = []
+        self.config = config
+        self.reuse = reuse
+        self.auto_load = True
+
+    def add(
+        self, name: str, layout: Layout, *, engine_id: str = "", rate: float = 1.0, epoch: float = 0.0, seed: int = 0
+    ) -> Rank:
+        config = self.config or EngineConfig(engine_id="x")
+        engine_id = engine_id or name
+        identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
+        config = EngineConfig(engine_id=engine_id, lease=config.lease, pull=config.pull)
+        rank = self.ranks[name] = Rank(name, Node(identity, config), Buffers(layout, seed), rate, epoch)
+        return rank
+
+    def time(self, rank: Rank) -> float:
+        return rank.epoch + self.now * rank.rate
+
+    # -- calls ---------------------------------------------------------------------------------------
+
+    def params(
+        self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int], num_tokens: int, **kwargs: object
+    ) -> Params:
+        group = PrefillGroup(ranks[0].node.identity.engine_id, [r.endpoint for r in ranks])
+        return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
+
+    def lend(self, rank: Rank, params: Params, readers: int = 1) -> Lease:
+        lease = rank.node.lend(params, readers, self.time(rank))
+        self.settle(rank)
+        return lease
+
+    def pull(
+        self, rank: Rank, request_id: str, blocks: Sequence[int], params: Params, *, first: int = 0, timeout: float = 30
+    ) -> Pull:
+        pull = rank.node.pull(request_id, [(first, blocks)], params, "", timeout, self.time(rank))
+        self.settle(rank)
+        return pull
+
+    # -- what the edges do -----------------------------------------------------------------------------
+
+    def settle(self, rank: Rank) -> None:
+        """Do what the core wants: letters first, then commands, then posts."""
+        node = rank.node
+        while True:
+            for to, data in node.desk.take_packets():
+                answer = isinstance(to, bytes)
+                self.letters.append(Letter(rank, to.decode() if isinstance(to, bytes) else str(to), data, answer))
+            commands = node.desk.take_commands()
+            for command in commands:
+                match command:
+                    case LoadPeer(peer, metadata):
+                        remote = self.ranks[metadata.decode()]
+                        assert peer.map is not None
+                        rank.peers[peer.agent_name] = (remote, {t.table_id: t for t in peer.map.regular})
+                        rank.loading.append(peer)
+                        if self.auto_load:
+                            self.load(rank)
+                    case AddTable(peer, table):
+                        rank.peers[peer.agent_name][1][table.table_id] = table
+                    case RemovePeer(peer):
+                        running = [t for t, r in rank.reads.items() if r.agent_name == peer.agent_name]
+                        assert not running, "a peer was removed under a running transfer"
+                        del rank.peers[peer.agent_name]
+                    case PullEnded(pull):
+                        assert pull not in rank.ended, "two outcomes"
+                        rank.ended.append(pull)
+                    case BlocksReturned(pull):
+                        assert pull not in rank.returned, "returned twice"
+                        mine = {t for leg in pull.legs for t in leg.running | leg.doubtful}
+                        assert not mine & rank.reads.keys(), "returned while something can write"
+                        rank.returned.append(pull)
+                    case LeaseEnded(lease):
+                        rank.leases_ended.append(lease)
+                        if self.reuse:
+                            still = {b for h in node.ledger for b in h.blocks.get(0, ())}
+                            for b in (b for f, n in lease.lent.groups[0].runs for b in range(f, f + n)):
+                                if b not in still:
+                                    rank.buffers.overwrite(b, 0xEE)
+                    case _:
+                        pass
+            posts = False
+            while (read := node.pulling.next_post(self.time(rank))) is not None:
+                posts = True
+                rank.reads[read.transfer_id] = read
+            if not commands and not posts:
+                return
+
+    def load(self, rank: Rank) -> None:
+        while rank.loading:
+            rank.node.pulling.loaded(rank.loading.pop(0), self.time(rank))
+        self.settle(rank)
+
+    def deliver(self, index: int = 0, *, keep: bool = False) -> None:
+        letter = self.letters[index] if keep else self.letters.pop(index)
+        if letter.answer:
+            to = next((r for r in self.ranks.values() if r.name == letter.to), None)
+            origin: Address | Route = letter.sender.address
+        else:
+            to = next((r for r in self.ranks.values() if r.address == letter.to), None)
+            origin = Route(letter.sender.name.encode())
+        if to is not None:
+            to.node.receive(origin, letter.data, self.time(to))
+            self.settle(to)
+
+    def deliver_all(self) -> None:
+        while self.letters:
+            self.deliver()
+
+    def land(self, rank: Rank, transfer_id: TransferId) -> None:
+        """Copy a read's bytes, as they are now."""
+        read = rank.reads[transfer_id]
+        remote, tables = rank.peers[read.agent_name]
+        table = tables[read.post.table_id]
+        for a, b in zip(read.post.local.tolist(), read.post.remote.tolist(), strict=True):
+            row, mine = divmod(a, table.local_blocks)
+            other, theirs = divmod(b, table.remote_blocks)
+            assert row == other
+            length = int(table.length[row])
+            memory, offset, stride = (int(x) for x in table.local[row])
+            remote_memory, remote_offset, remote_stride = (int(x) for x in table.remote[row])
+            start, source = offset + mine * stride, remote_offset + theirs * remote_stride
+            data: npt.NDArray[np.uint8] = remote.buffers.arrays[remote_memory][source : source + length]
+            target = rank.buffers.arrays[memory]
+            assert start + length <= len(target)
+            assert len(data) == length
+            target[start : start + length] = data
+
+    def complete(self, rank: Rank, transfer_id: TransferId) -> None:
+        self.land(rank, transfer_id)
+        self.tell(rank, News(transfer_id, True, False))
+
+    def complete_all(self) -> None:
+        while any(r.reads for r in self.ranks.values()):
+            for rank in self.ranks.values():
+                for transfer_id in list(rank.reads):
+                    self.complete(rank, transfer_id)
+
+    def tell(self, rank: Rank, news: News) -> None:
+        if not news.in_doubt:
+            rank.reads.pop(news.transfer_id, None)
+        rank.node.pulling.ended(news, 0.0, self.time(rank))
+        self.settle(rank)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, waking every rank when it wants."""
+        end = self.now + seconds
+        while True:
+            due = [(max((r.node.next_at - r.epoch) / r.rate, self.now), r.name) for r in self.ranks.values()]
+            when, name = min(due)
+            if when > end:
+                break
+            rank = self.ranks[name]
+            self.now = max(when, self.now)
+            before = rank.node.next_at
+            rank.node.tick(max(self.time(rank), before))
+            self.settle(rank)
+        self.now = end
+
+    def run(self, seconds: float = 0.0) -> None:
+        """Deliver and complete everything until nothing moves."""
+        for _ in range(50):
+            self.deliver_all()
+            self.complete_all()
+            if not self.letters:
+                break
+        if seconds:
+            self.advance(seconds)
+            self.run()
+
+    def check(self) -> None:
+        for rank in self.ranks.values():
+            assert rank.node.check_integrity() == []
+
+
+def reason(pull: Pull) -> Reason | None:
+    """The outcome, re-read: mypy would remember what it was before."""
+    return pull.reason
