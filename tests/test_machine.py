@@ -186,5 +186,5 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )

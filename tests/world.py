@@ -151,6 +151,7 @@ class World:
         self.now = 0.0
         self.ranks: dict[str, Rank] = {}
         self.letters: list[Letter] = []
+        self.groups: dict[str, PrefillGroup] = {}
         self.config = config
         self.reuse = reuse
         self.auto_load = True
@@ -173,7 +174,11 @@ class World:
     def params(
         self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int], num_tokens: int, **kwargs: object
     ) -> Params:
-        group = PrefillGroup(ranks[0].node.identity.engine_id, [r.endpoint for r in ranks])
+        roster = [r.endpoint for r in ranks]
+        names = "+".join(e.incarnation for e in roster)
+        if names not in self.groups:
+            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, roster)
+        group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 
     def lend(self, rank: Rank, params: Params, readers: int = 1) -> Lease:

@@ -177,7 +177,7 @@ class Leg:
     @property
     def is_early(self) -> bool:
         """Granted, but the first read cannot be shown to be younger than the lease."""
-        return self.covered_until > -math.inf and self.first_posted_at < self.lent_before
+        return self.covered_until > -math.inf and self.first_posted_at <= self.lent_before
 
     def take_post(self) -> Post:
         """Return the next post and look one further, so that the last one is known as such."""
@@ -468,9 +468,11 @@ class Pull:
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         leg.covered_until = max(leg.covered_until, deadline)
         leg.is_not_yet = False
-        # Params that left after the KV was written can only be read too late, never too early.
+        # Params that left after the KV was written can only be read too late, never too early; and what
+        # is granted before the first post needs no clock either.
+        known = self.params.written or leg.first_posted_at == math.inf
         began = now - answer.lent_for_s * (1 - RATE_MARGIN)
-        leg.lent_before = -math.inf if self.params.written else min(leg.lent_before, began)
+        leg.lent_before = -math.inf if known else min(leg.lent_before, began)
         if leg.is_done and answer.nonce > leg.nonce_when_done:
             leg.confirmed = True
         newest = answer.nonce == next(reversed(leg.nonces))
@@ -557,6 +559,7 @@ class Pull:
         for leg in early:
             self._note(now, f"tp{leg.tp_rank} read before it was lent, reading again")
             leg.first_posted_at, leg.done_at, leg.confirmed = math.inf, -math.inf, False
+            leg.lent_before = -math.inf
             self._start_posts(leg)
             self.rereads += 1
         if early:

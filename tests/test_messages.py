@@ -1,0 +1,119 @@
+"""Bytes from outside are hostile: a value or `RemoteProtocolError`, never anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynckv.core import messages as m
+from asynckv.core.types import BlockRuns, Cohort, Key, Outcome, Params, Reason, decode_params
+from asynckv.errors import RemoteProtocolError
+from tests.world import World, make_layout
+
+KEY = Key("epoch", 0, 7, "0" * 32)
+COHORT = Cohort("decode:0,\n", 2, 1)
+ALL: list[m.Message] = [
+    m.Hello(1, 1, 0, "prefill", 0, COHORT),
+    m.Welcome(1, 1, 0, "prefill", "agent", b"metadata", hashlib.sha256(b"metadata").digest(), make_layout()),
+    m.Unwelcome(1, Reason.WRONG_TARGET, "detail"),
+    m.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
+    m.Renew(KEY, "pull", 6, 30.0),
+    m.Granted(KEY, "pull", 5, 10.0, 0.5),
+    m.NotYet(KEY, "pull", 5),
+    m.Refused(KEY, "pull", 5, Reason.CONSUMED, ""),
+    m.Release(KEY, "req", COHORT, "pull", Outcome.COMPLETE),
+    m.Ack(KEY, "pull"),
+    m.Ping(1),
+    m.Pong(1),
+    m.StatusRequest(1),
+    m.Status(1, "prefill", 0, 1, {"leases": 3}),
+    m.Goodbye(),
+]
+PACKET = m.encode_packet("source", "target", ALL)
+
+
+def test_every_message_survives_the_wire() -> None:
+    assert set(map(type, ALL)) == set(m.Message.__args__)
+    assert m.decode_packet(PACKET) == m.Packet(m.MAJOR, "source", "target", tuple(ALL))
+
+
+@given(st.data())
+@settings(max_examples=1500, deadline=None)
+def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> None:
+    one = m.encode_packet("s", "t", [data.draw(st.sampled_from(ALL))])
+    raw = bytearray(one)
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(1, len(raw)))
+    for candidate in (bytes(raw), bytes(raw[:cut])):
+        try:
+            assert isinstance(m.decode_packet(candidate), m.Packet)
+        except RemoteProtocolError:
+            pass
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_node_survives_mutated_packets(data: st.DataObject) -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    params = world.params([prefill], "req", [1, 2], 8)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d-req", [3, 4], params)
+    while world.letters:
+        letter = world.letters[0]
+        raw = bytearray(letter.data)
+        for _ in range(data.draw(st.integers(0, 3))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        letter.data = bytes(raw)
+        world.deliver()
+        world.check()
+    world.complete_all()
+    for _ in range(60):
+        world.deliver_all()
+        world.complete_all()
+        world.advance(1.0)
+    assert pull.reason is not None
+    assert prefill.node.is_idle
+    assert decode.node.is_idle
+
+
+def test_another_major_version_is_named() -> None:
+    with pytest.raises(RemoteProtocolError, match="protocol version 2 is not 1"):
+        m.decode_packet(msgspec.msgpack.encode([2, "something", {"new": 1}]))
+
+
+def test_a_newer_minor_version_may_add_fields() -> None:
+    body = msgspec.msgpack.decode(m.encode_packet("s", "t", [m.Ping(4)]))
+    body[3][0].append("added later")
+    assert m.decode_packet(msgspec.msgpack.encode(body)).messages == (m.Ping(4),)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9])
+def test_absurd_durations_are_refused(seconds: float) -> None:
+    data = m.encode_packet("s", "t", [m.Renew(KEY, "pull", 1, seconds)])
+    with pytest.raises(RemoteProtocolError):
+        m.decode_packet(data)
+
+
+def test_params_are_validated() -> None:
+    world = World()
+    params = world.params([world.add("p", make_layout())], "req", [1], 4)
+    plain = msgspec.to_builtins(params)
+    assert decode_params(plain) == params
+    assert decode_params(msgspec.json.decode(msgspec.json.encode(plain))) == params
+    for field, value in [("num_tokens", -1), ("roster", []), ("lease_s", math.nan), ("groups", [[0, [[-1, 2]]]])]:
+        with pytest.raises(msgspec.ValidationError, match=field):
+            decode_params({**plain, field: value})
+    assert isinstance(params, Params)
+
+
+def test_the_digest_tells_blocks_apart() -> None:
+    a, b = BlockRuns(0, ((1, 2),)), BlockRuns(0, ((1, 3),))
+    assert m.blocks_digest([a]) == m.blocks_digest([BlockRuns(0, ((1, 2),))])
+    assert m.blocks_digest([a]) != m.blocks_digest([b])

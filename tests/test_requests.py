@@ -1,0 +1,433 @@
+"""Requests told step by step, on cores alone: what each situation of the design comes to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core import messages as m
+from asynckv.core.group import PrefillGroup
+from asynckv.core.lease import LeaseState
+from asynckv.core.pull import PullState
+from asynckv.core.pulling import News
+from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, Route, decode_params
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
+from tests.world import NUM_BLOCKS, Rank, World, make_layout
+
+CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
+
+
+def pair(config: EngineConfig = CONFIG) -> tuple[World, Rank, Rank]:
+    world = World(config)
+    return (
+        world,
+        world.add("p", make_layout(), engine_id="prefill", seed=1),
+        world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
+    )
+
+
+def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tuple[list[Rank], list[Rank]]:
+    prefill = [
+        world.add(f"p{r}", make_layout(r, tp_prefill, base=(r + 1) << 40, num_heads=heads), engine_id="prefill", seed=r)
+        for r in range(tp_prefill)
+    ]
+    decode = [
+        world.add(f"d{r}", make_layout(r, tp_decode, base=(r + 20) << 40, num_heads=heads), engine_id="decode", seed=r)
+        for r in range(tp_decode)
+    ]
+    return prefill, decode
+
+
+def test_a_request_from_lend_to_release() -> None:
+    world, prefill, decode = pair()
+    want = [prefill.buffers.block(b) for b in (3, 1)]
+    params = world.params([prefill], "req", [3, 1], 8, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9, 4], params)
+    world.run()
+    assert (it.reason, it.state, lease.state) == (Reason.COMPLETE, PullState.RELEASED, LeaseState.RELEASED)
+    assert [decode.buffers.block(b) for b in (9, 4)] == want
+    assert {str(r): o for r, o in lease.outcomes.items()} == {"decode/tp0": Outcome.COMPLETE}
+    assert prefill.node.is_idle
+    assert decode.node.is_idle
+
+
+def test_a_consumed_request_is_refused_at_once() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    world.pull(decode, "one", [9], params)
+    world.run()
+    again = world.pull(decode, "two", [9], params)
+    world.run()
+    assert again.reason in (Reason.LEASE_LOST, Reason.CONSUMED)
+    assert "consumed" in again.detail
+
+
+def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
+    world, prefill, _ = pair()
+    lease = world.lend(prefill, world.params([prefill], "req", [3], 4))
+    world.advance(29.9)
+    assert lease.state is LeaseState.LENT
+    world.advance(0.2)
+    assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("*",))
+    assert prefill.node.is_idle
+
+
+def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
+    world = World(CONFIG)
+    prefill, decode = group(world, 1, 2)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    lease = world.lend(prefill[0], params)
+    world.pull(decode[0], "d-req", [1], params)
+    world.run()
+    assert lease.state is LeaseState.LENT
+    world.advance(31)
+    assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("decode/tp1",))
+    assert {str(r) for r in lease.outcomes} == {"decode/tp0"}
+
+
+def test_bytes_without_proof_are_not_published() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params, timeout=100)
+    world.deliver_all()  # granted for 10 s, the read hangs
+    (transfer_id,) = decode.reads
+    for letter in world.letters:
+        assert not letter.answer
+    prefill.node.lending.revoke(next(iter(prefill.node.lending.leases.values())), world.time(prefill))
+    world.settle(prefill)
+    world.letters.clear()
+    for _ in range(120):
+        world.advance(0.1)
+        world.letters.clear()  # renewals are lost as well
+    assert prefill.node.is_idle, "the promise ran out, the blocks went back and were overwritten"
+    world.complete(decode, transfer_id)
+    assert it.state is PullState.CONFIRMING
+    world.run()
+    assert it.reason is Reason.LEASE_LOST
+    assert decode.node.is_idle
+
+
+def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params, timeout=100)
+    world.deliver_all()
+    (transfer_id,) = decode.reads
+    for _ in range(115):
+        world.advance(0.1)
+        world.letters.clear()
+    world.complete(decode, transfer_id)  # past every grant, but the lease itself still stands
+    assert it.state is PullState.CONFIRMING
+    world.run()
+    assert it.reason is Reason.COMPLETE
+
+
+def test_a_revoked_lease_keeps_its_promise() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    prefill.node.lending.revoke(lease, world.time(prefill))
+    world.settle(prefill)
+    assert lease.state is LeaseState.ENDING
+    world.advance(1.0)
+    world.run()
+    assert (it.reason, lease.state) == (Reason.COMPLETE, LeaseState.REVOKED)
+
+
+def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
+    world = World(CONFIG)
+    prefill, decode = group(world, 2, 1, heads=2)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    leases = [world.lend(rank, params) for rank in prefill]
+    it = decode[0].node.pull("d-req", [(0, [])], params, "", 30, world.time(decode[0]))
+    world.settle(decode[0])
+    world.run()
+    assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
+    assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
+
+
+def test_a_lease_frees_only_after_every_distinct_reader() -> None:
+    world = World(CONFIG)
+    prefill, decode = group(world, 1, 4)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    lease = world.lend(prefill[0], params)
+    for rank in decode[:3]:
+        world.pull(rank, "d-req", [1], params)
+        world.run()
+        assert lease.state is LeaseState.LENT
+    world.pull(decode[3], "d-req", [1], params)
+    world.run()
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
+    world = World(CONFIG)
+    prefill, decode = group(world, 1, 2)
+    params = world.params(prefill, "req", [3], 4)
+    lease = world.lend(prefill[0], params)
+    node, route = prefill[0].node, Route(b"d0")
+
+    def say(request_id: str, cohort: Cohort, pull_id: str, source: str = "d0") -> None:
+        message = m.Release(params.key, request_id, cohort, pull_id, Outcome.COMPLETE)
+        node.receive(route, m.encode_packet(source, node.identity.incarnation, [message]), 0.0)
+        world.settle(prefill[0])
+
+    for _ in range(5):
+        say("req", Cohort("decode", 2, 0), "a")
+    say("other", Cohort("decode", 2, 1), "b")
+    say("req", Cohort("decode", 3, 1), "c")
+    say("req", Cohort("decode", 2, 7), "d")
+    say("req", Cohort("elsewhere", 2, 1), "e")
+    assert (lease.state, lease.owed()) == (LeaseState.LENT, ("decode/tp1",))
+    say("req", Cohort("decode", 2, 1), "f", "d1")
+    assert lease.state is LeaseState.RELEASED
+    assert decode
+
+
+def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    it = world.pull(decode, "d-req", [1], params, timeout=1)
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    world.run()
+    world.complete_all()
+    assert it.reason is Reason.CANCELLED
+    world.run()
+    lease = world.lend(prefill, params)
+    assert lease.state is LeaseState.RELEASED
+    assert prefill.node.is_idle
+
+
+def test_a_key_below_the_newest_is_refused_and_one_above_waits() -> None:
+    world, prefill, decode = pair()
+    first, second, third = (world.params([prefill], f"req{i}", [i], 4, written=True) for i in range(3))
+    world.lend(prefill, second)
+    low = world.pull(decode, "low", [1], first)
+    high = world.pull(decode, "high", [2], third)
+    world.run()
+    assert (low.reason, high.reason) == (Reason.LEASE_LOST, None)
+    assert "unknown" in low.detail
+    world.lend(prefill, third)
+    world.run()
+    assert high.reason is Reason.COMPLETE
+
+
+def test_lending_one_key_twice_is_refused() -> None:
+    world, prefill, _ = pair()
+    params = world.params([prefill], "req", [3], 4)
+    world.lend(prefill, params)
+    with pytest.raises(LocalProtocolError, match="lent before"):
+        world.lend(prefill, params)
+    world.advance(40)
+    with pytest.raises(LocalProtocolError, match="lent before"):
+        world.lend(prefill, params)
+
+
+def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None:
+    small = dataclasses.replace(CONFIG, pull=PullConfig(max_post_bytes=128))
+    world, prefill, decode = pair(small)
+    params = world.params([prefill], "req", [3, 4], 8, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [1, 2], params)
+    world.deliver_all()
+    first, *others = list(decode.reads)
+    assert len(others) == 3
+    world.tell(decode, News(first, False, False, "broken"))
+    for transfer_id in others:
+        assert it.reason is None
+        world.complete(decode, transfer_id)
+    assert it.reason is Reason.READ_FAILED
+    assert it.is_returned
+
+
+def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    assert it.reason is None
+    world.advance(5.1)
+    assert (it.reason, it.is_returned) == (Reason.CANCELLED, False)
+    with pytest.raises(LocalProtocolError, match="still being written"):
+        world.pull(decode, "again", [9], params)
+    world.run()
+    assert it.is_returned
+    assert decode.node.is_idle
+
+
+def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    (transfer_id,) = decode.reads
+    world.tell(decode, News(transfer_id, False, True, "NIXL_ERR_NOT_FOUND"))
+    world.advance(60)
+    assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.HELD, False)
+    assert decode.node.gauges()["blocks_quarantined"] == 1
+    decode.reads.clear()
+    world.tell(decode, News(transfer_id, True, False))
+    assert it.is_returned
+    assert decode.node.is_idle
+
+
+def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    it = world.pull(decode, "d-req", [9], params, timeout=2.0)
+    for _ in range(30):
+        world.advance(0.1)
+        world.letters.clear()
+    assert it.reason is Reason.TIMEOUT
+    assert "no handshake with tp0 at world://p" in it.detail
+    assert it.is_returned
+
+
+def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
+    world, prefill, decode = pair()
+    pulls = [
+        world.pull(decode, f"d{i}", [i], world.params([prefill], f"r{i}", [1], 4), timeout=20)
+        for i in range(NUM_BLOCKS)
+    ]
+    assert decode.node.desk.counters["sent.hello"] == 1
+    for _ in range(60):
+        world.advance(0.1)
+        world.letters.clear()
+    assert {(p.reason, p.detail) for p in pulls} == {(Reason.UNREACHABLE, "prefill/tp0 at world://p did not answer within 5 s")}
+    late = world.pull(decode, "late", [1], world.params([prefill], "late", [1], 4))
+    assert late.reason is None or "did not answer" in late.detail
+
+
+def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None:
+    world, prefill, decode = pair()
+    old = world.params([prefill], "old", [3], 4, written=True)
+    world.lend(prefill, old)
+    reborn = world.add("reborn", make_layout(), engine_id="prefill", seed=3)
+    del world.ranks["p"]
+    world.ranks["p"] = reborn
+    reborn.name = "p"
+    failed = world.pull(decode, "old", [9], old)
+    world.run()
+    assert failed.reason is Reason.RESTARTED
+    new = world.params([reborn], "new", [3], 4, written=True)
+    world.lend(reborn, new)
+    good = world.pull(decode, "new", [9], new)
+    # The handshake's metadata names the rank's own memory.
+    world.ranks["reborn"] = reborn
+    world.run()
+    assert good.reason is Reason.COMPLETE
+
+
+def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
+    world, prefill, decode = pair()
+    other = PrefillGroup("somebody-else", [Endpoint(0, prefill.address, prefill.node.identity.incarnation)])
+    it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
+    world.run()
+    assert it.reason is Reason.WRONG_TARGET
+    for part in ("'prefill'", "'somebody-else'", "world://p"):
+        assert part in it.detail
+
+
+def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
+    world = World(CONFIG)
+    prefill = world.add("p", make_layout(head_dim=4), engine_id="prefill")
+    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    it = world.pull(decode, "d", [9], world.params([prefill], "req", [1], 4))
+    world.run()
+    assert it.reason is Reason.GEOMETRY
+    assert "local {'dim': 2}, remote {'dim': 4}" in it.detail
+    assert not decode.reads
+
+
+def test_a_renewed_lease_outlasts_a_long_queue() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    decode.node.announce("d-req", params, "", 400.0, world.time(decode))
+    world.settle(decode)
+    world.run()
+    for _ in range(300):
+        world.advance(1.0)
+        world.deliver_all()
+    assert lease.state is LeaseState.LENT
+    it = world.pull(decode, "d-req", [9], params)
+    world.run()
+    assert it.reason is Reason.COMPLETE
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    lease = world.lend(prefill, params)
+    decode.node.announce("d-req", params, "", 5.0, world.time(decode))
+    world.settle(decode)
+    for _ in range(60):
+        world.deliver_all()
+        world.advance(0.1)
+    assert lease.state is LeaseState.RELEASED
+    assert decode.node.is_idle
+
+
+def test_siblings_each_release_and_strangers_are_refused() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params, readers=2)
+    pulls = [
+        decode.node.pull(f"sibling{i}", [(0, [i])], params, f"decode/{i}", 30, world.time(decode)) for i in range(3)
+    ]
+    world.settle(decode)
+    world.run()
+    assert [p.reason for p in pulls] == [Reason.COMPLETE, Reason.COMPLETE, Reason.LEASE_LOST]
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_closing_takes_nothing_new_and_keeps_promises() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    prefill.node.close(world.time(prefill))
+    world.settle(prefill)
+    assert not prefill.node.is_idle
+    with pytest.raises(EngineClosed):
+        prefill.node.lend(world.params([prefill], "new", [4], 4), 1, 0.0)
+    world.run()
+    assert it.reason is Reason.COMPLETE
+    assert prefill.node.is_idle
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 1.0, -1.0, float("nan"), 1e12])
+def test_absurd_leases_are_refused(lease_s: float) -> None:
+    with pytest.raises(ConfigError, match="lease_s"):
+        LeaseConfig(lease_s=lease_s)
+    endpoint = Endpoint(0, "tcp://127.0.0.1:1", "i")
+    with pytest.raises(ConfigError, match="lease_s"):
+        PrefillGroup("p", [endpoint]).make_params("req", [(0, [1])], 4, lease_s=lease_s)
+
+
+def test_a_roster_with_holes_is_refused() -> None:
+    ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
+    with pytest.raises(ConfigError, match=r"tp_ranks \[0, 2\]"):
+        PrefillGroup("p", ranks, tp_size=3)
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    broken: Params = msgspec.structs.replace(params, tp_size=2)
+    with pytest.raises(PlanRefused, match="every rank"):
+        decode.node.pull("d", [(0, [1])], broken, "", 30, 0.0)
