@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from typing import IO, Any, Literal
+from typing import Any, Literal, TextIO
 
 import structlog
 
@@ -33,7 +33,7 @@ def configure(
     level: Literal["debug", "info", "warning", "error"] = "info",
     *,
     form: Literal["json", "console"] = "json",
-    stream: IO[str] | None = None,
+    stream: TextIO | None = None,
 ) -> None:
     """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default."""
     renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()

@@ -1,0 +1,48 @@
+"""The system's clock. The only place outside the tests that reads time for the core."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from asynckv.ports import TimerHandle
+
+__all__ = ["LoopClock"]
+
+# A suspended host must not stop its deadlines: BOOTTIME counts the time asleep, MONOTONIC does not.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+class _Timer:
+    """A timer that goes back to sleep if the loop's clock woke it before ours was there."""
+
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self._when, self._callback = when, callback
+        self._loop = asyncio.get_running_loop()
+        self._arm()
+
+    def _arm(self) -> None:
+        self._handle = self._loop.call_later(max(0.0, self._when - time.clock_gettime(_CLOCK)), self._fire)
+
+    def _fire(self) -> None:
+        if time.clock_gettime(_CLOCK) < self._when:
+            self._arm()
+        else:
+            self._callback()
+
+    def cancel(self) -> None:
+        """Forget the callback."""
+        self._handle.cancel()
+
+
+class LoopClock:
+    """Boot time, and timers on the running event loop."""
+
+    def now(self) -> float:
+        """Return seconds since boot, time asleep included."""
+        return time.clock_gettime(_CLOCK)
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+        """Call back once `now() >= when`."""
+        return _Timer(when, callback)

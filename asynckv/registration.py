@@ -1,0 +1,36 @@
+"""Memory that an engine registers: a checked layout, and whatever keeps the memory alive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asynckv.core.layout import Layout, check_layout
+
+__all__ = ["Registration", "register_memory"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registration:
+    """A layout that was checked, with its memory.
+
+    Attributes:
+        layout: What this rank holds, and where.
+        owners: Objects (tensors, buffers) that must live as long as the engine does.
+    """
+
+    layout: Layout
+    owners: tuple[object, ...] = ()
+
+
+def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registration:
+    """Declare explicit memory ranges.
+
+    Args:
+        layout: Addresses, groups, views and parts.
+        owners: Whatever must not be freed while the engine lives.
+
+    Raises:
+        LayoutError: Naming the field, both numbers and the remedy.
+    """
+    check_layout(layout)
+    return Registration(layout, owners)
