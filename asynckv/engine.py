@@ -98,6 +98,7 @@ class PullResult:
         num_bytes: Payload that landed.
         num_posts: NIXL transfers it took.
         descriptors_planned: Contiguous pieces before merging.
+        descriptors_posted: What they came to after NIXL merged neighbours.
         phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
         padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
     """
@@ -107,6 +108,7 @@ class PullResult:
     num_bytes: int
     num_posts: int
     descriptors_planned: int
+    descriptors_posted: int
     phases: Mapping[str, float]
     padding: tuple[Padding, ...]
 
@@ -407,7 +409,14 @@ class Engine:
             raise self._error(pull, waiting)
         padding = tuple(p for leg in pull.legs if leg.plan for p in leg.plan.padding)
         return PullResult(
-            request_id, pull.pull_id, pull.num_bytes, pull.num_posted, pull.num_descriptors, phases(pull), padding
+            request_id=request_id,
+            pull_id=pull.pull_id,
+            num_bytes=pull.num_bytes,
+            num_posts=pull.num_posted,
+            descriptors_planned=pull.num_descriptors,
+            descriptors_posted=pull.num_descriptors_posted,
+            phases=phases(pull),
+            padding=padding,
         )
 
     def cancel(self, request_id: str) -> bool:

@@ -232,6 +232,7 @@ class Pull:
     post_s: float = 0.0
     detect_s: float = 0.0
     num_posted: int = 0
+    num_descriptors_posted: int = 0
     rereads: int = 0
     scheduled_at: float = math.inf
     """For the node's timers only."""
@@ -343,11 +344,12 @@ class Pull:
         self._advance(now)
         return True
 
-    def posted(self, leg: Leg, transfer_id: TransferId, before: float) -> None:
+    def posted(self, leg: Leg, transfer_id: TransferId, num_descriptors: int, before: float) -> None:
         """A transfer is about to be posted; `before` was read before that."""
         leg.running.add(transfer_id)
         leg.first_posted_at = min(leg.first_posted_at, before)
         self.num_posted += 1
+        self.num_descriptors_posted += num_descriptors
 
     def ended(self, leg: Leg, transfer_id: TransferId, ok: bool, in_doubt: bool, cause: str, now: float) -> None:
         """News of a transfer; `now` was read after it was observed."""

@@ -174,7 +174,7 @@ class Pulling:
             self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes)
             peer.transfers.add(transfer_id)
             peer.in_flight_bytes += post.num_bytes
-            pull.posted(leg, transfer_id, now)
+            pull.posted(leg, transfer_id, post.num_descriptors, now)
             self._desk.counters["descriptors.posted"] += post.num_descriptors
             return PostRead(transfer_id, peer.agent_name, post)
         return None

@@ -1,0 +1,207 @@
+"""What the driver and its worker processes say to each other: JSON lines over pipes.
+
+A worker's own stdout belongs to this conversation; whatever libraries print there goes to stderr. A
+worker whose stdin ends (its driver is gone) ends itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.core.types import Endpoint
+from asynckv.bench.models import Geometry
+
+__all__ = [
+    "Ended",
+    "Go",
+    "Lend",
+    "Outcome",
+    "Pipe",
+    "Prepare",
+    "Report",
+    "Setup",
+    "Stop",
+    "Work",
+]
+
+
+class Setup(Struct, tag=True, kw_only=True):
+    """Who the worker is."""
+
+    role: str
+    tp_rank: int
+    tp_size: int
+    geometry: Geometry
+    order: str
+    block_size: int
+    num_blocks: int
+    seed: int
+    verify: str
+    lease_s: float
+    timeout_s: float
+    log_path: str
+    log_level: str
+
+
+class Ready(Struct, tag=True):
+    """The engine is up."""
+
+    pid: int
+    endpoint: Endpoint
+    environment: dict[str, str]
+
+
+class Work(Struct):
+    """One request of a wave, as one side sees it."""
+
+    number: int
+    blocks: list[int]
+    tokens: int
+    params: dict[str, Any]
+
+
+class Lend(Struct, tag=True):
+    """Fill these requests' blocks and lend them."""
+
+    works: list[Work]
+
+
+class Prepare(Struct, tag=True):
+    """Get ready to pull these requests."""
+
+    works: list[Work]
+
+
+class Done(Struct, tag=True):
+    """What was asked is done."""
+
+    cpu_s: float
+
+
+class Go(Struct, tag=True):
+    """Open the window: pull them with this many in flight."""
+
+    concurrency: int
+
+
+class Outcome(Struct):
+    """How one pull went."""
+
+    number: int
+    error: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+    num_bytes: int = 0
+    planned: int = 0
+    posted: int = 0
+    phases: dict[str, float] = {}
+
+
+class Pulled(Struct, tag=True):
+    """The window is closed."""
+
+    window_s: float
+    cpu_s: float
+    lags: list[float]
+    outcomes: list[Outcome]
+
+
+class Verify(Struct, tag=True):
+    """Compare what was pulled."""
+
+
+class Verified(Struct, tag=True):
+    """What the comparison found."""
+
+    num_bytes: int
+    wrong: int
+    wrong_requests: list[int]
+
+
+class Finish(Struct, tag=True):
+    """Wait until every lease of the wave is over."""
+
+    patience_s: float
+
+
+class Ended(Struct, tag=True):
+    """How the wave's leases ended."""
+
+    causes: dict[str, int]
+    leaked_blocks: int
+    lags: list[float]
+    cpu_s: float
+
+
+class Cancel(Struct, tag=True):
+    """Give up what is being pulled, and pull no more."""
+
+
+class Stop(Struct, tag=True):
+    """Drain, audit, report and end."""
+
+
+class Report(Struct, tag=True):
+    """A worker's last words."""
+
+    gauges: dict[str, int]
+    counters: dict[str, int]
+    release_s: list[float]
+    integrity: str
+    peak_rss_bytes: int
+    pool_bytes: int
+
+
+class Failed(Struct, tag=True):
+    """The worker cannot go on; `config` says that the input is to blame."""
+
+    message: str
+    config: bool
+
+
+Command = Setup | Lend | Prepare | Go | Verify | Finish | Cancel | Stop
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed
+
+_encoder = msgspec.json.Encoder()
+commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+LIMIT = 1 << 28
+
+
+def encode(message: Command | Answer) -> bytes:
+    """Encode one line."""
+    return _encoder.encode(message) + b"\n"
+
+
+class Pipe:
+    """A worker's end."""
+
+    def __init__(self, reader: asyncio.StreamReader, fd: int) -> None:
+        self._reader, self._fd = reader, fd
+
+    @classmethod
+    async def open(cls) -> Pipe:
+        """Take over stdin and stdout; what others print goes to stderr from here on."""
+        fd = os.dup(1)
+        os.dup2(2, 1)
+        reader = asyncio.StreamReader(limit=LIMIT)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        return cls(reader, fd)
+
+    async def read(self) -> Command | None:
+        """Wait for a command; None when the driver is gone."""
+        line = await self._reader.readline()
+        return commands.decode(line) if line else None
+
+    def write(self, answer: Answer) -> None:
+        """Answer. Blocks until the driver has taken it, which happens between windows only."""
+        data = encode(answer)
+        while data:
+            data = data[os.write(self._fd, data) :]

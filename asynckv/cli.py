@@ -1,0 +1,222 @@
+"""The command line. Exit status: 0 good, 1 something went wrong, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from asynckv.errors import AsyncKVError, ConfigError
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Move KV cache between prefill and decode workers: NIXL carries the bytes, ZMQ the decisions.",
+)
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench --model llama-3.1-8b --layers 4 --requests 200 --concurrency 16
+
+  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
+
+  asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
+
+[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
+"""
+
+
+class Verify(StrEnum):
+    full = "full"
+    sample = "sample"
+    off = "off"
+
+
+class Order(StrEnum):
+    nhd = "nhd"
+    hnd = "hnd"
+    block_nhd = "block-nhd"
+    block_hnd = "block-hnd"
+
+
+class BlockOrder(StrEnum):
+    runs = "runs"
+    random = "random"
+
+
+class Transport(StrEnum):
+    auto = "auto"
+    tcp = "tcp"
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        import asynckv
+
+        typer.echo(asynckv.__version__)
+        raise typer.Exit
+
+
+GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
+
+
+@app.command(epilog=EPILOG)
+def bench(
+    model: Annotated[str, typer.Option(help="Preset: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b.", rich_help_panel=GEOMETRY)] = "llama-3.1-8b",
+    hf_config: Annotated[Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
+    dtype: Annotated[str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
+    order: Annotated[Order, typer.Option(help="Memory order of a layer: token before head (nhd) or after (hnd); keys and values apart, or together in each block (block-...).", rich_help_panel=GEOMETRY)] = Order.nhd,
+    tp: Annotated[int, typer.Option(help="Ranks of each engine: so many prefill and so many decode processes.", rich_help_panel=GEOMETRY)] = 1,
+    prompt_tokens: Annotated[str, typer.Option(help="Prompt length: 1024, or 128:4096 for uniform ones.", rich_help_panel=WORK)] = "1024",
+    trace: Annotated[Path | None, typer.Option(help="Take prompt lengths from a file with one JSON object per line (input_length).", rich_help_panel=WORK)] = None,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts of the trace; the report says how many.", rich_help_panel=WORK)] = None,
+    requests: Annotated[int | None, typer.Option(help="How many requests; 100, or all of the trace.", rich_help_panel=WORK)] = None,
+    concurrency: Annotated[int, typer.Option(help="Pulls in flight on each decode rank (closed loop).", rich_help_panel=WORK)] = 16,
+    block_order: Annotated[BlockOrder, typer.Option(help="Whether a request's blocks lie in runs or anywhere.", rich_help_panel=WORK)] = BlockOrder.runs,
+    seed: Annotated[int, typer.Option(help="Of the pattern, the lengths and the block order.", rich_help_panel=WORK)] = 0,
+    verify: Annotated[Verify, typer.Option(help="Compare every byte, a sample of blocks, or nothing (and fill nothing).", rich_help_panel=RUN)] = Verify.full,
+    lease_s: Annotated[float, typer.Option(help="How long prefill holds the blocks of a request that nobody claims.", rich_help_panel=RUN)] = 30.0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of each pull.", rich_help_panel=RUN)] = 30.0,
+    pool_mb: Annotated[int | None, typer.Option(help="Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.", rich_help_panel=RUN)] = None,
+    transport: Annotated[Transport, typer.Option(help="What UCX may use: its own choice (shared memory on one host), or TCP on loopback.", rich_help_panel=RUN)] = Transport.auto,
+    json: Annotated[str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")] = None,
+    log: Annotated[Path | None, typer.Option(help="Write all processes' structured logs there, as JSON lines.", rich_help_panel=OUT, metavar="FILE")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="info with --log, else error to stderr; debug logs every transition.", rich_help_panel=OUT)] = None,
+) -> None:
+    """Drive prefill and decode processes on this host, verify every byte, report what was measured.
+
+    Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
+    seeded pattern, lent, pulled in a closed loop while the clock runs, and compared afterwards.
+    """
+    from asynckv.bench import models, workload
+    from asynckv.bench.driver import Options
+
+    geometry = models.read_hf_config(hf_config) if hf_config else models.preset(model)
+    geometry = models.Geometry(
+        geometry.model,
+        geometry.num_layers if layers is None else layers,
+        geometry.num_kv_heads if kv_heads is None else kv_heads,
+        geometry.head_dim if head_dim is None else head_dim,
+        geometry.dtype if dtype is None else models.dtype_named(dtype),
+    )
+    for name, number in (("--requests", requests), ("--max-prompt-tokens", max_prompt_tokens), ("--pool-mb", pool_mb)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{name} {number} must be 1 or more")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} must be 0 or more")
+    if trace is not None:
+        work = workload.traced(trace, requests).capped(max_prompt_tokens)
+    else:
+        work = workload.drawn(prompt_tokens, requests or 100, seed).capped(max_prompt_tokens)
+    options = Options(
+        geometry=geometry,
+        workload=work,
+        concurrency=concurrency,
+        tp=tp,
+        block_size=block_size,
+        order=order.value,
+        block_order=block_order.value,
+        verify=verify.value,
+        seed=seed,
+        lease_s=lease_s,
+        timeout_s=timeout_s,
+        pool_mb=pool_mb,
+        transport=transport.value,
+        log_path=_log_path(log),
+        log_level=(log_level or (LogLevel.info if log else LogLevel.error)).value,
+    )
+    raise typer.Exit(_bench(options, json))
+
+
+def _log_path(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        path.write_text("")
+    except OSError as exc:
+        raise ConfigError(f"--log {path}: cannot be written: {exc.strerror}") from exc
+    return str(path.resolve())
+
+
+def _bench(options: Any, json: str | None) -> int:
+    import msgspec
+    import structlog
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from asynckv.bench import driver, report
+    from asynckv.observe.log import configure
+
+    if json not in (None, "-"):
+        try:
+            Path(str(json)).touch()
+        except OSError as exc:
+            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    errors = Console(stderr=True)
+    stream = open(options.log_path, "a", buffering=1, encoding="utf-8") if options.log_path else sys.stderr  # noqa: SIM115
+    configure(options.log_level, stream=stream)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("requests", total=len(options.workload.prompt_tokens))
+        found = asyncio.run(
+            driver.run(
+                options,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                log=structlog.get_logger("asynckv.bench"),
+            )
+        )
+    result = report.make(options, found)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
+    if json == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif json is not None:
+        Path(json).write_text(text)
+    report.show(result, errors if json == "-" else Console())
+    if stream is not sys.stderr:
+        stream.close()
+    if found.interrupted:
+        return 130
+    return 0 if report.is_good(result) else 1
+
+
+def main() -> None:
+    """Run the command line; errors are one line on stderr."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as exc:
+        _fail(exc, 2)
+    except AsyncKVError as exc:
+        _fail(exc, 2 if type(exc).__name__ == "BackendError" else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(exc: Exception, status: int) -> None:
+    print(f"asynckv: {exc}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
