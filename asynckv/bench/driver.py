@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Options:
     pool_mb: int | None = None
     transport: str = "auto"
     log_path: str = ""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
         for name in ("concurrency", "tp", "block_size"):
@@ -147,7 +147,7 @@ class _Child:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "asynckv.bench.worker",
+            "asynckv.bench.rank",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=env,

@@ -36,9 +36,7 @@ def parse_order(text: str) -> tuple[str, ...]:
     """
     order = ORDERS.get(text.lower()) or tuple(name.strip() for name in text.split(","))
     if sorted(order) != sorted(ORDERS["hnd"]):
-        raise ConfigError(
-            f"memory order {text!r} is neither hnd, nhd nor a permutation of {','.join(ORDERS['hnd'])}"
-        )
+        raise ConfigError(f"memory order {text!r} is neither hnd, nhd nor a permutation of {','.join(ORDERS['hnd'])}")
     return order
 
 
@@ -165,5 +163,3 @@ class Custody:
     def give_back(self, block_ids: Iterable[int]) -> None:
         """Take blocks back."""
         self._out -= set(block_ids)
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -46,7 +46,7 @@ class Setup(Struct, tag=True, kw_only=True):
     lease_s: float
     timeout_s: float
     log_path: str
-    log_level: str
+    log_level: Literal["debug", "info", "warning", "error"]
 
 
 class Ready(Struct, tag=True):

@@ -1,0 +1,271 @@
+"""One worker process: one rank of the prefill or the decode engine. Started by the driver.
+
+Filling, poisoning and verifying happen in a thread and outside the window; inside it there is nothing
+but the engine and a sampler of the loop's lag.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import assert_never
+
+import anyio
+import anyio.to_thread
+
+from asynckv.bench import protocol as p
+from asynckv.bench.memory import Pool
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.engine import Engine, LentRequest
+from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
+from asynckv.observe import log
+
+__all__ = ["main"]
+
+LAG_S = 0.005
+SAMPLE = 16
+
+
+class LagSampler:
+    """Measures how late the loop calls back, every 5 ms."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+        self._loop = asyncio.get_running_loop()
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.lags = []
+        self._due = self._loop.time() + LAG_S
+        self._handle = self._loop.call_at(self._due, self._tick)
+
+    def stop(self) -> list[float]:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+            # A stall that is still going on counts as well.
+            if self._loop.time() > self._due:
+                self.lags.append(self._loop.time() - self._due)
+        return [round(x, 6) for x in self.lags]
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        self.lags.append(max(0.0, now - self._due))
+        self._due = now + LAG_S
+        self._handle = self._loop.call_at(self._due, self._tick)
+
+
+class Worker:
+    """One rank under the driver's commands."""
+
+    def __init__(self, setup: p.Setup, pool: Pool, engine: Engine) -> None:
+        self.setup, self.pool, self.engine = setup, pool, engine
+        self.works: list[p.Work] = []
+        self.lent: list[tuple[p.Work, LentRequest]] = []
+        self.outcomes: list[p.Outcome] = []
+        self.sampler = LagSampler()
+        self.is_cancelled = False
+        self.window: asyncio.Task[None] | None = None
+
+    async def lend(self, works: list[p.Work]) -> None:
+        if self.setup.verify != "off":
+            await anyio.to_thread.run_sync(self._fill, works)
+        self.lent = [(work, self.engine.lend(work.params)) for work in works]
+        self.sampler.start()
+
+    def _fill(self, works: list[p.Work]) -> None:
+        for work in works:
+            self.pool.fill(work.number, work.blocks)
+
+    async def prepare(self, works: list[p.Work]) -> None:
+        self.works, self.outcomes = works, []
+        if self.setup.verify != "off":
+            await anyio.to_thread.run_sync(self.pool.poison, [b for w in works for b in w.blocks])
+
+    async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
+        """Pull the wave in a closed loop."""
+        queue = iter(self.works)
+        gc.collect()
+        self.sampler.start()
+        cpu, start = time.process_time(), time.perf_counter()
+
+        async def reader() -> None:
+            for work in queue:
+                if self.is_cancelled:
+                    return
+                self.outcomes.append(await self._pull(work))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(min(concurrency, len(self.works))):
+                group.start_soon(reader)
+        window_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        if self.is_cancelled:
+            # What was never pulled will never be: say so, or its leases run to their end.
+            pulled = {outcome.number for outcome in self.outcomes}
+            for work in self.works:
+                if work.number not in pulled:
+                    self.engine.announce(f"decode-{work.number}", work.params)
+                    self.engine.cancel(f"decode-{work.number}")
+        pipe.write(p.Pulled(window_s, cpu_s, self.sampler.stop(), self.outcomes))
+
+    async def _pull(self, work: p.Work) -> p.Outcome:
+        start = time.perf_counter()
+        try:
+            result = await self.engine.pull(
+                f"decode-{work.number}", [(0, work.blocks)], work.params, timeout_s=self.setup.timeout_s
+            )
+        except PullError as exc:
+            return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - start)
+        except AsyncKVError as exc:
+            return p.Outcome(work.number, str(exc), type(exc).__name__, time.perf_counter() - start)
+        return p.Outcome(
+            work.number,
+            seconds=time.perf_counter() - start,
+            num_bytes=result.num_bytes,
+            planned=result.descriptors_planned,
+            posted=result.descriptors_posted,
+            phases=dict(result.phases),
+        )
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        for work in self.works:
+            self.engine.cancel(f"decode-{work.number}")
+
+    def verify(self) -> p.Verified:
+        """Compare every block, or a sample that holds each request's first and last."""
+        done = {o.number for o in self.outcomes if not o.error}
+        size = self.pool.block_bytes * len(self.pool.registration.layout.views)
+        compared = wrong = 0
+        bad = []
+        for work in self.works:
+            if work.number not in done or self.setup.verify == "off":
+                continue
+            only = None
+            if self.setup.verify == "sample":
+                only = sorted({0, len(work.blocks) - 1, *range(work.number % SAMPLE, len(work.blocks), SAMPLE)})
+            found = self.pool.count_wrong(work.number, work.blocks, only)
+            compared += size * len(work.blocks if only is None else only)
+            wrong += found
+            if found:
+                bad.append(work.number)
+        return p.Verified(compared, wrong, bad)
+
+    async def finish(self, patience_s: float) -> p.Ended:
+        """Wait for the leases of the wave."""
+        causes: Counter[str] = Counter()
+        leaked = 0
+        with anyio.move_on_after(patience_s):
+            for _, lent in self.lent:
+                causes[(await lent.wait_released()).cause] += 1
+        for work, lent in self.lent:
+            if not lent.is_over:
+                leaked += len(work.blocks)
+                causes["leaked"] += 1
+        self.lent = []
+        return p.Ended(dict(causes), leaked, self.sampler.stop(), time.process_time())
+
+    async def stop(self) -> p.Report:
+        await self.engine.drain(self.setup.timeout_s)
+        integrity = ""
+        try:
+            self.engine.check_integrity()
+        except AsyncKVError as exc:
+            integrity = str(exc)
+        statistics = self.engine.statistics()
+        return p.Report(
+            dict(statistics.gauges),
+            dict(statistics.counters),
+            list(statistics.release_s),
+            integrity,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            sum(m.length for m in self.pool.registration.layout.memories),
+        )
+
+
+async def _run(pipe: p.Pipe) -> None:
+    setup = await pipe.read()
+    if not isinstance(setup, p.Setup):
+        return
+    stream = open(setup.log_path, "a", buffering=1, encoding="utf-8") if setup.log_path else sys.stderr  # noqa: ASYNC230, SIM115
+    log.configure(setup.log_level, form="json", stream=stream)
+    try:
+        pool = Pool(
+            setup.geometry, setup.order, setup.tp_rank, setup.tp_size, setup.block_size, setup.num_blocks, setup.seed
+        )
+        engine = Engine(
+            EngineConfig(
+                engine_id=setup.role,
+                lease=LeaseConfig(lease_s=setup.lease_s, grant_s=min(10.0, setup.lease_s)),
+                pull=PullConfig(timeout_s=setup.timeout_s),
+            ),
+            pool.registration,
+        )
+        async with engine:
+            pipe.write(p.Ready(os.getpid(), engine.endpoint, engine.describe()))
+            await _serve(pipe, Worker(setup, pool, engine))
+    except AsyncKVError as exc:
+        pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
+    except MemoryError:
+        pipe.write(
+            p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
+        )
+
+
+async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
+    try:
+        await work
+    except Exception as exc:  # told to the driver, which ends the run
+        pipe.write(p.Failed(f"the window failed: {exc!r}", False))
+
+
+async def _serve(pipe: p.Pipe, worker: Worker) -> None:
+    while (command := await pipe.read()) is not None:
+        match command:
+            case p.Lend(works):
+                await worker.lend(works)
+                pipe.write(p.Done(time.process_time()))
+            case p.Prepare(works):
+                await worker.prepare(works)
+                pipe.write(p.Done(time.process_time()))
+            case p.Go(concurrency):
+                # A task of its own: a cancel must be heard while the window is open.
+                worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
+            case p.Cancel():
+                worker.cancel()
+            case p.Verify():
+                pipe.write(await anyio.to_thread.run_sync(worker.verify))
+            case p.Finish(patience_s):
+                pipe.write(await worker.finish(patience_s))
+            case p.Stop():
+                pipe.write(await worker.stop())
+                return
+            case p.Setup():
+                return
+            case _:
+                assert_never(command)
+    # The driver is gone: end what is being pulled, and go.
+    worker.cancel()
+
+
+def main() -> None:
+    """Run one worker until its driver says stop or is gone."""
+    # Ctrl-C reaches the whole terminal's group; the driver decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    async def run() -> None:
+        await _run(await p.Pipe.open())
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
