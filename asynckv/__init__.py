@@ -58,7 +58,7 @@ _HOMES = {
 _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = [  # noqa: RUF022
+__all__ = [
     "AsyncKVError",
     "BackendError",
     "ConfigError",

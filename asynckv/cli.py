@@ -79,30 +79,101 @@ GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
 @app.command(epilog=EPILOG)
 def bench(
-    model: Annotated[str, typer.Option(help="Preset: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b.", rich_help_panel=GEOMETRY)] = "llama-3.1-8b",
-    hf_config: Annotated[Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)] = None,
-    dtype: Annotated[str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)] = None,
+    model: Annotated[
+        str, typer.Option(help="Preset: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b.", rich_help_panel=GEOMETRY)
+    ] = "llama-3.1-8b",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers, instead of the model's.", rich_help_panel=GEOMETRY)
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
-    order: Annotated[Order, typer.Option(help="Memory order of a layer: token before head (nhd) or after (hnd); keys and values apart, or together in each block (block-...).", rich_help_panel=GEOMETRY)] = Order.nhd,
-    tp: Annotated[int, typer.Option(help="Ranks of each engine: so many prefill and so many decode processes.", rich_help_panel=GEOMETRY)] = 1,
-    prompt_tokens: Annotated[str, typer.Option(help="Prompt length: 1024, or 128:4096 for uniform ones.", rich_help_panel=WORK)] = "1024",
-    trace: Annotated[Path | None, typer.Option(help="Take prompt lengths from a file with one JSON object per line (input_length).", rich_help_panel=WORK)] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Cut longer prompts of the trace; the report says how many.", rich_help_panel=WORK)] = None,
-    requests: Annotated[int | None, typer.Option(help="How many requests; 100, or all of the trace.", rich_help_panel=WORK)] = None,
-    concurrency: Annotated[int, typer.Option(help="Pulls in flight on each decode rank (closed loop).", rich_help_panel=WORK)] = 16,
-    block_order: Annotated[BlockOrder, typer.Option(help="Whether a request's blocks lie in runs or anywhere.", rich_help_panel=WORK)] = BlockOrder.runs,
-    seed: Annotated[int, typer.Option(help="Of the pattern, the lengths and the block order.", rich_help_panel=WORK)] = 0,
-    verify: Annotated[Verify, typer.Option(help="Compare every byte, a sample of blocks, or nothing (and fill nothing).", rich_help_panel=RUN)] = Verify.full,
-    lease_s: Annotated[float, typer.Option(help="How long prefill holds the blocks of a request that nobody claims.", rich_help_panel=RUN)] = 30.0,
+    order: Annotated[
+        Order,
+        typer.Option(
+            help="Memory order of a layer: token before head (nhd) or after (hnd); block-...: keys and values in one block.",
+            rich_help_panel=GEOMETRY,
+        ),
+    ] = Order.nhd,
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Ranks of each engine: so many prefill and so many decode processes.", rich_help_panel=GEOMETRY
+        ),
+    ] = 1,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Prompt length: 1024, or 128:4096 for uniform ones.", rich_help_panel=WORK)
+    ] = "1024",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take prompt lengths from a file with one JSON object per line (input_length).", rich_help_panel=WORK
+        ),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Cut longer prompts of the trace; the report says how many.", rich_help_panel=WORK),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="How many requests; 100, or all of the trace.", rich_help_panel=WORK)
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Pulls in flight on each decode rank (closed loop).", rich_help_panel=WORK)
+    ] = 16,
+    block_order: Annotated[
+        BlockOrder, typer.Option(help="Whether a request's blocks lie in runs or anywhere.", rich_help_panel=WORK)
+    ] = BlockOrder.runs,
+    seed: Annotated[
+        int, typer.Option(help="Of the pattern, the lengths and the block order.", rich_help_panel=WORK)
+    ] = 0,
+    verify: Annotated[
+        Verify,
+        typer.Option(
+            help="Compare every byte, a sample of blocks, or nothing (and fill nothing).", rich_help_panel=RUN
+        ),
+    ] = Verify.full,
+    lease_s: Annotated[
+        float,
+        typer.Option(help="How long prefill holds the blocks of a request that nobody claims.", rich_help_panel=RUN),
+    ] = 30.0,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each pull.", rich_help_panel=RUN)] = 30.0,
-    pool_mb: Annotated[int | None, typer.Option(help="Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.", rich_help_panel=RUN)] = None,
-    transport: Annotated[Transport, typer.Option(help="What UCX may use: its own choice (shared memory on one host), or TCP on loopback.", rich_help_panel=RUN)] = Transport.auto,
-    json: Annotated[str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")] = None,
-    log: Annotated[Path | None, typer.Option(help="Write all processes' structured logs there, as JSON lines.", rich_help_panel=OUT, metavar="FILE")] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="info with --log, else error to stderr; debug logs every transition.", rich_help_panel=OUT)] = None,
+    pool_mb: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest KV pool per rank, in MiB; by default what the concurrency needs and memory allows.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    transport: Annotated[
+        Transport,
+        typer.Option(
+            help="What UCX may use: its own choice (shared memory on one host), or TCP on loopback.",
+            rich_help_panel=RUN,
+        ),
+    ] = Transport.auto,
+    json: Annotated[
+        str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write all processes' structured logs there, as JSON lines.", rich_help_panel=OUT, metavar="FILE"
+        ),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="info with --log, else error to stderr; debug logs every transition.", rich_help_panel=OUT),
+    ] = None,
 ) -> None:
     """Drive prefill and decode processes on this host, verify every byte, report what was measured.
 
@@ -170,7 +241,7 @@ def _bench(options: Any, json: str | None) -> int:
 
     if json not in (None, "-"):
         try:
-            Path(str(json)).touch()
+            Path(str(json)).open("a").close()
         except OSError as exc:
             raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
     errors = Console(stderr=True)

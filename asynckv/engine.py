@@ -394,6 +394,8 @@ class Engine:
         node = self._node
         timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
         pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now())
+        if pull.planned_at == pull.called_at:
+            pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
         self._soon()
         try:
@@ -557,9 +559,7 @@ class Engine:
             case AddTable(peer, table):
                 assert peer.map is not None
                 try:
-                    self._data.add_table(
-                        peer.agent_name, table, peer.map.local.memories, peer.map.remote.memories
-                    )
+                    self._data.add_table(peer.agent_name, table, peer.map.local.memories, peer.map.remote.memories)
                 except BackendError as exc:
                     self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
                     node.pulling.forget(peer.address, now)

@@ -1,24 +1,24 @@
 """What can go wrong, as a tree: who is at fault, and how far the damage reaches.
 
-    AsyncKVError
-    ├── ConfigError             the caller's configuration; nothing was started
-    │   └── LayoutError         the declared memory does not hold together
-    ├── ProtocolError
-    │   ├── LocalProtocolError  this side called out of order; nothing was changed
-    │   └── RemoteProtocolError the other side sent something malformed
-    ├── EngineClosed            the engine was closed or is draining
-    ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
-    └── PullError               this one request; says which blocks are still held
-        ├── PlanRefused         the request cannot be planned on these layouts
-        │   └── RemoteTooShort  the prefill side offers fewer tokens than are asked for
-        ├── GeometryRefused     the two engines' layouts do not match
-        ├── PeerUnreachable     no handshake within its deadline
-        ├── PeerLost            the remote rank died, restarted or went away
-        ├── LeaseRefused        the prefill side refused the claim (expired, consumed ...)
-        ├── LeaseLost           bytes arrived, but no lease provably covered them
-        ├── ReadFailed          a NIXL transfer failed
-        ├── PullTimeout         the caller's deadline passed
-        └── PullCancelled       `cancel(request_id)` or an engine that closes
+AsyncKVError
+├── ConfigError             the caller's configuration; nothing was started
+│   └── LayoutError         the declared memory does not hold together
+├── ProtocolError
+│   ├── LocalProtocolError  this side called out of order; nothing was changed
+│   └── RemoteProtocolError the other side sent something malformed
+├── EngineClosed            the engine was closed or is draining
+├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
+└── PullError               this one request; says which blocks are still held
+    ├── PlanRefused         the request cannot be planned on these layouts
+    │   └── RemoteTooShort  the prefill side offers fewer tokens than are asked for
+    ├── GeometryRefused     the two engines' layouts do not match
+    ├── PeerUnreachable     no handshake within its deadline
+    ├── PeerLost            the remote rank died, restarted or went away
+    ├── LeaseRefused        the prefill side refused the claim (expired, consumed ...)
+    ├── LeaseLost           bytes arrived, but no lease provably covered them
+    ├── ReadFailed          a NIXL transfer failed
+    ├── PullTimeout         the caller's deadline passed
+    └── PullCancelled       `cancel(request_id)` or an engine that closes
 """
 
 from __future__ import annotations

@@ -125,7 +125,12 @@ class DataPlane(Protocol):
         """Opaque bytes with which a remote data plane can reach this one's memory."""
 
     async def prepare_peer(
-        self, name: str, metadata: bytes, tables: Sequence[PieceTable], memories: Sequence[Memory], remote: Sequence[Memory]
+        self,
+        name: str,
+        metadata: bytes,
+        tables: Sequence[PieceTable],
+        memories: Sequence[Memory],
+        remote: Sequence[Memory],
     ) -> None:
         """Load a remote rank's metadata and prepare descriptor lists for its piece tables.
 

@@ -45,6 +45,8 @@ def imports(path: Path) -> Iterator[str]:
                 yield module
             case ast.ImportFrom():
                 raise AssertionError(f"relative import in {path}")
+            case _:
+                pass
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name)
@@ -76,7 +78,7 @@ def test_nothing_pickles() -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = (
         "import sys, asynckv\n"
-        "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'numpy', 'zmq', 'structlog', 'anyio'} & sys.modules.keys()\n"
+        "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'numpy', 'zmq', 'structlog'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
         "assert asynckv.Engine and asynckv.PrefillGroup\n"
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'zmq'} & sys.modules.keys()\n"

@@ -43,9 +43,7 @@ class Machine(RuleBasedStateMachine):
         self.count = 0
         self.doubtful: list[tuple[Rank, Any]] = []
 
-    @initialize(
-        sizes=st.sampled_from([(1, 1), (2, 2), (1, 2)]), rate=st.sampled_from([0.9996, 1.0, 1.0004])
-    )
+    @initialize(sizes=st.sampled_from([(1, 1), (2, 2), (1, 2)]), rate=st.sampled_from([0.9996, 1.0, 1.0004]))
     def start(self, sizes: tuple[int, int], rate: float) -> None:
         n_prefill, n_decode = sizes
         for r in range(n_prefill):

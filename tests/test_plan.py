@@ -17,7 +17,9 @@ from asynckv.core.types import BlockRuns
 from asynckv.errors import PlanRefused, RemoteTooShort
 from tests.world import Buffers, make_layout
 
-ORDERS = [o for o in itertools.permutations(("block", "kv", "head", "token", "dim")) if o[-1] == "dim" or o[0] == "block"]
+ORDERS = [
+    o for o in itertools.permutations(("block", "kv", "head", "token", "dim")) if o[-1] == "dim" or o[0] == "block"
+]
 
 
 def execute(plan: Plan, local: Buffers, remote: Buffers, max_bytes: int = 1 << 20, max_descriptors: int = 512) -> int:
@@ -61,9 +63,7 @@ def token_cells(layout: Layout, ids: list[int], token: int) -> list[tuple[int, i
             base = view.offset + part.offset + block * view.stride + at * dims["token"].stride
             lo, hi = part.held
             for head, dim in itertools.product(range(hi - lo), range(dims["dim"].size)):
-                cells.append(
-                    (view.memory, base + head * dims["head"].stride + dim * dims["dim"].stride, part.itemsize)
-                )
+                cells.append((view.memory, base + head * dims["head"].stride + dim * dims["dim"].stride, part.itemsize))
     return cells
 
 
@@ -101,7 +101,13 @@ def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> Non
         blocks = math.ceil(case["tokens"] / size) + case["spare"][i]
         layouts.append(
             make_layout(
-                num_blocks=blocks + 3, block_size=size, ratio=ratio, order=order, layers=1, base=(i + 1) << 40, num_heads=2
+                num_blocks=blocks + 3,
+                block_size=size,
+                ratio=ratio,
+                order=order,
+                layers=1,
+                base=(i + 1) << 40,
+                num_heads=2,
             )
         )
         lists.append(rng.permutation(blocks + 3)[:blocks].tolist())
@@ -110,9 +116,7 @@ def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> Non
     before = [a.copy() for a in local.arrays]
     skipped = first // case["sizes"][0][0]
     assert compare(*layouts) == ()
-    plan = plan_read(
-        PeerMap(*layouts), [(first, mine[skipped:])], [BlockRuns(0, runs_of(theirs))], case["tokens"]
-    )
+    plan = plan_read(PeerMap(*layouts), [(first, mine[skipped:])], [BlockRuns(0, runs_of(theirs))], case["tokens"])
     execute(plan, local, remote, case["max_bytes"], case["max_descriptors"])
 
     for token in range(first, case["tokens"]):

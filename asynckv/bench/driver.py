@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +35,8 @@ T = TypeVar("T")
 START_S = 120.0
 GRACE_S = 30.0
 MiB = 1 << 20
+PROCESS_BYTES = 600 * MiB
+"""What a process may use beside its pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +90,14 @@ class Options:
         wanted = max(2 * sum(sizes[: self.concurrency]), 64 * MiB // self.block_bytes)
         wanted = min(wanted, sum(sizes))
         available = _memory_available()
-        limit = self.pool_mb * MiB if self.pool_mb is not None else max(0, available - 1024 * MiB) // (2 * self.tp)
+        room = available - 2 * self.tp * PROCESS_BYTES - 512 * MiB
+        limit = self.pool_mb * MiB if self.pool_mb is not None else max(0, room) // (2 * self.tp)
         num_blocks = min(wanted, limit // self.block_bytes)
         if num_blocks < sizes[0]:
             need, have = sizes[0] * self.block_bytes / MiB, limit / MiB
             raise ConfigError(
-                f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of {need:.0f} MiB per rank, but "
-                f"{have:.0f} MiB can be had for each of the {2 * self.tp} ranks; shorten it with --max-prompt-tokens, "
+                f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of {need:.0f} MiB per "
+                f"rank, but {have:.0f} MiB can be had for each of the {2 * self.tp} ranks; shorten it with --max-prompt-tokens, "
                 f"use fewer --layers, or raise --pool-mb"
             )
         return num_blocks
@@ -172,6 +176,15 @@ class _Child:
             ConfigError: It blames the input.
             AsyncKVError: It cannot go on.
         """
+        while True:
+            answer = await self._next(timeout_s)
+            if isinstance(answer, p.Failed):
+                raise ConfigError(answer.message) if answer.config else AsyncKVError(f"{self.name}: {answer.message}")
+            if isinstance(answer, kind):
+                return answer
+            # Left over from a step that was given up because another worker died.
+
+    async def _next(self, timeout_s: float) -> p.Answer:
         assert self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
@@ -183,12 +196,7 @@ class _Child:
             status = await self._process.wait()
             how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
             raise WorkerLost(f"{self.name} (process {self.pid}) {how}")
-        answer = p.answers.decode(line)
-        if isinstance(answer, p.Failed):
-            raise ConfigError(answer.message) if answer.config else AsyncKVError(f"{self.name}: {answer.message}")
-        if not isinstance(answer, kind):
-            raise AsyncKVError(f"{self.name} answered {type(answer).__name__}, expected {kind.__name__}")
-        return answer
+        return p.answers.decode(line)
 
     async def end(self) -> None:
         """Make sure that the process is gone."""
@@ -313,7 +321,7 @@ class _Run:
         if self.options.block_order == "random":
             self._rng.shuffle(ids)
         cuts = np.cumsum([0, *sizes])
-        return [ids[a:b].tolist() for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+        return [ids[a:b].tolist() for a, b in pairwise(cuts.tolist())]
 
     async def _collect(self, patience_s: float) -> None:
         found, windows = self.found, []
@@ -441,4 +449,3 @@ async def _or_note(it: _Run, work: Any) -> None:
         it._lost(str(exc))
         # Whoever is left still has leases to see off.
         await it._finish()
-

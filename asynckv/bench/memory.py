@@ -51,6 +51,11 @@ class Pool:
         dims = ORDERS[order]
         sizes = {"kv": 2, "block": num_blocks, "token": block_size, "head": hi - lo, "dim": geometry.head_dim}
         itemsize = ITEMSIZE[geometry.dtype]
+        if geometry.head_dim * itemsize % 8:
+            raise ConfigError(
+                f"--head-dim {geometry.head_dim} of {geometry.dtype} is {geometry.head_dim * itemsize} bytes; the "
+                f"pattern needs a multiple of 8"
+            )
         self.block_bytes = 2 * block_size * (hi - lo) * geometry.head_dim * itemsize
         self._maps = [mmap.mmap(-1, self.block_bytes * num_blocks) for _ in range(geometry.num_layers)]
         raw = [np.frombuffer(m, np.uint8) for m in self._maps]
@@ -79,11 +84,6 @@ class Pool:
             ),
         )
         self.registration: Registration = register_memory(layout, (raw, self._maps))
-        if geometry.head_dim * itemsize % 8:
-            raise ConfigError(
-                f"--head-dim {geometry.head_dim} of {geometry.dtype} is {geometry.head_dim * itemsize} bytes; the "
-                f"pattern needs a multiple of 8"
-            )
         words = self.block_bytes // 8
         self._template = np.random.default_rng(seed ^ 0x5EED).integers(0, 1 << 63, words, np.uint64)
         self._seed, self._rank = seed, tp_rank

@@ -7,6 +7,7 @@ worker whose stdin ends (its driver is gone) ends itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from typing import Any, Literal
@@ -14,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from asynckv.core.types import Endpoint
 from asynckv.bench.models import Geometry
+from asynckv.core.types import Endpoint
 
 __all__ = [
     "Ended",
@@ -203,5 +204,7 @@ class Pipe:
     def write(self, answer: Answer) -> None:
         """Answer. Blocks until the driver has taken it, which happens between windows only."""
         data = encode(answer)
-        while data:
-            data = data[os.write(self._fd, data) :]
+        # Without a driver there is nobody to tell; the end of stdin will end this process.
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._fd, data) :]

@@ -119,14 +119,22 @@ def show(report: dict[str, Any], console: Console) -> None:
     verified = f"{moved['verified'] / moved['moved']:.1%} of them verified" if moved["moved"] else "none verified"
     ms = {k: f"{v * 1e3:.2f} ms" for k, v in latency.items()}
     rows = [
-        ("model", "{model}, {layers} layers, {kv_heads} KV heads x {head_dim} {dtype}, tp {tp}".format(**report["config"])),
+        (
+            "model",
+            "{model}, {layers} layers, {kv_heads} KV heads x {head_dim} {dtype}, tp {tp}".format(**report["config"]),
+        ),
         (
             "requests",
             f"{requests['completed']} of {report['config']['requests']} completed, {requests['failed']} failed, "
             f"{requests['cancelled']} cancelled",
         ),
         ("bytes", f"{moved['moved'] / 1e9:.3f} GB moved, {verified}, {moved['wrong']} wrong"),
-        ("blocks", "{prefill_leaked} leaked on prefill, {decode_leaked} on decode, {quarantined} in quarantine".format(**report["blocks"])),
+        (
+            "blocks",
+            "{prefill_leaked} leaked on prefill, {decode_leaked} on decode, {quarantined} in quarantine".format(
+                **report["blocks"]
+            ),
+        ),
         ("throughput", "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"])),
         ("latency", f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}"),
         (

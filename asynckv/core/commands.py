@@ -123,7 +123,16 @@ class Traced:
 
 
 Command = (
-    LoadPeer | AddTable | RemovePeer | Disconnect | PullEnded | BlocksReturned | PullOver | LeaseEnded | PeerChanged | Traced
+    LoadPeer
+    | AddTable
+    | RemovePeer
+    | Disconnect
+    | PullEnded
+    | BlocksReturned
+    | PullOver
+    | LeaseEnded
+    | PeerChanged
+    | Traced
 )
 
 

@@ -308,9 +308,7 @@ def check_layout(layout: Layout) -> None:
                 f"{group.ratio} kernel blocks per block; make block_size a multiple of the kernel block size"
             )
         if group.num_kernel_blocks > MAX_BLOCK_ID:
-            raise LayoutError(
-                f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32"
-            )
+            raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
     twice = [f"{layer!r}" for layer, n in Counter(view.layer for view in layout.views).items() if n > 1]
     if twice:
         raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every layer needs one view")

@@ -273,7 +273,7 @@ class Lease:
             return _refused(
                 message,
                 Reason.WRONG_COHORT,
-                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} is not served",
+                f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} not served",
             )
         owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
         if cohort.tp_rank not in owed:

@@ -13,11 +13,11 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
+from asynckv.core.layout import Layout
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.core.plan import check_block_ids
-from asynckv.core.layout import Layout
 from asynckv.core.types import Key, Reason, Route
 from asynckv.errors import LocalProtocolError
 
@@ -87,7 +87,9 @@ class Lending:
         # Runs first: their sum is bounded by the layout before anything is allocated by it.
         for group, offer in zip(self._layout.groups, lent.groups, strict=False):
             if sum(count for _, count in offer.runs) > group.num_blocks:
-                raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
+                raise LocalProtocolError(
+                    f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are"
+                )
         ids = [(g.first_token, [b for first, n in g.runs for b in range(first, first + n)]) for g in lent.groups]
         check_block_ids(self._layout, ids)
         self._ledger.take(key.token, "lent", lent.request_id, {g: blocks for g, (_, blocks) in enumerate(ids)}, now)
@@ -191,3 +193,6 @@ class Lending:
         self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
         if isinstance(message, Claim):
             self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
+        else:
+            # Taken: it will be applied when the request is lent, or the lease will expire.
+            self._desk.send(route, source, Ack(message.key, message.pull_id))

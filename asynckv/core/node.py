@@ -139,6 +139,14 @@ class Node:
             PlanRefused: The params' roster is not a whole group.
             LocalProtocolError: The request is being pulled already.
         """
+        layout = self.identity.layout
+        source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
+        return self._start(request_id, params, cohort_id, wait_s, {source}, now)
+
+    def _start(
+        self, request_id: str, params: Params, cohort_id: str, wait_s: float, sources: set[int], now: float
+    ) -> Pull:
+        """Start a pull that reads from `sources` and answers for every rank that overlaps ours."""
         self._check_open()
         ranks = [e.tp_rank for e in params.roster]
         if params.pp_size != 1 or sorted(ranks) != list(range(params.tp_size)):
@@ -150,9 +158,8 @@ class Node:
             )
         layout, pull_config = self.identity.layout, self.config.pull
         roster = {e.tp_rank: e for e in params.roster}
-        source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
         legs = [
-            Leg(rank, Address(roster[rank].address), roster[rank].incarnation, rank == source)
+            Leg(rank, Address(roster[rank].address), roster[rank].incarnation, rank in sources)
             for rank in remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
         ]
         cohort = Cohort(cohort_id, layout.tp_size, layout.tp_rank) if cohort_id else self.cohort
@@ -196,7 +203,11 @@ class Node:
         blocks = tuple((int(first), [int(b) for b in ids]) for first, ids in groups)
         pull = self.pulling.by_request.get(RequestId(request_id))
         if pull is None or pull.groups or pull.begun_at <= now:
-            pull = self.announce(request_id, params, cohort_id, timeout_s, now)
+            # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
+            layout = self.identity.layout
+            source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
+            sources = {source} if any(ids for _, ids in blocks) else set()
+            pull = self._start(request_id, params, cohort_id, timeout_s, sources, now)
         elif pull.params.key != params.key:
             raise LocalProtocolError(f"request {request_id!r} was announced with other params; cancel it first")
         if pull.reason is None:
@@ -350,7 +361,7 @@ class Node:
             return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
         if (hello.engine_id, hello.tp_rank) != (identity.engine_id, identity.layout.tp_rank):
             return self._wrong_target(hello)
-        if self.is_closed:
+        if self.is_closed and not self.lending.leases:
             return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, "the engine is closing")
         if source in self._readers or len(self._readers) < MAX_READERS:
             self._readers[source] = route

@@ -222,7 +222,9 @@ def _compare_parts(where: str, a: Part, b: Part) -> Iterator[Difference]:
     if (a.dtype, a.itemsize) != (b.dtype, b.itemsize):
         yield Difference(f"{where} dtype", a.dtype, b.dtype)
     if a.axis != b.axis or a.extent != b.extent:
-        yield Difference(f"{where} sharded axis", f"{a.axis or 'none'} of {a.extent}", f"{b.axis or 'none'} of {b.extent}")
+        yield Difference(
+            f"{where} sharded axis", f"{a.axis or 'none'} of {a.extent}", f"{b.axis or 'none'} of {b.extent}"
+        )
     elif a.axis and not (b.held[0] <= a.held[0] and a.held[1] <= b.held[1]):
         yield Difference(f"{where} held range of {a.axis!r}", list(a.held), list(b.held))
     sizes = {d.name: d.size for d in a.dims if d.name not in (TOKEN, a.axis)}
@@ -260,8 +262,8 @@ class PeerMap:
             views = len({v.layer for v, _, _, _ in self._pairs[table.cut.group]})
             if table.num_rows > WARN_PIECES * views:
                 self.warnings.append(
-                    f"group {table.cut.group} needs {table.num_rows / views:.0f} pieces per block and layer because the "
-                    f"two sides order token and head differently; the same order would need one or two"
+                    f"group {table.cut.group} needs {table.num_rows / views:.0f} pieces per block and layer because "
+                    f"the two sides order token and head differently; the same order would need one or two"
                 )
 
     def _whole_block(self, group: int) -> PieceTable | None:
@@ -290,9 +292,7 @@ class PeerMap:
                 f"descriptor indices; use the same memory order on both sides"
             )
         self._next_id += 1
-        return PieceTable(
-            self._next_id, cut, merged[:, 6], merged[:, 0:3], merged[:, 3:6], local_blocks, remote_blocks
-        )
+        return PieceTable(self._next_id, cut, merged[:, 6], merged[:, 0:3], merged[:, 3:6], local_blocks, remote_blocks)
 
 
 def _part_rows(cut: Cut, here: View, there: View, a: Part, b: Part) -> Int64s:
@@ -428,7 +428,7 @@ def _kernel_blocks(ids: Int64s, positions: Int64s, ratio: int) -> Int64s:
 
 
 def _lookup(runs: BlockRuns, positions: Int64s) -> Int64s:
-    """Block ids at positions of a list written as runs; allocates by the positions asked, never by the runs' lengths."""
+    """Block ids at positions of a list written as runs; allocates by the positions, never by the runs."""
     first = np.fromiter((r[0] for r in runs.runs), np.int64, len(runs.runs))
     ends = np.cumsum(np.fromiter((r[1] for r in runs.runs), np.int64, len(runs.runs)))
     run = np.searchsorted(ends, positions, side="right")

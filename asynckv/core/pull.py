@@ -32,7 +32,7 @@ from asynckv.core.plan import Plan, Post
 from asynckv.core.types import Address, Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
 from asynckv.errors import LocalProtocolError
 
-__all__ = ["Leg", "Pull", "PullEvent", "PullState"]
+__all__ = ["Leg", "News", "Pull", "PullEvent", "PullState"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -118,6 +118,18 @@ WHEN: Mapping[PullState, Mapping[str, PullState]] = {
     S.HELD: {"no block is held": S.RELEASED},
 }
 """State-triggered transitions: taken at once, to a fixed point, whatever event led there."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the data plane says of one transfer."""
+
+    transfer_id: TransferId
+    ok: bool
+    in_doubt: bool
+    """It failed, but it may still write."""
+    cause: str = ""
+    peer_lost: bool = False
 
 
 class ReleaseState(enum.Enum):
@@ -351,21 +363,23 @@ class Pull:
         self.num_posted += 1
         self.num_descriptors_posted += num_descriptors
 
-    def ended(self, leg: Leg, transfer_id: TransferId, ok: bool, in_doubt: bool, cause: str, now: float) -> None:
+    def ended(self, leg: Leg, news: News, now: float) -> None:
         """News of a transfer; `now` was read after it was observed."""
+        transfer_id = news.transfer_id
         after = self._allow(E.ENDED)
-        if in_doubt:
+        if news.in_doubt:
             leg.doubtful.add(transfer_id)
         else:
             leg.doubtful.discard(transfer_id)
         leg.running.discard(transfer_id)
         self._enter(after, now)
-        if ok and leg.is_done:
+        if news.ok and leg.is_done:
             leg.done_at = now
             leg.nonce_when_done = max(leg.nonces, default=0)
             self.read_at = now
-        elif not ok:
-            self._fail(Reason.READ_FAILED, f"a transfer from tp{leg.tp_rank} at {leg.address} failed: {cause}", now)
+        elif not news.ok:
+            reason = Reason.PEER_LOST if news.peer_lost else Reason.READ_FAILED
+            self._fail(reason, f"a transfer from tp{leg.tp_rank} at {leg.address} failed: {news.cause}", now)
         self._advance(now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> None:

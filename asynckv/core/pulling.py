@@ -48,7 +48,7 @@ from asynckv.core.messages import (
 )
 from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
 from asynckv.core.plan import PeerMap, compare, plan_read
-from asynckv.core.pull import Leg, Pull, PullState, ReleaseState
+from asynckv.core.pull import Leg, News, Pull, PullState, ReleaseState
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 
@@ -61,17 +61,6 @@ TOMBSTONE_S = 60.0
 
 FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
 """Refusals that no further handshake with this start of the process can change."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What the data plane says of one transfer."""
-
-    transfer_id: TransferId
-    ok: bool
-    in_doubt: bool
-    cause: str = ""
-    peer_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -126,9 +115,7 @@ class Pulling:
                 self._meet(pull, leg, now)
         self._after(pull, now)
 
-    def begin(
-        self, pull: Pull, groups: tuple[tuple[int, list[int]], ...], deadline: float, now: float
-    ) -> None:
+    def begin(self, pull: Pull, groups: tuple[tuple[int, list[int]], ...], deadline: float, now: float) -> None:
         """Give an announced pull its blocks.
 
         Raises:
@@ -201,7 +188,7 @@ class Pulling:
         if news.ok:
             pull.detect_s = max(pull.detect_s, detect_s)
             self._desk.counters["bytes.read"] += transfer.num_bytes
-        pull.ended(leg, news.transfer_id, news.ok, news.in_doubt, news.cause, now)
+        pull.ended(leg, news, now)
         if news.peer_lost:
             self._lose(peer, Reason.PEER_LOST, news.cause, now)
         self._take_turn(peer)
@@ -348,9 +335,7 @@ class Pulling:
         peer = self.peers.get((leg.address, leg.incarnation))
         return leg.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _claim_answered(
-        self, answer: Granted | NotYet | Refused, address: Address, source: str, now: float
-    ) -> None:
+    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, source: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         leg = next((x for x in pull.legs if x.address == address), None) if pull else None
         if pull is None or leg is None or answer.key != pull.params.key:

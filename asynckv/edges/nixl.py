@@ -273,7 +273,9 @@ class NixlPlane:
     ) -> Any:
         kinds = {at[int(m)].kind for m in np.unique(rows[:, 0])}
         if len(kinds) != 1:
-            raise BackendError(f"one table mixes {' and '.join(sorted(kinds))} memory; give each kind a group of its own")
+            raise BackendError(
+                f"one table mixes {' and '.join(sorted(kinds))} memory; give each kind a group of its own"
+            )
         base = np.array([m.base for m in at], np.uint64)
         device = np.array([m.device for m in at], np.uint64)
         descs = np.empty((len(rows), 5), np.uint64)

@@ -115,7 +115,7 @@ class Recorder:
         took = pull.published_at - pull.called_at
         good = pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
         slow = took > self._config.slow_s
-        if logging.WARNING < self._level or (good and not slow and not self._may_log(now)):
+        if self._level > logging.WARNING or (good and not slow and not self._may_log(now)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.legs)}
         self.event(
@@ -151,7 +151,7 @@ class Recorder:
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a prefill side's lease; one that expired names the readers still owed."""
         good = lease.state is LeaseState.RELEASED
-        if logging.WARNING < self._level or (good and not self._may_log(now)):
+        if self._level > logging.WARNING or (good and not self._may_log(now)):
             return
         self.event(
             "info" if good else "warning",

@@ -1,0 +1,59 @@
+"""A clock that moves when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+from collections.abc import Callable
+
+__all__ = ["ManualClock"]
+
+
+class _Timer:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def fire(self) -> None:
+        callback, self.callback = self.callback, None
+        if callback is not None:
+            callback()
+
+    def cancel(self) -> None:
+        """Forget the callback."""
+        self.callback = None
+
+
+class ManualClock:
+    """Time stands still between calls of `advance`."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self._now = now
+        self._timers: list[tuple[float, int, _Timer]] = []
+        self._order = itertools.count()
+
+    def now(self) -> float:
+        """Return the current time."""
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> _Timer:
+        """Call back once the clock is advanced to `when` or beyond; in the loop's next turn if it is."""
+        timer = _Timer(callback)
+        if when <= self._now:
+            with contextlib.suppress(RuntimeError):  # no loop: the next `advance` will do
+                asyncio.get_running_loop().call_soon(timer.fire)
+                return timer
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward, calling due timers in order, each at its own time."""
+        if seconds < 0:
+            raise ValueError(f"a clock never goes back: {seconds}")
+        end = self._now + seconds
+        while self._timers and self._timers[0][0] <= end:
+            when, _, timer = heapq.heappop(self._timers)
+            self._now = max(self._now, when)
+            timer.fire()
+        self._now = end

@@ -1,0 +1,293 @@
+"""Simulated planes: packets and bytes move within one process, and go wrong when told to.
+
+Data really moves, between the registered addresses, and every index and address is checked against
+what was registered: a mistake in the core is an `AssertionError`, not a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.layout import Memory
+from asynckv.core.plan import PieceTable
+from asynckv.core.types import Address, Route, TransferId
+from asynckv.errors import BackendError
+from asynckv.ports import Ended, Ending
+
+__all__ = ["SimControl", "SimData", "SimNetwork"]
+
+IndexArray = npt.NDArray[np.int32]
+Fate = Literal["deliver", "drop", "hold", "repeat"]
+
+
+class SimNetwork:
+    """What connects simulated planes of one process.
+
+    Attributes:
+        fate: Decides over every packet, given who sends it to whom; delivers by default.
+        held: Packets that `hold` kept back, as calls that deliver them.
+    """
+
+    def __init__(self) -> None:
+        self.controls: dict[Address, SimControl] = {}
+        self.agents: dict[str, SimData] = {}
+        self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
+        self.held: list[Callable[[], None]] = []
+        self._ports = 0
+
+    def new_address(self) -> Address:
+        """Make up an address."""
+        self._ports += 1
+        return Address(f"sim://{self._ports}")
+
+    def carry(self, sender: str, to: str, packet: bytes, deliver: Callable[[], None]) -> None:
+        """Let fate decide over one packet."""
+        loop = asyncio.get_running_loop()
+        match self.fate(sender, to, packet):
+            case "deliver":
+                loop.call_soon(deliver)
+            case "repeat":
+                loop.call_soon(deliver)
+                loop.call_soon(deliver)
+            case "hold":
+                self.held.append(deliver)
+            case "drop":
+                pass
+
+    def release(self) -> None:
+        """Deliver what was held, in order."""
+        held, self.held = self.held, []
+        for deliver in held:
+            asyncio.get_running_loop().call_soon(deliver)
+
+    def crash(self, agent_name: str) -> None:
+        """End a data plane without a word: reads from it fail."""
+        self.agents.pop(agent_name)
+
+
+class SimControl:
+    """A control plane on a `SimNetwork`."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        self._network = network
+        self._address = network.new_address()
+        self._on_packet: Callable[[Address | Route, bytes], None] | None = None
+        self._links: set[Address] = set()
+        self._counts: Counter[str] = Counter(packets_in=0, packets_out=0)
+
+    @property
+    def address(self) -> Address:
+        """Where others reach this one."""
+        return self._address
+
+    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+        """Listen."""
+        self._on_packet = on_packet
+        self._network.controls[self._address] = self
+
+    def send(self, to: Address | Route, packet: bytes) -> bool:
+        """Hand a packet to the network."""
+        if self._on_packet is None:
+            return False
+        if isinstance(to, bytes):
+            # A route is the asker's address; it hears the answer as coming from ours.
+            asker = self._network.controls.get(Address(to.decode(errors="replace")))
+            if asker is None or self._address not in asker._links:
+                self._counts["dropped_out"] += 1
+                return False
+            self._counts["packets_out"] += 1
+            self._network.carry(self._address, asker._address, packet, lambda: asker._deliver(self._address, packet))
+            return True
+        self._links.add(Address(to))
+        self._counts["packets_out"] += 1
+        origin = Route(self._address.encode())
+
+        def deliver() -> None:
+            listener = self._network.controls.get(Address(to))
+            if listener is not None:
+                listener._deliver(origin, packet)
+
+        self._network.carry(self._address, to, packet, deliver)
+        return True
+
+    def disconnect(self, address: Address) -> None:
+        """Drop a link."""
+        self._links.discard(address)
+
+    def statistics(self) -> dict[str, int]:
+        """Count packets."""
+        return {**self._counts, "links": len(self._links)}
+
+    async def aclose(self) -> None:
+        """Listen no more."""
+        self._on_packet = None
+        if self._network.controls.get(self._address) is self:
+            del self._network.controls[self._address]
+
+    def _deliver(self, origin: Address | Route, packet: bytes) -> None:
+        if self._on_packet is not None and (isinstance(origin, bytes) or origin in self._links):
+            self._counts["packets_in"] += 1
+            self._on_packet(origin, packet)
+
+
+class SimData:
+    """A data plane on a `SimNetwork`.
+
+    Attributes:
+        deferred: Reads stay running until `finish`; otherwise they are done when posted.
+        running: Reads that are posted and not done.
+    """
+
+    def __init__(self, network: SimNetwork, agent_name: str) -> None:
+        self._network, self._name = network, agent_name
+        self.deferred = False
+        self.running: dict[TransferId, Callable[[], None]] = {}
+        self.memories: tuple[Memory, ...] = ()
+        self._tables: dict[str, dict[int, tuple[PieceTable, Sequence[Memory], Sequence[Memory]]]] = {}
+        self._news: list[Ended] = []
+        self._on_ready: Callable[[], None] = lambda: None
+        self._counts: Counter[str] = Counter(posts=0)
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Join the network."""
+        self._on_ready = on_ready
+        self._network.agents[self._name] = self
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Remember what may be read and written."""
+        self.memories += tuple(memories)
+
+    @property
+    def agent_name(self) -> str:
+        """Unique per process start."""
+        return self._name
+
+    def metadata(self) -> bytes:
+        """Name this plane."""
+        return self._name.encode()
+
+    async def prepare_peer(
+        self,
+        name: str,
+        metadata: bytes,
+        tables: Sequence[PieceTable],
+        memories: Sequence[Memory],
+        remote: Sequence[Memory],
+    ) -> None:
+        """Check name and metadata, and keep the tables."""
+        if name in self._tables:
+            raise BackendError(f"peer {name} is loaded already")
+        if metadata.decode(errors="replace") != name or name not in self._network.agents:
+            raise BackendError(f"no agent {name!r} behind its metadata")
+        self._tables[name] = {}
+        for table in tables:
+            self.add_table(name, table, memories, remote)
+
+    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+        """Keep one more table."""
+        self._tables[name][table.table_id] = (table, tuple(memories), tuple(remote))
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer."""
+        self._tables.pop(name, None)
+
+    def post_read(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> Ended | None:
+        """Copy now, or when told."""
+        self._counts["posts"] += 1
+        if name not in self._network.agents:
+            return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        if name not in self._tables or table_id not in self._tables[name]:
+            return Ended(transfer_id, Ending.FAILED, f"no table {table_id} for {name!r}")
+        table, mine, theirs = self._tables[name][table_id]
+        try:
+            pieces = [
+                (
+                    self._place(table.local, table.local_blocks, a, mine, table, self.memories),
+                    self._place(
+                        table.remote, table.remote_blocks, b, theirs, table, self._network.agents[name].memories
+                    ),
+                )
+                for a, b in zip(local.tolist(), remote.tolist(), strict=True)
+            ]
+        except IndexError as exc:
+            return Ended(transfer_id, Ending.FAILED, str(exc))
+
+        def copy() -> None:
+            for (target, length), (source, _) in pieces:
+                ctypes.memmove(target, source, length)
+
+        if not self.deferred:
+            copy()
+            return Ended(transfer_id, Ending.DONE)
+        self.running[transfer_id] = copy
+        return None
+
+    def finish(self, transfer_id: TransferId | None = None) -> None:
+        """Let one read, or all, land and be done."""
+        for one in [transfer_id] if transfer_id is not None else list(self.running):
+            self.running.pop(one)()
+            self.report(Ended(one, Ending.DONE))
+
+    def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
+        """End a read without landing it; nothing will be written any more."""
+        del self.running[transfer_id]
+        self.report(Ended(transfer_id, Ending.FAILED, "failed on request", peer_lost))
+
+    def doubt(self, transfer_id: TransferId) -> None:
+        """Report trouble with a read that goes on: `finish` may still land it."""
+        self.report(Ended(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
+
+    def report(self, ended: Ended) -> None:
+        """Queue news."""
+        self._news.append(ended)
+        asyncio.get_running_loop().call_soon(self._on_ready)
+
+    def poll(self) -> list[Ended]:
+        """Return news."""
+        news, self._news = self._news, []
+        return news
+
+    def watch(self, serving: bool) -> None:
+        """Note it."""
+        self._counts["serving"] = int(serving)
+
+    def statistics(self) -> dict[str, int]:
+        """Count posts and handles."""
+        return {**self._counts, "running": len(self.running), "peers": len(self._tables)}
+
+    def describe(self) -> dict[str, str]:
+        """Say what this is."""
+        return {"backend": "simulated"}
+
+    def close(self) -> None:
+        """Leave the network."""
+        if self._network.agents.get(self._name) is self:
+            del self._network.agents[self._name]
+        self._tables.clear()
+
+    def _place(
+        self,
+        rows: npt.NDArray[np.int64],
+        blocks: int,
+        index: int,
+        at: Sequence[Memory],
+        table: PieceTable,
+        registered: Sequence[Memory],
+    ) -> tuple[int, int]:
+        row, block = divmod(index, blocks)
+        if not 0 <= row < len(rows):
+            raise IndexError(f"descriptor {index} is outside the table")
+        memory, offset, stride = (int(x) for x in rows[row])
+        address, length = at[memory].base + offset + block * stride, int(table.length[row])
+        inside = any(m.base <= address and address + length <= m.base + m.length for m in registered)
+        assert inside, f"descriptor {index} is outside registered memory"
+        return address, length

@@ -1,0 +1,64 @@
+"""Write docs/states.md from the core's transition tables. Run it after a table changes; a test compares."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from asynckv.core import lease, peer, pull
+
+TARGET = Path(__file__).parents[1] / "docs" / "states.md"
+
+HEAD = """# States
+
+Drawn from the transition tables in `asynckv/core` by `scripts/draw_states.py`; a test fails when this page
+is stale. Words in capitals are events; words in *italics* are conditions that are acted upon at once,
+whatever event led there. Transitions that change nothing are left out.
+"""
+
+
+def table(title: str, intro: str, on_event: Any, when: Any) -> str:
+    """One machine as a table of transitions and a Mermaid diagram."""
+    edges: dict[tuple[Enum, Enum], list[str]] = defaultdict(list)
+    for state, row in on_event.items():
+        for event, after in row.items():
+            if after is not state:
+                name = event.name if isinstance(event, Enum) else event.__name__
+                edges[state, after].append(name.replace("_", " ").upper())
+    for state, row in when.items():
+        for condition, after in row.items():
+            edges[state, after].append(f"*{condition}*")
+    lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
+    lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
+    lines += ["", "```mermaid", "stateDiagram-v2"]
+    lines += [f"    {a.name} --> {b.name}: {', '.join(why).replace('*', '')}" for (a, b), why in edges.items()]
+    return "\n".join([*lines, "```", ""])
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join(
+        (
+            HEAD,
+            table(
+                "Pull",
+                "One request on the decode side. The outcome is given on entering NOTIFYING; the blocks are the "
+                "caller's when nothing can write them, which HELD waits for.",
+                pull.ON_EVENT,
+                pull.WHEN,
+            ),
+            table(
+                "Lease",
+                "One lent request on a prefill rank. In ENDING nothing is granted any more, but promises are kept.",
+                lease.ON_EVENT,
+                lease.WHEN_SETTLED,
+            ),
+            table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
+        )
+    )
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

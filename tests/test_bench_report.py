@@ -1,0 +1,122 @@
+"""What a run's figures become, and when a run is good."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asynckv.bench import report
+from asynckv.bench.driver import Measured, Options
+from asynckv.bench.models import Geometry
+from asynckv.bench.protocol import Outcome
+from asynckv.bench.workload import Workload
+from asynckv.errors import ConfigError
+
+GEOMETRY = Geometry("tiny", 2, 4, 16)
+
+
+def options(tp: int = 1, **changes: Any) -> Options:
+    return Options(geometry=GEOMETRY, workload=Workload("fixed 32", (32, 32)), tp=tp, **changes)
+
+
+def outcome(number: int, seconds: float = 0.1, **changes: Any) -> Outcome:
+    return Outcome(number, seconds=seconds, num_bytes=100, planned=8, posted=2, phases={"read": 0.05}, **changes)
+
+
+def measured(*outcomes: Outcome, **changes: Any) -> Measured:
+    found = Measured(submitted=2, windows_s=[0.5, 0.5], outcomes={0: [], 1: []}, **changes)
+    for each in outcomes:
+        found.outcomes[each.number].append(each)
+    return found
+
+
+def good() -> Measured:
+    return measured(outcome(0), outcome(1, 0.3), bytes_verified=200)
+
+
+def test_a_clean_run_is_good() -> None:
+    result = report.make(options(), good())
+    assert report.is_good(result)
+    assert result["requests"] == {"submitted": 2, "completed": 2, "failed": 0, "cancelled": 0}
+    assert result["bytes"] == {"moved": 200, "verified": 200, "wrong": 0}
+    assert result["throughput"] == {"gbytes_per_s": 200 / 1e9, "requests_per_s": 2.0}
+    assert result["latency_s"]["max"] == 0.3
+    assert result["descriptors"] == {"planned": 16, "posted": 4}
+
+
+def test_the_report_has_every_promised_key_and_is_json() -> None:
+    result = json.loads(json.dumps(report.make(options(), good())))
+    assert {"schema", "config", "environment", "cpu_s", "loop_lag_s", "descriptors"} <= result.keys()
+    assert result["blocks"].keys() == {"prefill_leaked", "decode_leaked", "quarantined"}
+    assert result["latency_s"].keys() == {"p50", "p90", "p99", "max"}
+    assert result["cpu_s"].keys() == {"prefill", "decode"}
+    assert result["loop_lag_s"].keys() == {"p99", "max"}
+    phases = {"queue", "handshake", "plan", "post", "read", "detect", "confirm", "release"}
+    assert result["phases_s"].keys() == phases
+    assert all(q.keys() == {"p50", "p99"} for q in result["phases_s"].values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bytes_wrong": 1},
+        {"prefill_leaked": 1},
+        {"decode_leaked": 1},
+        {"quarantined": 1},
+        {"problems": ["decode/tp0 was killed"]},
+        {"bytes_verified": 199},
+    ],
+)
+def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
+    found = measured(outcome(0), outcome(1), **{"bytes_verified": 200, **changes})
+    assert not report.is_good(report.make(options(), found))
+
+
+def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
+    found = measured(outcome(0, 0.1), outcome(0, 0.4), outcome(1))
+    result = report.make(options(tp=2), found)
+    assert result["requests"] == {"submitted": 2, "completed": 1, "failed": 1, "cancelled": 0}
+    assert result["latency_s"]["max"] == 0.4  # the slowest rank's
+    assert not report.is_good(result)
+
+
+def test_what_ctrl_c_cut_off_is_cancelled_but_an_error_is_not() -> None:
+    found = measured(outcome(0, error="cancelled", reason="cancelled"), interrupted=True)
+    assert report.make(options(), found)["requests"]["cancelled"] == 2
+    found = measured(outcome(0, error="lost", reason="peer_lost"), interrupted=True)
+    assert report.make(options(), found)["requests"]["failed"] == 1
+
+
+def test_nothing_measured_divides_by_nothing() -> None:
+    result = report.make(options(), Measured())
+    assert result["throughput"] == {"gbytes_per_s": 0.0, "requests_per_s": 0.0}
+    assert result["latency_s"]["p99"] == 0.0
+
+
+def test_the_table_names_capped_prompts_and_errors() -> None:
+    capped = Options(geometry=GEOMETRY, workload=Workload("trace", (32, 32), 1))
+    result = report.make(capped, measured(outcome(0), outcome(1, error="[gone]", reason="peer_lost")))
+    stream = io.StringIO()
+    report.show(result, Console(file=stream, width=200))
+    assert "1 prompts were cut by --max-prompt-tokens" in stream.getvalue()
+    assert "1 x peer_lost: [gone]" in stream.getvalue()
+
+
+def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
+    def blocks(requests: int, concurrency: int) -> int:
+        work = Workload("fixed 16384", (16384,) * requests)
+        return Options(
+            geometry=Geometry("small", 2, 8, 128), workload=work, concurrency=concurrency, pool_mb=8192
+        ).num_blocks()
+
+    assert blocks(100, 4) == blocks(10_000, 4)
+    assert blocks(100, 8) == 2 * blocks(100, 4)
+
+
+def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
+    with pytest.raises(ConfigError, match=r"--max-prompt-tokens.*--layers.*--pool-mb"):
+        Options(geometry=GEOMETRY, workload=Workload("x", (1 << 20,)), pool_mb=1).num_blocks()

@@ -1,0 +1,157 @@
+"""The command line: one line and exit status 2 for bad input; a small run end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv import cli
+
+SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4"]
+
+
+def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run in this process, expect exit status 2, and return the one line on stderr."""
+    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2
+    assert out == ""
+    assert err.startswith("asynckv: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),
+        (["--hf-config", "/none/config.json"], "No such file"),
+        (["--trace", "/none/trace.jsonl"], "No such file"),
+        (["--prompt-tokens", "5:2"], "'5:2'"),
+        (["--dtype", "int3"], "'int3'"),
+        (["--layers", "0"], "--layers 0"),
+        (["--kv-heads", "-1"], "--kv-heads -1"),
+        (["--requests", "0"], "--requests 0"),
+        (["--concurrency", "0"], "--concurrency 0"),
+        (["--block-size", "0"], "--block-size 0"),
+        (["--tp", "0"], "--tp 0"),
+        (["--tp", "3"], "--tp 3 cannot share 8 KV heads"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--lease-s", "nan"], "lease_s"),
+        (["--lease-s", "1"], "lease_s 1.0"),
+        (["--timeout-s", "inf"], "--timeout-s inf"),
+        (["--pool-mb", "1"], "--max-prompt-tokens"),
+        (["--json", "/none/report.json"], "--json /none/report.json"),
+        (["--log", "/none/log.jsonl"], "--log /none/log.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in complaint(["bench", *argv], monkeypatch, capsys)
+
+
+def test_a_config_that_does_not_parse_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert f"--hf-config {path}: is not JSON" in complaint(["bench", "--hf-config", str(path)], monkeypatch, capsys)
+
+
+def asynckv(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "asynckv.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+@pytest.mark.slow
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from asynckv import cli\n"
+        "assert not {'torch', 'nixl', 'zmq', 'numpy', 'structlog'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    shown = asynckv("bench", "--help")
+    assert shown.returncode == 0
+    assert "--max-prompt-tokens" in shown.stdout
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_a_small_run_verifies_every_byte(tp: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    done = asynckv(*SMALL, "--requests", "30", "--tp", tp, "--json", "-", "--log", str(log))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)  # nothing else on stdout
+    assert report["requests"] == {"submitted": 30, "completed": 30, "failed": 0, "cancelled": 0}
+    assert report["bytes"]["moved"] == report["bytes"]["verified"] > 0
+    assert report["bytes"]["wrong"] == 0
+    assert not any(report["blocks"].values())
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    started = next(e for e in events if e["event"] == "workers_started")
+    assert len(set(started["pids"].values())) == 2 * int(tp)
+    assert all(not os.path.exists(f"/proc/{pid}") for pid in started["pids"].values())
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["prefill/tp0", "decode/tp0"])
+def test_a_killed_worker_is_status_1_and_leaks_nothing(killed: str, tmp_path: Path) -> None:
+    result = interfered(tmp_path, killed, signal.SIGKILL)
+    assert result["exit"] == 1
+    assert not any(result["report"]["blocks"].values())
+    assert any(killed in text for text in result["report"]["problems"])
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_and_prints_what_was_measured(tmp_path: Path) -> None:
+    result = interfered(tmp_path, "", signal.SIGINT)
+    assert result["exit"] == 130
+    assert result["report"]["interrupted"] is True
+    assert not any(result["report"]["blocks"].values())
+    assert result["report"]["bytes"]["wrong"] == 0
+
+
+def interfered(tmp_path: Path, victim: str, what: signal.Signals) -> dict[str, Any]:
+    """Start a run that is far too long, send a signal once windows are under way, and collect the rest."""
+    log, out = tmp_path / "log.jsonl", tmp_path / "report.json"
+    argv = [*SMALL, "--requests", "100000", "--lease-s", "3", "--log", str(log), "--json", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "asynckv.cli", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stderr is not None
+        pids = wait_for_pids(log, driver)
+        os.kill(pids[victim] if victim else driver.pid, what)
+        errors = driver.stderr.read()
+        driver.wait(40)
+    assert "Traceback" not in errors
+    assert all(not os.path.exists(f"/proc/{pid}") for pid in pids.values())
+    return {"exit": driver.returncode, "report": json.loads(out.read_text())}
+
+
+def wait_for_pids(log: Path, driver: subprocess.Popen[str]) -> dict[str, int]:
+    """Wait until a request was logged, so that a window is certainly open or near."""
+    pids: dict[str, int] = {}
+    while driver.poll() is None:
+        for line in log.read_text().splitlines() if log.exists() else ():
+            if line.endswith("}"):
+                entry = json.loads(line)
+                pids = entry["pids"] if entry["event"] == "workers_started" else pids
+                if pids and entry["event"] == "pull_ended":
+                    return pids
+        try:
+            driver.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("the driver ended too early")

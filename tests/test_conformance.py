@@ -1,0 +1,31 @@
+"""One suite for the simulated planes and for the real ones: the fake is verified."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynckv.config import NixlConfig
+from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.zmq import ZmqPlane
+from asynckv.testing import SimControl, SimData, SimNetwork, check_control_plane, check_data_plane
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_simulated_control_plane() -> None:
+    network = SimNetwork()
+    await check_control_plane(lambda: SimControl(network))
+
+
+async def test_zmq_control_plane() -> None:
+    await check_control_plane(lambda: ZmqPlane("tcp://127.0.0.1:0"))
+
+
+async def test_simulated_data_plane() -> None:
+    network = SimNetwork()
+    await check_data_plane(lambda name: SimData(network, name))
+
+
+@pytest.mark.nixl
+async def test_nixl_data_plane() -> None:
+    await check_data_plane(lambda name: NixlPlane(NixlConfig(), name))

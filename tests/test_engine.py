@@ -1,0 +1,425 @@
+"""The engine on simulated planes and a manual clock, and on real NIXL and ZMQ: the same stories."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import structlog
+
+from asynckv import (
+    BackendError,
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    LeaseConfig,
+    LocalProtocolError,
+    PeerLost,
+    PeerUnreachable,
+    PlanRefused,
+    PrefillGroup,
+    PullCancelled,
+    PullTimeout,
+    ReadFailed,
+    Registration,
+    RemoteProtocolError,
+    RemoteTooShort,
+    register_memory,
+)
+from asynckv.config import PullConfig
+from asynckv.core.layout import Memory
+from asynckv.observe.log import configure
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from asynckv.testing.planes import Fate
+from tests.world import make_layout
+
+pytestmark = pytest.mark.anyio
+
+BLOCKS = 32
+
+
+class Side:
+    """An engine with its memory."""
+
+    def __init__(self, engine: Engine, arrays: list[npt.NDArray[np.uint8]], data: SimData | None) -> None:
+        self.engine, self.arrays, self.data = engine, arrays, data
+
+    def blocks(self, ids: list[int]) -> bytes:
+        # kv, block, ... : the block is the second dim
+        return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
+
+
+def memory(seed: int, tp_rank: int = 0, tp_size: int = 1) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    layout = make_layout(tp_rank, tp_size, num_blocks=BLOCKS, block_size=16, head_dim=32)
+    arrays = [
+        np.random.default_rng(seed + i).integers(0, 256, m.length, np.uint8) for i, m in enumerate(layout.memories)
+    ]
+    layout = msgspec.structs.replace(layout, memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in arrays))
+    return register_memory(layout, tuple(arrays)), arrays
+
+
+class Bench:
+    """A prefill and a decode engine, on planes of one kind."""
+
+    def __init__(self, real: bool) -> None:
+        self.real = real
+        self.network = SimNetwork()
+        self.clock = ManualClock()
+
+    def side(self, engine_id: str, seed: int, **config: Any) -> Side:
+        registration, arrays = memory(seed)
+        settings = EngineConfig(engine_id=engine_id, **config)
+        if self.real:
+            return Side(Engine(settings, registration), arrays, None)
+        data = SimData(self.network, f"{engine_id}-{seed}")
+        engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
+        return Side(engine, arrays, data)
+
+    @contextlib.asynccontextmanager
+    async def pair(self, **config: Any) -> AsyncIterator[tuple[Side, Side, PrefillGroup]]:
+        prefill, decode = self.side("prefill", 1, **config), self.side("decode", 100, **config)
+        async with prefill.engine, decode.engine:
+            yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+            prefill.engine.check_integrity()
+            decode.engine.check_integrity()
+            closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
+            while not self.real and not all(task.done() for task in closing):
+                # Promises run out only as time passes.
+                await asyncio.sleep(0)
+                self.clock.advance(0.01)
+            await asyncio.gather(*closing)
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param == "real")
+
+
+@pytest.fixture
+def sim() -> Bench:
+    return Bench(False)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_request_from_params_to_release(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("req:1,\n", [(0, [3, 4, 9])], 40, written=True)
+        lent = prefill.engine.lend(params)
+        result = await decode.engine.pull("d1", [(0, [7, 5, 6])], params)
+        with anyio.fail_after(10):
+            end = await lent.wait_released()
+        assert decode.blocks([7, 5, 6]) == prefill.blocks([3, 4, 9])
+        assert (end.cause, end.readers, end.owed) == ("released", {"decode/tp0": "complete"}, ())
+        assert result.num_bytes == len(decode.blocks([7, 5, 6]))
+        assert [tuple(p) for p in result.padding] == [(0, 6, 8, 8)]
+        assert set(result.phases) == {"queue", "handshake", "plan", "post", "read", "detect", "confirm", "release"}
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
+        gauges = prefill.engine.statistics().gauges
+        assert (gauges["leases"], gauges["blocks_lent"]) == (0, 0)
+
+
+async def test_params_may_travel_ahead_of_the_data(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("req", [(0, [3, 4])], 32)
+        decode.engine.announce("d", params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [1, 2])], params))
+        await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
+        for array in prefill.arrays:
+            array.reshape(2, BLOCKS, -1)[:, [3, 4]] = 77  # the KV is only written now
+        prefill.engine.lend(params)
+        with anyio.fail_after(10):
+            await task
+        assert decode.blocks([1, 2]) == prefill.blocks([3, 4])
+        assert set(decode.blocks([1, 2])) == {77}
+
+
+async def test_many_requests_at_once(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        all_params = [group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in range(BLOCKS)]
+        for params in all_params:
+            prefill.engine.lend(params)
+        async with anyio.create_task_group() as tasks:
+            for i, params in enumerate(all_params):
+                tasks.start_soon(decode.engine.pull, f"d{i}", [(0, [BLOCKS - 1 - i])], params)
+        assert decode.blocks(list(range(BLOCKS))) == prefill.blocks(list(range(BLOCKS))[::-1])
+        assert decode.engine.statistics().counters["sent.hello"] == 1
+
+
+async def test_a_full_prefix_hit_is_a_release_without_a_read(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        result = await decode.engine.pull("d", [(16, [])], params)
+        with anyio.fail_after(10):
+            assert (await lent.wait_released()).cause == "released"
+        assert (result.num_bytes, result.num_posts) == (0, 0)
+        assert "sent.hello" not in decode.engine.statistics().counters
+
+
+async def test_bad_input_names_the_value_and_leaves_nothing(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        for blocks, message in [([-1], "-1"), ([BLOCKS], f"{BLOCKS}"), ([2, 2], "given twice")]:
+            with pytest.raises(PlanRefused, match=message):
+                await decode.engine.pull("d", [(0, blocks)], params)
+        with pytest.raises(PlanRefused, match=f"block id {BLOCKS + 5}"):
+            prefill.engine.lend(group.make_params("big", [(0, [BLOCKS + 5])], 16))
+        with pytest.raises(RemoteProtocolError, match="num_tokens"):
+            await decode.engine.pull("d", [(0, [1])], {**params, "num_tokens": "many"})
+        with pytest.raises(LocalProtocolError, match="timeout"):
+            await decode.engine.pull("d", [(0, [1])], params, timeout_s=float("nan"))
+        prefill.engine.lend(params)
+        with pytest.raises(RemoteTooShort, match="needs tokens"):
+            await decode.engine.pull("d", [(16, [1, 2])], {**params, "num_tokens": 40})
+        assert decode.engine.statistics().gauges["blocks_writing"] == 0
+
+
+async def test_closing_is_idempotent_and_fails_what_waits(bench: Bench) -> None:
+    async with bench.pair(lease=LeaseConfig(lease_s=2.0, grant_s=1.0)) as (_, decode, group):
+        params = group.make_params("never lent", [(0, [1])], 16)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
+        closing = asyncio.create_task(decode.engine.aclose())
+        with anyio.fail_after(20):
+            with pytest.raises(PullCancelled):
+                await task
+            await closing
+            await decode.engine.aclose()
+        with pytest.raises(EngineClosed):
+            await decode.engine.pull("d", [(0, [1])], params)
+
+
+async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert decode.engine.statistics().gauges["blocks_writing"] == 0
+        lent = prefill.engine.lend(params)
+        with anyio.fail_after(10):
+            assert (await lent.wait_released()).cause == "released"
+
+
+@pytest.mark.parametrize("turns", range(1, 13))
+async def test_cancel_at_every_turn_of_the_loop(sim: Bench, turns: int) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+            decode.data.finish()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
+        await until(lambda: prefill.engine.statistics().gauges["leases"] == 0)
+        assert decode.engine.statistics().gauges["blocks_writing"] == 0
+
+
+async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3.0))
+        await until(lambda: decode.data is not None and decode.data.running)
+        sim.clock.advance(3.1)
+        with pytest.raises(PullTimeout, match="still reading from tp0") as caught:
+            await task
+        assert caught.value.held == {0: (6,)}
+        returned = asyncio.create_task(caught.value.returned())
+        await asyncio.sleep(0)
+        assert not returned.done()
+        assert decode.engine.statistics().gauges["blocks_quarantined"] == 1
+        decode.data.finish()
+        with anyio.fail_after(5):
+            await returned
+
+
+async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.data is not None and decode.data.running)
+        decode.data.fail(next(iter(decode.data.running)), peer_lost=True)
+        with pytest.raises(PeerLost) as caught:
+            await task
+        assert caught.value.held == {}
+
+
+async def test_a_failed_transfer_is_a_typed_error(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.data is not None and decode.data.running)
+        decode.data.fail(next(iter(decode.data.running)))
+        with pytest.raises(ReadFailed):
+            await task
+        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
+
+
+async def test_a_peer_that_does_not_answer_is_unreachable(sim: Bench) -> None:
+    sim.network.fate = lambda sender, to, packet: "drop"
+    async with sim.pair() as (_, decode, group):
+        params = group.make_params("r", [(0, [1])], 16)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
+        sim.clock.advance(5.1)
+        with pytest.raises(PeerUnreachable, match="did not answer within 5 s"):
+            await task
+        with pytest.raises(PeerUnreachable, match="next attempt"):
+            await decode.engine.pull("e", [(0, [6])], params)
+        sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
+    kinds: list[Fate] = ["drop", "repeat", "deliver"]
+    fates = iter(kinds * 1000)
+    sim.network.fate = lambda sender, to, packet: next(fates)
+    async with sim.pair() as (prefill, decode, group):
+        for i in range(8):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            task = asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i + 8])], params))
+            for _ in range(200):
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                if task.done() and lent.is_over:
+                    break
+                sim.clock.advance(0.05)
+            await task
+            assert lent.is_over
+        assert decode.blocks(list(range(8, 16))) == prefill.blocks(list(range(8)))
+        sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+async def test_a_lease_nobody_claims_expires(sim: Bench) -> None:
+    async with sim.pair() as (prefill, _, group):
+        lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sim.clock.advance(30.1)
+        end = await lent.wait_released()
+        assert (end.cause, end.owed) == ("expired", ("*",))
+
+
+async def test_draining_waits_and_takes_nothing_new(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        first = group.make_params("r", [(0, [1])], 16, written=True)
+        second = group.make_params("s", [(0, [2])], 16, written=True)
+        prefill.engine.lend(first)
+        draining = asyncio.create_task(prefill.engine.drain(10.0))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosed):
+            prefill.engine.lend(second)
+        assert not draining.done()
+        await decode.engine.pull("d", [(0, [1])], first)
+        assert await draining
+
+
+@pytest.mark.nixl
+async def test_a_port_in_use_is_one_clear_error_and_leaves_nothing() -> None:
+    bench = Bench(True)
+    first = bench.side("first", 1)
+    async with first.engine:
+        second = bench.side("second", 2, bind=first.engine.endpoint.address)
+        with pytest.raises(BackendError, match="choose another port"):
+            await second.engine.start()
+
+
+@pytest.mark.nixl
+async def test_an_unknown_back_end_is_one_clear_error() -> None:
+    from asynckv import NixlConfig
+
+    side = Bench(True).side("x", 1, nixl=NixlConfig(backend="NOSUCH"))
+    with pytest.raises(BackendError, match="NOSUCH"):
+        await side.engine.start()
+
+
+@pytest.mark.nixl
+async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    async with Bench(True).pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [1])], params)
+    assert capfd.readouterr().out == ""
+
+
+async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
+    import io
+    import json
+
+    stream = io.StringIO()
+    configure("debug", stream=stream)
+    try:
+        async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
+            good = group.make_params("good", [(0, [1])], 16, written=True)
+            prefill.engine.lend(good)
+            await decode.engine.pull("d-good", [(0, [1])], good)
+            bad = group.make_params("bad", [(0, [2])], 16, written=True)
+            task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            sim.clock.advance(2.1)
+            with pytest.raises(PullTimeout):
+                await task
+    finally:
+        structlog.reset_defaults()
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    ended = {e["request_id"]: e for e in events if e["event"] == "pull_ended"}
+    assert ended["d-good"]["cause"] == "complete"
+    assert "history" not in ended["d-good"]
+    failure = ended["d-bad"]
+    assert (failure["cause"], failure["prefill_request_id"], failure["level"]) == ("timeout", "bad", "warning")
+    assert failure["history"][0] == [0.0, "announced"]
+    assert failure["engine_id"] == "decode"
+    assert len(failure["incarnation"]) == 32
+    assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in events}
+    assert [e["to"] for e in events if e["event"] == "pull_transition" and e["request_id"] == "d-good"][:3] == [
+        "announced",
+        "connecting",
+        "reading",
+    ]
+
+
+async def test_an_application_without_structlog_hears_only_warnings(
+    sim: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not structlog.is_configured()
+    with caplog.at_level(logging.WARNING, logger="asynckv"):
+        async with sim.pair() as (prefill, _, group):
+            lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            sim.clock.advance(31)
+            await lent.wait_released()
+    assert [r.getMessage() for r in caplog.records] == ["lease_ended"]
