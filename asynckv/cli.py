@@ -101,7 +101,7 @@ def bench(
     order: Annotated[
         Order,
         typer.Option(
-            help="Memory order of a layer: token before head (nhd) or after (hnd); block-...: keys and values in one block.",
+            help="Memory order of a layer: token before head (nhd) or after (hnd); block-...: K and V in one block.",
             rich_help_panel=GEOMETRY,
         ),
     ] = Order.nhd,

@@ -97,8 +97,8 @@ class Options:
             need, have = sizes[0] * self.block_bytes / MiB, limit / MiB
             raise ConfigError(
                 f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of {need:.0f} MiB per "
-                f"rank, but {have:.0f} MiB can be had for each of the {2 * self.tp} ranks; shorten it with --max-prompt-tokens, "
-                f"use fewer --layers, or raise --pool-mb"
+                f"rank, but {have:.0f} MiB can be had for each of the {2 * self.tp} ranks; shorten it with "
+                f"--max-prompt-tokens, use fewer --layers, or raise --pool-mb"
             )
         return num_blocks
 
