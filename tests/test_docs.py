@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+
+import pytest
+
 from scripts.draw_states import TARGET, page
 
 
 def test_the_states_page_is_fresh() -> None:
     assert TARGET.read_text() == page(), "run python -m scripts.draw_states"
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_the_embedding_example_runs() -> None:
+    text = (TARGET.parent / "embedding.md").read_text()
+    (program,) = re.findall(r"```python\n(import asyncio.*?)```", text, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "released {'decode/tp0': 'complete'}" in done.stdout

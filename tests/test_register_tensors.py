@@ -1,0 +1,82 @@
+"""Tensors become layouts, or one clear refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from asynckv import LayoutError, register_tensors
+
+ORDER = ("kv", "block", "token", "head", "dim")
+DECLARED: dict[str, Any] = {
+    "order": ORDER,
+    "block_size": 4,
+    "num_blocks": 8,
+    "heads": (0, 2),
+    "num_heads": 2,
+}
+
+
+def kv(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*(shape or (2, 8, 4, 2, 16)), dtype=dtype)
+
+
+def test_a_tensor_becomes_a_memory_and_a_view() -> None:
+    tensor = kv()
+    registration = register_tensors({"layers.0": tensor}, **DECLARED)
+    (memory,), (view,) = registration.layout.memories, registration.layout.views
+    assert (memory.base, memory.length) == (tensor.data_ptr(), tensor.numel() * 2)
+    assert (view.layer, view.stride, [p.name for p in view.parts]) == ("layers.0", 4 * 2 * 16 * 2, ["k", "v"])
+    assert registration.owners == (tensor,)
+
+
+def test_tensors_of_one_storage_share_a_memory() -> None:
+    whole = torch.zeros(2, 2, 8, 4, 2, 16, dtype=torch.bfloat16)
+    registration = register_tensors({"a": whole[0], "b": whole[1]}, **DECLARED)
+    assert len(registration.layout.memories) == 1
+    assert [v.offset for v in registration.layout.views] == [0, whole[0].numel() * 2]
+
+
+def test_permuted_and_cross_layer_tensors_keep_their_strides() -> None:
+    stored = torch.zeros(8, 3, 2, 2, 4, 16, dtype=torch.bfloat16)  # block, layer, kv, head, token, dim
+    tensors = {f"l{i}": stored[:, i].permute(1, 0, 3, 2, 4) for i in range(3)}
+    layout = register_tensors(tensors, **DECLARED).layout
+    assert {v.stride for v in layout.views} == {3 * 2 * 2 * 4 * 16 * 2}
+
+
+def test_num_blocks_is_what_is_declared() -> None:
+    assert register_tensors({"a": kv(2, 20, 4, 2, 16)}, **DECLARED).layout.groups[0].num_blocks == 8
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "message"),
+    [
+        (kv(2, 7, 4, 2, 16), {}, "7 kernel blocks, fewer than the 8 declared"),
+        (kv(2, 8, 5, 2, 16), {}, "dim 'token' has 5 entries, but 4 were declared"),
+        (kv(2, 8, 4, 3, 16), {}, "dim 'head' has 3 entries, but 2 were declared"),
+        (kv(8, 4, 2, 16), {}, "has 4 dims"),
+        (kv(dtype=torch.float64), {}, "dtype 'float64' is unknown"),
+        (torch.zeros(2, 8, 4, 2, 16, device="meta"), {}, "meta device"),
+        (torch.zeros(2, 8, 1, 2, 16, dtype=torch.bfloat16).expand(2, 8, 4, 2, 16), {}, "stride 0"),
+        (kv(), {"block_size": 5, "ratio": 2}, "not a positive multiple"),
+        (kv(), {"order": ("kv", "block", "token", "heads", "dim")}, "not a permutation"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tensor: torch.Tensor, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        register_tensors({"layers.0": tensor}, **{**DECLARED, **change})
+
+
+def test_overlapping_tensors_are_refused() -> None:
+    whole = torch.zeros(3, 8, 4, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(LayoutError, match="overlap"):
+        register_tensors({"a": whole[:2], "b": whole[1:]}, **DECLARED)
+
+
+def test_freed_tensors_are_refused() -> None:
+    tensor = kv()
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="freed"):
+        register_tensors({"a": tensor}, **DECLARED)
