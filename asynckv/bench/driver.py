@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from asynckv.bench import protocol as p
+from asynckv.bench import ucx
 from asynckv.bench.models import Geometry
 from asynckv.bench.workload import Workload
 from asynckv.config import LeaseConfig
@@ -221,6 +223,8 @@ class _Run:
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(options.seed)
         self._cpu_at: dict[str, float] = {}
+        self._ucx = tempfile.TemporaryDirectory(prefix="asynckv-ucx-")
+        self._ucx_env = ucx.ENV | {"UCX_LOG_FILE": str(Path(self._ucx.name) / ucx.ENV["UCX_LOG_FILE"])}
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -234,7 +238,8 @@ class _Run:
         endpoints = []
         for role, children in (("prefill", self.prefill), ("decode", self.decode)):
             for rank in range(options.tp):
-                child = await _Child.spawn(f"{role}/tp{rank}", env)
+                own = env if role == "prefill" else env | self._ucx_env
+                child = await _Child.spawn(f"{role}/tp{rank}", own)
                 children.append(child)
                 self.found.pids[child.name] = child.pid
                 child.tell(self._setup(role, rank))
@@ -267,6 +272,8 @@ class _Run:
     async def end(self) -> None:
         """End every child."""
         await asyncio.gather(*(child.end() for child in (*self.prefill, *self.decode)))
+        self.found.environment["ucx_transports"] = ucx.read(Path(self._ucx.name))
+        self._ucx.cleanup()
 
     # -- waves -------------------------------------------------------------------------------------
 

@@ -147,7 +147,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         ("windows", "{count} of {seconds:.3f} s in all".format(**report["windows"])),
         (
             "transport",
-            f"UCX_TLS={report['environment'].get('ucx_tls', '?')}, error mode "
+            f"{report['environment'].get('ucx_transports', '?')}, error mode "
             f"{report['environment'].get('ucx_error_handling_mode', '?')}",
         ),
     ]
