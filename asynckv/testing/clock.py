@@ -37,6 +37,13 @@ class ManualClock:
         """Return the current time."""
         return self._now
 
+    @property
+    def next_at(self) -> float | None:
+        """When the next timer is due, if any is set."""
+        while self._timers and self._timers[0][2].callback is None:
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
     def call_at(self, when: float, callback: Callable[[], None]) -> _Timer:
         """Call back once the clock is advanced to `when` or beyond; in the loop's next turn if it is."""
         timer = _Timer(callback)
@@ -49,8 +56,8 @@ class ManualClock:
 
     def advance(self, seconds: float) -> None:
         """Move time forward, calling due timers in order, each at its own time."""
-        if seconds < 0:
-            raise ValueError(f"a clock never goes back: {seconds}")
+        if not seconds >= 0:
+            raise ValueError(f"a clock cannot move by {seconds} seconds")
         end = self._now + seconds
         while self._timers and self._timers[0][0] <= end:
             when, _, timer = heapq.heappop(self._timers)
