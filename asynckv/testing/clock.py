@@ -11,6 +11,9 @@ from collections.abc import Callable
 __all__ = ["ManualClock"]
 
 
+MOST_PER_ADVANCE = 1_000_000
+
+
 class _Timer:
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
@@ -58,8 +61,10 @@ class ManualClock:
         """Move time forward, calling due timers in order, each at its own time."""
         if not seconds >= 0:
             raise ValueError(f"a clock cannot move by {seconds} seconds")
-        end = self._now + seconds
+        end, left = self._now + seconds, MOST_PER_ADVANCE
         while self._timers and self._timers[0][0] <= end:
+            left -= 1
+            assert left >= 0, "timers set each other without delay, for ever"
             when, _, timer = heapq.heappop(self._timers)
             self._now = max(self._now, when)
             timer.fire()
