@@ -239,6 +239,8 @@ class Engine:
         self._closing: asyncio.Task[None] | None = None
         self._is_shut = False
         self._idle = asyncio.Event()
+        self._held: set[PullId] = set()
+        """Pulls that failed while something could still write their blocks."""
         self._polled_at = -math.inf
         self._release_s: deque[float] = deque(maxlen=4096)
 
@@ -536,15 +538,17 @@ class Engine:
         match command:
             case PullEnded(pull):
                 self._recorder.pull_ended(pull, now)
+                if not pull.is_returned:
+                    self._held.add(pull.pull_id)
                 waiting = self._waiting.get(pull.pull_id)
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)
             case BlocksReturned(pull):
                 if (waiting := self._waiting.get(pull.pull_id)) is not None:
                     waiting.returned.set()
-                if pull.published_at < now and pull.reason is not Reason.COMPLETE and pull.holds_blocks is False:
-                    if pull.history and pull.history[-1][1] == "held":
-                        self._recorder.blocks_returned(pull, now)
+                if pull.pull_id in self._held:
+                    self._held.discard(pull.pull_id)
+                    self._recorder.blocks_returned(pull, now)
             case PullOver(pull):
                 self._waiting.pop(pull.pull_id, None)
                 self._release_s.append(pull.released_at - pull.published_at)

@@ -259,6 +259,44 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
             await returned
 
 
+async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_others(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        first, second = (group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in (1, 2))
+        prefill.engine.lend(first)
+        prefill.engine.lend(second)
+        one = asyncio.create_task(decode.engine.pull("one", [(0, [6])], first))
+        await until(lambda: decode.data is not None and decode.data.running)
+        with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull \('one'\)"):
+            await decode.engine.pull("two", [(0, [6])], second)
+        two = asyncio.create_task(decode.engine.pull("two", [(0, [7])], second))
+        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        decode.data.finish()
+        await asyncio.gather(one, two)
+        assert decode.blocks([6, 7]) == prefill.blocks([1, 2])
+
+
+async def test_blocks_that_come_back_late_are_logged(sim: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="asynckv"):
+        async with sim.pair() as (prefill, decode, group):
+            assert decode.data is not None
+            decode.data.deferred = True
+            params = group.make_params("r", [(0, [1])], 16, written=True)
+            prefill.engine.lend(params)
+            task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+            await until(lambda: decode.data is not None and decode.data.running)
+            (transfer_id,) = decode.data.running
+            decode.data.doubt(transfer_id)
+            with pytest.raises(ReadFailed) as caught:
+                await task
+            assert caught.value.held == {0: (6,)}
+            decode.data.finish(transfer_id)
+            with anyio.fail_after(5):
+                await caught.value.returned()
+    assert [r.getMessage() for r in caplog.records] == ["pull_ended", "blocks_returned"]
+
+
 async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         assert decode.data is not None

@@ -77,15 +77,26 @@ class Ledger:
         """
         if holder in self._holds:
             raise LocalProtocolError(f"{holder} holds blocks already")
-        blocks = {g: np.asarray(ids, np.int64) for g, ids in groups.items() if len(ids)}
-        for group, ids in blocks.items():
-            self._check(kind, group, ids)
+        blocks = self.check(kind, groups)
         for group, ids in blocks.items():
             if kind == "lent":
                 np.add.at(self._lent[group], ids, 1)
             else:
                 self._writing[group][ids] = True
         self._holds[holder] = Hold(holder, kind, request_id, now, blocks)
+
+    def check(
+        self, kind: Literal["lent", "writing"], groups: Mapping[int, Sequence[int] | Int64s]
+    ) -> dict[int, Int64s]:
+        """Return the blocks as arrays, if they could be taken now.
+
+        Raises:
+            LocalProtocolError: A block is held in a way that excludes it.
+        """
+        blocks = {g: np.asarray(ids, np.int64) for g, ids in groups.items() if len(ids)}
+        for group, ids in blocks.items():
+            self._check(kind, group, ids)
+        return blocks
 
     def drop(self, holder: str) -> None:
         """Forget a hold; harmless if there is none."""

@@ -201,6 +201,8 @@ class Node:
         self._check_open()
         check_block_ids(self.identity.layout, groups)
         blocks = tuple((int(first), [int(b) for b in ids]) for first, ids in groups)
+        # Before anything is started: a caller who got a block wrong may ask again with another.
+        self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         pull = self.pulling.by_request.get(RequestId(request_id))
         if pull is None or pull.groups or pull.begun_at <= now:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
@@ -211,11 +213,7 @@ class Node:
         elif pull.params.key != params.key:
             raise LocalProtocolError(f"request {request_id!r} was announced with other params; cancel it first")
         if pull.reason is None:
-            try:
-                self.pulling.begin(pull, blocks, now + timeout_s, now)
-            except LocalProtocolError:
-                self.pulling.cancel(pull, now)
-                raise
+            self.pulling.begin(pull, blocks, now + timeout_s, now)
         return pull
 
     def cancel(self, request_id: str, now: float) -> bool:

@@ -176,8 +176,9 @@ class ZmqPlane:
     def _connect(self, address: Address) -> _Link | None:
         try:
             _host(address)
+            address.encode("ascii")
             socket = self._socket(zmq.DEALER, address)
-        except (ConfigError, zmq.ZMQError):
+        except (ConfigError, UnicodeError, zmq.ZMQError):
             self._counts["bad_address"] += 1
             return None
         try:

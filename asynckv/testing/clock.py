@@ -60,7 +60,7 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Move time forward, calling due timers in order, each at its own time."""
         if not seconds >= 0:
-            raise ValueError(f"a clock cannot move by {seconds} seconds")
+            raise ValueError(f"a clock cannot move by {seconds} seconds: it never goes back")
         end, left = self._now + seconds, MOST_PER_ADVANCE
         while self._timers and self._timers[0][0] <= end:
             left -= 1
