@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.pulling import News
@@ -186,3 +195,14 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(
     max_examples=100, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_invariants_hold_over_many_more_orders() -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=1500, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

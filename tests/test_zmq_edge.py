@@ -137,8 +137,22 @@ async def test_a_port_in_use_and_a_foreign_interface_are_named() -> None:
 
 # -- sending ---------------------------------------------------------------------------------------
 
-NO_ADDRESSES = ["", "x", "tcp://", "tcp://:1", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "tcp://[::1:1", "tcp://*:5",
-    "tcp://127.0.0.1:+5", "tcp://a\0b:1", "http://127.0.0.1:1", "ipc:///tmp/x", "inproc://x", "tcp://127.0.0.1:x"]  # fmt: skip
+NO_ADDRESSES = [
+    "",
+    "x",
+    "tcp://",
+    "tcp://:1",
+    "tcp://127.0.0.1",
+    "tcp://127.0.0.1:99999",
+    "tcp://[::1:1",
+    "tcp://*:5",
+    "tcp://127.0.0.1:+5",
+    "tcp://a\0b:1",
+    "http://127.0.0.1:1",
+    "ipc:///tmp/x",
+    "inproc://x",
+    "tcp://127.0.0.1:x",
+]
 
 
 async def test_addresses_that_cannot_be_are_dropped_and_counted() -> None:

@@ -32,6 +32,9 @@ BATCH = 64
 
 LINGER_MS = 200
 
+MAX_LINKS = 65_535
+"""Peers that one rank may have; ZMQ's own default is 1,023."""
+
 OnPacket = Callable[[Address | Route, bytes], None]
 
 
@@ -42,6 +45,7 @@ def _host(address: str) -> str:
         ConfigError: It is not such an address.
     """
     try:
+        address.encode("ascii")
         parts = urlsplit(address)
         port = address.rpartition(":")[2]
         host = parts.hostname or parts.netloc.rpartition(":")[0]
@@ -104,6 +108,7 @@ class ZmqPlane:
     async def start(self, on_packet: OnPacket) -> None:
         """Bind the listener."""
         self._context, self._on_packet = zmq.Context(), on_packet
+        self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
         socket = self._socket(zmq.ROUTER, self._bind)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -116,6 +121,12 @@ class ZmqPlane:
             ) from exc
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
+        if not self._advertise and _is_wildcard(_host(bound)):
+            # Spelled so that it did not look like one (`tcp://0:0`).
+            socket.close(0)
+            raise ConfigError(
+                f"bind {self._bind!r} is a wildcard, which peers cannot connect to; set advertise as well"
+            )
         advertised = self._advertise or bound
         if advertised.endswith((":0", ":*")):
             advertised = advertised.rpartition(":")[0] + ":" + port
@@ -168,6 +179,8 @@ class ZmqPlane:
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.HEARTBEAT_IVL, 10_000),
+            (zmq.HEARTBEAT_TIMEOUT, 30_000),
             (zmq.IPV6, int("[" in address)),
         ):
             socket.setsockopt(option, value)
@@ -176,7 +189,6 @@ class ZmqPlane:
     def _connect(self, address: Address) -> _Link | None:
         try:
             _host(address)
-            address.encode("ascii")
             socket = self._socket(zmq.DEALER, address)
         except (ConfigError, UnicodeError, zmq.ZMQError):
             self._counts["bad_address"] += 1

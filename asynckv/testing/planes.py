@@ -68,8 +68,11 @@ class SimNetwork:
             asyncio.get_running_loop().call_soon(deliver)
 
     def crash(self, agent_name: str) -> None:
-        """End a data plane without a word: reads from it fail."""
+        """End a data plane without a word: reads from it fail, those that run as well."""
         self.agents.pop(agent_name)
+        for data in self.agents.values():
+            for transfer_id in [t for t, (source, _) in data.running.items() if source == agent_name]:
+                data.fail(transfer_id, peer_lost=True)
 
 
 class SimControl:
@@ -148,7 +151,7 @@ class SimData:
     def __init__(self, network: SimNetwork, agent_name: str) -> None:
         self._network, self._name = network, agent_name
         self.deferred = False
-        self.running: dict[TransferId, Callable[[], None]] = {}
+        self.running: dict[TransferId, tuple[str, Callable[[], None]]] = {}
         self.memories: tuple[Memory, ...] = ()
         self._tables: dict[str, dict[int, tuple[PieceTable, Sequence[Memory], Sequence[Memory]]]] = {}
         self._news: list[Ended] = []
@@ -228,13 +231,13 @@ class SimData:
         if not self.deferred:
             copy()
             return Ended(transfer_id, Ending.DONE)
-        self.running[transfer_id] = copy
+        self.running[transfer_id] = (name, copy)
         return None
 
     def finish(self, transfer_id: TransferId | None = None) -> None:
         """Let one read, or all, land and be done."""
         for one in [transfer_id] if transfer_id is not None else list(self.running):
-            self.running.pop(one)()
+            self.running.pop(one)[1]()
             self.report(Ended(one, Ending.DONE))
 
     def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
@@ -272,6 +275,8 @@ class SimData:
         """Leave the network."""
         if self._network.agents.get(self._name) is self:
             del self._network.agents[self._name]
+        # As with NIXL: without its agent nothing is written any more.
+        self.running.clear()
         self._tables.clear()
 
     def _place(
