@@ -32,7 +32,7 @@ class LeaseConfig:
     grant_s: float = 10.0
     max_lease_s: float = 3600.0
     parked_s: float = 30.0
-    max_parked: int = 65_536
+    max_parked: int = 4096
 
     def __post_init__(self) -> None:
         _positive(self)

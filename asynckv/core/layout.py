@@ -48,6 +48,10 @@ MAX_PIECES = 65_536
 """Most contiguous pieces that one view's block may fall into."""
 
 MAX_VIEWS = 65_536
+
+MAX_ALL_PIECES = 1 << 22
+"""Most pieces over all views: checking a hostile layout must end soon."""
+
 MAX_BYTES = 1 << 56
 MAX_DESCRIPTORS = (1 << 31) - 1
 
@@ -312,8 +316,14 @@ def check_layout(layout: Layout) -> None:
     twice = [f"{layer!r}" for layer, n in Counter(view.layer for view in layout.views).items() if n > 1]
     if twice:
         raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every layer needs one view")
+    pieces = 0
     for view in layout.views:
         _check_view(layout, view)
+        pieces += sum(_num_pieces(part) for part in view.parts)
+        if pieces > MAX_ALL_PIECES:
+            raise LayoutError(
+                f"the views fall into more than {MAX_ALL_PIECES} contiguous pieces per block; use a denser memory order"
+            )
     _check_overlap(layout)
 
 
@@ -372,6 +382,17 @@ def _check_part(where: str, part: Part, group: Group) -> None:
 
 def _span(part: Part) -> int:
     return part.itemsize + sum(d.stride * (d.size - 1) for d in part.dims)
+
+
+def _num_pieces(part: Part) -> int:
+    """Contiguous pieces of one block, without making them."""
+    pieces, reach = 1, part.itemsize
+    for dim in sorted(part.dims, key=lambda d: d.stride):
+        if dim.stride == reach and pieces == 1:
+            reach *= dim.size
+        else:
+            pieces *= dim.size
+    return pieces
 
 
 def _check_overlap(layout: Layout) -> None:
