@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, attention_view, shard
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.torch import register_tensors
-    from asynckv.engine import Engine, LeaseEnd, LentRequest, PullResult, Statistics
+    from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
         AsyncKVError,
         BackendError,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from asynckv.observe.log import configure as configure_logging
     from asynckv.registration import Registration, register_memory
+    from asynckv.results import LeaseEnd, PullResult, Statistics
 
 _HOMES = {
     "asynckv.config": "EngineConfig LeaseConfig LogConfig NixlConfig PullConfig",
@@ -46,7 +47,7 @@ _HOMES = {
     "asynckv.core.layout": "Dim Group Layout Memory Part View attention_view shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.torch": "register_tensors",
-    "asynckv.engine": "Engine LeaseEnd LentRequest PullResult Statistics",
+    "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError ConfigError EngineClosed GeometryRefused LayoutError LeaseLost LeaseRefused "
         "LocalProtocolError PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled PullError PullTimeout "
@@ -54,6 +55,7 @@ _HOMES = {
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
+    "asynckv.results": "LeaseEnd PullResult Statistics",
 }
 _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

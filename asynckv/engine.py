@@ -39,7 +39,6 @@ from asynckv.core.layout import fingerprint
 from asynckv.core.lease import Lease
 from asynckv.core.node import Identity, Node
 from asynckv.core.peer import Peer
-from asynckv.core.plan import Padding
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
 from asynckv.core.types import Address, Endpoint, Params, PullId, Reason, Route, decode_params
@@ -64,8 +63,9 @@ from asynckv.errors import (
 from asynckv.observe.log import Recorder, phases
 from asynckv.ports import Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
 from asynckv.registration import Registration
+from asynckv.results import LeaseEnd, PullResult, Statistics
 
-__all__ = ["Engine", "LeaseEnd", "LentRequest", "PullResult", "Statistics"]
+__all__ = ["Engine", "LentRequest"]
 
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
@@ -88,62 +88,6 @@ _ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.LEASE_LOST: LeaseLost,
 }
 """What a failed pull raises; every other reason is a refusal of its claim."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """A pull that ended well: every byte is in place and provably what was lent.
-
-    Attributes:
-        num_bytes: Payload that landed.
-        num_posts: NIXL transfers it took.
-        descriptors_planned: Contiguous pieces before merging.
-        descriptors_posted: What they came to after NIXL merged neighbours.
-        phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
-        padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
-    """
-
-    request_id: str
-    pull_id: str
-    num_bytes: int
-    num_posts: int
-    descriptors_planned: int
-    descriptors_posted: int
-    phases: Mapping[str, float]
-    padding: tuple[Padding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
-    """How a lent request ended.
-
-    Attributes:
-        cause: `released`, `expired` or `revoked`.
-        readers: Who released it, and how their attempts ended.
-        owed: Readers that never did; `*` for a cohort that never spoke up.
-        held_s: How long it was lent.
-    """
-
-    request_id: str
-    cause: str
-    readers: Mapping[str, str]
-    owed: tuple[str, ...]
-    held_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """A snapshot of one engine.
-
-    Attributes:
-        counters: What happened since the start, by name.
-        gauges: What is owed and held now.
-        release_s: The last releases' durations in the background, oldest first.
-    """
-
-    counters: Mapping[str, int]
-    gauges: Mapping[str, int]
-    release_s: tuple[float, ...]
 
 
 class LentRequest:

@@ -1,0 +1,66 @@
+"""What the engine's calls return: plain, frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asynckv.core.plan import Padding
+
+__all__ = ["LeaseEnd", "PullResult", "Statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """A pull that ended well: every byte is in place and provably what was lent.
+
+    Attributes:
+        num_bytes: Payload that landed.
+        num_posts: NIXL transfers it took.
+        descriptors_planned: Contiguous pieces before merging.
+        descriptors_posted: What they came to after NIXL merged neighbours.
+        phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
+        padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
+    """
+
+    request_id: str
+    pull_id: str
+    num_bytes: int
+    num_posts: int
+    descriptors_planned: int
+    descriptors_posted: int
+    phases: Mapping[str, float]
+    padding: tuple[Padding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnd:
+    """How a lent request ended.
+
+    Attributes:
+        cause: `released`, `expired` or `revoked`.
+        readers: Who released it, and how their attempts ended.
+        owed: Readers that never did; `*` for a cohort that never spoke up.
+        held_s: How long it was lent.
+    """
+
+    request_id: str
+    cause: str
+    readers: Mapping[str, str]
+    owed: tuple[str, ...]
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A snapshot of one engine.
+
+    Attributes:
+        counters: What happened since the start, by name.
+        gauges: What is owed and held now.
+        release_s: The last releases' durations in the background, oldest first.
+    """
+
+    counters: Mapping[str, int]
+    gauges: Mapping[str, int]
+    release_s: tuple[float, ...]
