@@ -298,6 +298,30 @@ def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None
     assert it.is_returned
 
 
+def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> None:
+    world, prefill, decode = pair()
+    world.auto_load = False
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params, timeout=20)
+    world.deliver_all()
+    world.advance(5.1)
+    assert it.reason is Reason.UNREACHABLE
+    assert "was not loaded within 5 s" in it.detail
+    world.advance(2.0)
+    again = world.pull(decode, "again", [9], params)
+    assert again.reason is Reason.UNREACHABLE, "the first attempt still runs, and NIXL knows a peer once"
+    world.load(decode)
+    assert not decode.peers, "what was loaded too late was removed"
+    world.auto_load = True
+    world.run()
+    late = world.params([prefill], "late", [4], 4, written=True)
+    world.lend(prefill, late)
+    good = world.pull(decode, "late", [9], late)
+    world.run()
+    assert good.reason is Reason.COMPLETE
+
+
 def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
     world, prefill, decode = pair()
     pulls = [

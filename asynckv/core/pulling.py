@@ -201,9 +201,8 @@ class Pulling:
         """The data plane knows the peer."""
         peer.is_loading = False
         if peer.state is not S.LOADING:
-            # Lost while it was being loaded.
-            peer.loaded = True
-            self._reap(peer)
+            # Lost, or given up, while it was being loaded.
+            self._desk.commands.append(RemovePeer(peer))
             return
         peer.loaded, peer.failures, peer.heard_at = True, 0, now
         assert peer.map is not None
@@ -230,6 +229,10 @@ class Pulling:
                 self._failed(peer, Reason.UNREACHABLE, text, now)
             elif now >= peer.retry_at:
                 self._hello(peer, now)
+        elif peer.state is S.LOADING:
+            if now >= peer.deadline:
+                text = f"the metadata of {peer.name} at {peer.address} was not loaded within {config.handshake_s:g} s"
+                self._failed(peer, Reason.UNREACHABLE, text, now)
         elif peer.state in (S.READY, S.SUSPECT) and peer.pulls:
             silent = now - max(peer.heard_at, peer.watched_at)
             if silent >= config.gone_s:
@@ -385,7 +388,7 @@ class Pulling:
     def _meet(self, pull: Pull, leg: Leg, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         peer = self.peers[leg.address, leg.incarnation]
-        if peer.state is S.NEW and now >= peer.not_before:
+        if peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
             peer.deadline = now + self._config.handshake_s
             self._change(peer, E.WANTED)
             peer.nonce, peer.hellos = next(self._nonces), 0
@@ -425,6 +428,7 @@ class Pulling:
         self._hellos.pop(peer.nonce, None)
         self._change(peer, E.WELCOMED)
         peer.is_loading = True
+        self._wake(peer)
         self._desk.commands.append(LoadPeer(peer, message.metadata))
 
     def _inspect(self, peer: Peer, welcome: Welcome, source: str) -> tuple[Reason, str] | None:
@@ -550,6 +554,8 @@ class Pulling:
         match peer.state:
             case S.CONNECTING:
                 self._timers.wake(peer, min(peer.deadline, peer.retry_at))
+            case S.LOADING:
+                self._timers.wake(peer, peer.deadline)
             case S.READY | S.SUSPECT if peer.pulls:
                 self._timers.wake(peer, self._ping_at(peer))
             case S.GONE:
