@@ -601,6 +601,7 @@ class Engine:
         for waiting in self._waiting.values():
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
+            waiting.returned.set()  # without its agent nothing writes any more
         if node is not None:
             self._recorder.event("info", "engine_stopped")
 

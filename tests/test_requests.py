@@ -13,7 +13,7 @@ from asynckv.core import messages as m
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import LeaseState
 from asynckv.core.pull import PullState
-from asynckv.core.pulling import News
+from asynckv.core.pull import News
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, Route, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from tests.world import NUM_BLOCKS, Rank, World, make_layout
@@ -457,3 +457,37 @@ def test_a_roster_with_holes_is_refused() -> None:
     broken: Params = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="every rank"):
         decode.node.pull("d", [(0, [1])], broken, "", 30, 0.0)
+
+
+def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    (transfer_id,) = decode.reads
+    world.tell(decode, News(transfer_id, False, True, "doubt"))
+    decode.node.pulling.forget(prefill.address, world.time(decode))
+    world.settle(decode)
+    world.advance(100.0)
+    assert decode.node.next_at > world.time(decode)
+    world.tell(decode, News(transfer_id, True, False))
+    world.advance(100.0)
+    assert not decode.node.pulling.peers
+
+
+def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params)
+    world.deliver_all()
+    prefill.node.lending.revoke(lease, world.time(prefill))
+    world.settle(prefill)
+    for _ in range(80):
+        world.advance(0.1)
+        world.deliver_all()  # renewals are refused: revoked
+    assert not it.is_told
+    world.complete_all()
+    world.run()
+    assert it.reason is Reason.COMPLETE

@@ -84,6 +84,11 @@ class Lending:
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it"
             )
+        if len(lent.groups) != len(self._layout.groups):
+            raise LocalProtocolError(
+                f"request {lent.request_id!r} names {len(lent.groups)} groups, "
+                f"but the layout has {len(self._layout.groups)}"
+            )
         # Runs first: their sum is bounded by the layout before anything is allocated by it.
         for group, offer in zip(self._layout.groups, lent.groups, strict=False):
             if sum(count for _, count in offer.runs) > group.num_blocks:

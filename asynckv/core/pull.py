@@ -37,6 +37,9 @@ __all__ = ["Leg", "News", "Pull", "PullEvent", "PullState"]
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
 
+MIN_RENEW_S = 0.05
+"""No peer can make us renew more often."""
+
 MAX_NONCES = 8
 """Transmissions per leg whose answers still count."""
 
@@ -494,11 +497,15 @@ class Pull:
         newest = answer.nonce == next(reversed(leg.nonces))
         if newest or deadline > now:
             leg.claims = 0
-            leg.claim_at = max(sent_at + min(self.params.renew_s, answer.seconds / 2), now)
+            leg.claim_at = max(sent_at + min(self.params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
         self._note(now, f"tp{leg.tp_rank} granted {answer.seconds:g} s")
 
     def _refused(self, leg: Leg, answer: Refused, now: float) -> None:
         covered = leg.covered_until > -math.inf
+        if now < leg.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED):
+            # Nothing is granted any more, but what was promised stands: read on until it runs out.
+            leg.claim_at = leg.covered_until
+            return
         if covered and answer.reason is Reason.EXPIRED and leg.nonces[answer.nonce] < leg.covered_until:
             # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
             leg.covered_until, leg.claim_at = -math.inf, now

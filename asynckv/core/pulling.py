@@ -69,6 +69,8 @@ class _Transfer:
     leg: Leg
     peer: Peer
     num_bytes: int
+    windowed: int
+    """Bytes it still takes from the peer's window."""
 
 
 class Pulling:
@@ -158,7 +160,7 @@ class Pulling:
                 leg.queued = False
             self._take_turn(peer)
             transfer_id = TransferId(next(self._ids))
-            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes)
+            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_bytes)
             peer.transfers.add(transfer_id)
             peer.in_flight_bytes += post.num_bytes
             pull.posted(leg, transfer_id, post.num_descriptors, now)
@@ -178,12 +180,14 @@ class Pulling:
             self._desk.counters["transfers.late_news"] += 1
             return
         pull, leg, peer = transfer.pull, transfer.leg, transfer.peer
+        # What is in doubt may stay so for ever: it must not take the window from others.
+        peer.in_flight_bytes -= transfer.windowed
+        transfer.windowed = 0
         if news.in_doubt:
             self._desk.counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[news.transfer_id]
             peer.transfers.discard(news.transfer_id)
-            peer.in_flight_bytes -= transfer.num_bytes
             self._desk.counters["transfers.done" if news.ok else "transfers.failed"] += 1
         if news.ok:
             pull.detect_s = max(pull.detect_s, detect_s)
@@ -540,6 +544,8 @@ class Pulling:
         if peer.state is S.GONE and peer.loaded and not peer.transfers:
             peer.loaded = False
             self._desk.commands.append(RemovePeer(peer))
+        if peer.state is S.GONE:
+            self._wake(peer)
 
     def _take_turn(self, peer: Peer) -> None:
         if peer.queue and not peer.is_queued:
@@ -558,7 +564,8 @@ class Pulling:
                 self._timers.wake(peer, peer.deadline)
             case S.READY | S.SUSPECT if peer.pulls:
                 self._timers.wake(peer, self._ping_at(peer))
-            case S.GONE:
+            case S.GONE if not peer.pulls and not peer.transfers:
+                # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
                 self._timers.wake(peer, peer.gone_at + TOMBSTONE_S)
             case _:
                 pass

@@ -190,6 +190,10 @@ def decode_params(value: object) -> Params:
     Raises:
         msgspec.ValidationError: Naming the field that is wrong.
     """
-    if isinstance(value, Params):
-        return value
-    return msgspec.convert(value, Params)
+    params = value if isinstance(value, Params) else msgspec.convert(value, Params)
+    try:
+        msgspec.msgpack.encode(params)
+    except UnicodeEncodeError as exc:
+        # `json.loads` makes lone surrogates, which no message could carry.
+        raise msgspec.ValidationError(f"text that is not valid Unicode: {exc.reason}") from exc
+    return params
