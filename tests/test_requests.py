@@ -12,8 +12,7 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import messages as m
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import LeaseState
-from asynckv.core.pull import PullState
-from asynckv.core.pull import News
+from asynckv.core.pull import News, PullState
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, Route, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from tests.world import NUM_BLOCKS, Rank, World, make_layout

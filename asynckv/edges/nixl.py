@@ -16,7 +16,6 @@ import asyncio
 import importlib
 import importlib.util
 import logging
-import logging.config
 import os
 import re
 import sys
@@ -78,22 +77,17 @@ def _load() -> Any:
     # UCX reads its environment when it is loaded, and prints warnings to stdout by default.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")
-    variant, raises, configure = _variant(), logging.raiseExceptions, logging.config.dictConfig
-
-    def unless_nixl(config: dict[str, Any]) -> None:
-        # NIXL's own set-up closes every handler that exists, for good, and logs to stdout. Without it,
-        # its loggers hand their records to the application's.
-        if "nixl" not in config.get("loggers", ()):
-            configure(config)
-
-    logging.config.dictConfig = unless_nixl
+    root = logging.getLogger()
+    handlers, raises = list(root.handlers), logging.raiseExceptions
     try:
-        return importlib.import_module(f"{variant}._api")
+        return importlib.import_module(f"{_variant()}._api")
     except ImportError as exc:
         raise BackendError(f"NIXL cannot be loaded: {exc}; reinstall it with `pip install nixl`") from exc
     finally:
-        logging.config.dictConfig = configure
         logging.raiseExceptions = raises
+        for handler in handlers:
+            if handler not in root.handlers:
+                root.addHandler(handler)
 
 
 def _epolls() -> set[int]:
@@ -104,10 +98,6 @@ def _epolls() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 found.add(int(name))
     return found
-
-
-def _text(name: bytes | str) -> str:
-    return name.decode(errors="replace") if isinstance(name, bytes) else name
 
 
 class _Remote:
@@ -142,7 +132,6 @@ class NixlPlane:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_sweep_due = False
-        self._is_told = False
         self._is_serving = False
         self._polls = 0
         self._counts = dict.fromkeys(("posts", "done_in_post", "wakeups", "rescued", "notifications"), 0)
@@ -168,8 +157,7 @@ class NixlPlane:
             plugins = ", ".join(getattr(self._agent, "plugin_list", [])) or "none"
             self._agent = None
             raise BackendError(
-                f"NIXL back end {self._config.backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}; "
-                f"name one of them in NixlConfig.backend, or reinstall NIXL with `pip install nixl` if it is missing"
+                f"NIXL back end {self._config.backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
             ) from exc
         self._raw = self._agent.agent
         self._lost = sys.modules[f"{self._api.__package__}._bindings"].nixlRemoteDisconnectError
@@ -235,44 +223,27 @@ class NixlPlane:
         """Load a peer's metadata off the loop, and prepare its descriptor lists."""
         if name in self._remotes:
             raise BackendError(f"peer {name} is loaded already")
-        mark = self._remotes[name] = _Remote()
+        self._remotes[name] = _Remote()
         agent = self._agent
-        # Opens the endpoint: 3 to 14 ms during which the loop has better things to do. A task of its own,
-        # because a caller that is cancelled must not leave behind a peer that nobody can remove.
-        loading = asyncio.ensure_future(anyio.to_thread.run_sync(agent.add_remote_agent, metadata))
         try:
-            loaded = await asyncio.shield(loading)
-        except asyncio.CancelledError:
-            loading.add_done_callback(lambda done: self._abandon(name, mark, agent, done))
-            raise
+            # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
+            loaded = await anyio.to_thread.run_sync(agent.add_remote_agent, metadata)
         except Exception as exc:
-            self._forget(name, mark)
+            self._remotes.pop(name, None)
             raise BackendError(f"NIXL refuses the metadata of {name}: {exc!r}") from exc
-        found = _text(loaded)
+        found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         try:
-            if self._remotes.get(name) is not mark or self._agent is None:
-                raise BackendError(f"peer {name} was removed while its metadata was loaded")
             if found != name:
                 raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
             for table in tables:
                 self.add_table(name, table, memories, remote)
         except BackendError:
-            self._forget(name, mark)
+            self._remotes.pop(name, None)
+            # Never somebody else's: metadata under a false name may be that of a peer in use.
             if found not in self._remotes:
                 with suppress(Exception):
                     agent.remove_remote_agent(found)
             raise
-
-    def _forget(self, name: str, mark: _Remote) -> None:
-        if self._remotes.get(name) is mark:
-            del self._remotes[name]
-
-    def _abandon(self, name: str, mark: _Remote, agent: Any, done: asyncio.Future[Any]) -> None:
-        self._forget(name, mark)
-        # Reading the exception keeps asyncio from reporting it: nobody waits for this load any more.
-        if not done.cancelled() and done.exception() is None:
-            with suppress(Exception):
-                agent.remove_remote_agent(_text(done.result()))
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare one table's two descriptor lists, one strided row per piece."""
@@ -341,11 +312,10 @@ class NixlPlane:
             self._release(handle)
             return Ended(transfer_id, Ending.DONE)
         self._running[transfer_id] = handle
-        self._polls = 0
         if not self._is_sweep_due and self._loop is not None:
             # Posting makes progress and may have eaten another transfer's wake-up.
             self._is_sweep_due = True
-            self._loop.call_soon(self._tell)
+            self._loop.call_soon(self._sweep_soon)
         self._arm()
         return None
 
@@ -358,8 +328,7 @@ class NixlPlane:
             news += found
         if self._doubtful:
             news += self._sweep(self._doubtful)
-        if not self._running or self._is_timer_poll:
-            # A check makes progress too, but only this takes away what strangers send.
+        if not self._running:
             self._progress()
         if self._unreleased:
             waiting, self._unreleased = self._unreleased, []
@@ -420,35 +389,22 @@ class NixlPlane:
 
     def _woken(self) -> None:
         self._counts["wakeups"] += 1
-        self._tell()
-
-    def _tell(self) -> None:
-        # Several descriptors fire in one turn of the loop, and one poll looks at everything.
-        self._is_sweep_due = False
-        if self._raw is None or self._loop is None or self._is_told:
-            return
-        self._is_told = True
-        self._loop.call_soon(self._next_turn)
         self._on_ready()
 
-    def _next_turn(self) -> None:
-        self._is_told = False
+    def _sweep_soon(self) -> None:
+        self._is_sweep_due = False
+        if self._raw is not None:
+            self._on_ready()
 
     def _arm(self) -> None:
-        if self._loop is None or self._raw is None or (delay := self._delay()) < 0:
-            return
-        when = self._loop.time() + delay
-        if self._timer is not None:
-            if self._timer.when() <= when:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(when, self._timed_out)
+        if self._timer is None and self._loop is not None and self._raw is not None and (delay := self._delay()) >= 0:
+            self._timer = self._loop.call_later(delay, self._timed_out)
 
     def _delay(self) -> float:
         if self._fds:
             return SAFETY_S if self._running or self._is_serving else DOUBT_S if self._doubtful else -1.0
-        if not (self._running or self._is_serving):
-            return DOUBT_S if self._doubtful else -1.0
+        if not (self._running or self._doubtful or self._is_serving):
+            return -1.0
         over = self._polls - TIGHT_POLLS
         return 0.0 if self._running and over < 0 else min(1e-3, 2e-5 * 2 ** min(max(over, 0) // 8, 6))
 
@@ -456,10 +412,10 @@ class NixlPlane:
         self._timer = None
         self._is_timer_poll = True
         try:
-            self._tell()
+            self._on_ready()
         finally:
             self._is_timer_poll = False
-            self._arm()
+        self._arm()
 
     # -- questions ---------------------------------------------------------------------------------
 
