@@ -56,6 +56,7 @@ class PullConfig:
         heartbeat_s: How often a silent peer is pinged, where something is owed or held.
         suspect_s: Silence after which no new work goes to a peer.
         gone_s: Silence after which a peer is taken for dead.
+        idle_s: How long a peer that nothing is read from is kept ready.
         max_post_bytes: Most bytes in one NIXL transfer.
         max_post_descriptors: Most descriptors (after merging) in one NIXL transfer.
         window_bytes: Most bytes in flight per peer.
@@ -74,6 +75,7 @@ class PullConfig:
     heartbeat_s: float = 0.25
     suspect_s: float = 1.0
     gone_s: float = 30.0
+    idle_s: float = 600.0
     max_post_bytes: int = 4 * 1024 * 1024
     max_post_descriptors: int = 512
     window_bytes: int = 16 * 1024 * 1024

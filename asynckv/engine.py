@@ -33,6 +33,8 @@ from asynckv.core.commands import (
     PullEnded,
     PullOver,
     RemovePeer,
+    RemoveTable,
+    SlowGeometry,
     Traced,
 )
 from asynckv.core.layout import fingerprint
@@ -41,7 +43,7 @@ from asynckv.core.node import Identity, Node
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
-from asynckv.core.types import Address, Endpoint, Params, PullId, Reason, Route, decode_params
+from asynckv.core.types import NULL, Address, Endpoint, Params, PullId, Reason, Route, decode_params
 from asynckv.errors import (
     AsyncKVError,
     BackendError,
@@ -315,6 +317,7 @@ class Engine:
         *,
         timeout_s: float | None = None,
         cohort_id: str = "",
+        hashes: Sequence[str] = (),
     ) -> PullResult:
         """Fill blocks with a lent request's KV; on every decode rank.
 
@@ -322,10 +325,16 @@ class Engine:
             request_id: The decode side's id; one pull at a time per id.
             groups: Per cache group `(first_token, block ids)`: which tokens are missing here, and where
                 they go. The first block is the one that holds `first_token`; nothing below is written.
+                `None` in the list is a place where nothing is wanted (outside a sliding window, a state
+                that is not kept). In a group of states the list has one place per `block_size` tokens,
+                and the state after the last token goes into the place of that token.
                 No blocks at all is a full prefix hit: nothing is read, everybody is released.
             params: What the prefill side gave out for the request.
             timeout_s: Deadline; the configuration's if left out.
             cohort_id: Name of this decode engine's attempt, if it is not the engine's id (siblings).
+            hashes: This side's hashes of the prompt, one per `hash_tokens` of the params and each covering
+                all tokens before it. Only tokens on which both sides agree are read; the result's
+                `num_tokens` says how many that are.
 
         Returns:
             What was moved, once it is proven to be what was lent.
@@ -339,7 +348,7 @@ class Engine:
         """
         node = self._node
         timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
-        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now())
+        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes)
         if pull.planned_at == pull.called_at:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
@@ -355,7 +364,7 @@ class Engine:
             raise
         if pull.reason is not Reason.COMPLETE:
             raise self._error(pull, waiting)
-        padding = tuple(p for leg in pull.legs if leg.plan for p in leg.plan.padding)
+        assert pull.lists is not None
         return PullResult(
             request_id=request_id,
             pull_id=pull.pull_id,
@@ -364,7 +373,8 @@ class Engine:
             descriptors_planned=pull.num_descriptors,
             descriptors_posted=pull.num_descriptors_posted,
             phases=phases(pull),
-            padding=padding,
+            padding=tuple(pull.lists.padding(node.identity.layout)),
+            num_tokens=pull.lists.num_tokens,
         )
 
     def cancel(self, request_id: str) -> bool:
@@ -505,22 +515,23 @@ class Engine:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case AddTable(peer, table):
-                assert peer.map is not None
+                assert peer.layout is not None
+                mine, theirs = node.identity.layout.memories, peer.layout.memories
                 try:
-                    self._data.add_table(peer.agent_name, table, peer.map.local.memories, peer.map.remote.memories)
+                    self._data.add_table(peer.agent_name, table, mine, theirs)
                 except BackendError as exc:
                     self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
-                    node.pulling.forget(peer.address, now)
+                    node.pulling.table_failed(peer, str(exc), now)
+            case RemoveTable(peer, table_id):
+                self._data.remove_table(peer.agent_name, table_id)
+            case SlowGeometry(peer, detail):
+                self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
             case RemovePeer(peer):
                 self._data.remove_peer(peer.agent_name)
             case Disconnect(address):
                 self._control.disconnect(address)
             case PeerChanged(peer, before):
                 self._recorder.peer_changed(peer, before)
-                if peer.map is not None:
-                    for warning in peer.map.warnings:
-                        self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=warning)
-                    peer.map.warnings.clear()
             case Traced(subject, entries):
                 self._recorder.traced(subject, entries)
             case _:
@@ -528,12 +539,11 @@ class Engine:
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         node = self._node
-        assert peer.map is not None
-        tables, local, remote = peer.map.regular, peer.map.local.memories, peer.map.remote.memories
         try:
-            await self._data.prepare_peer(peer.agent_name, metadata, tables, local, remote)
-        except BackendError as exc:
-            node.pulling.load_failed(peer, str(exc), self._clock.now())
+            await self._data.prepare_peer(peer.agent_name, metadata)
+        except Exception as exc:  # whatever it is, who waits for this peer must hear of it
+            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
+            node.pulling.load_failed(peer, cause, self._clock.now())
         else:
             node.pulling.loaded(peer, self._clock.now())
         self._soon()
@@ -549,7 +559,8 @@ class Engine:
         held: dict[int, tuple[int, ...]] = {}
         wait_returned: Callable[[], Awaitable[Any]] | None = None
         if not pull.is_returned:
-            held = {g: tuple(ids) for g, (_, ids) in enumerate(pull.groups) if ids}
+            blocks = pull.lists.local if pull.lists else ()
+            held = {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(blocks) if len(ids)}
             wait_returned = waiting.returned.wait
         assert pull.reason is not None
         kind = _ERRORS.get(pull.reason, LeaseRefused)

@@ -124,15 +124,8 @@ class DataPlane(Protocol):
     def metadata(self) -> bytes:
         """Opaque bytes with which a remote data plane can reach this one's memory."""
 
-    async def prepare_peer(
-        self,
-        name: str,
-        metadata: bytes,
-        tables: Sequence[PieceTable],
-        memories: Sequence[Memory],
-        remote: Sequence[Memory],
-    ) -> None:
-        """Load a remote rank's metadata and prepare descriptor lists for its piece tables.
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Load a remote rank's metadata.
 
         `name` is the remote plane's `agent_name`.
 
@@ -141,7 +134,14 @@ class DataPlane(Protocol):
         """
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare one more piece table for a prepared peer (unusual cuts, made on demand)."""
+        """Prepare descriptor lists for a piece table of a prepared peer.
+
+        Raises:
+            BackendError: The back end refuses.
+        """
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget a piece table. Never called while a transfer of it is posted or in doubt."""
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer and its descriptor lists. Never called while one of its transfers is posted."""

@@ -21,6 +21,7 @@ class PullResult:
         descriptors_posted: What they came to after NIXL merged neighbours.
         phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
         padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
+        num_tokens: Tokens of the request that are valid here now: all, or those on which hashes agree.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class PullResult:
     descriptors_posted: int
     phases: Mapping[str, float]
     padding: tuple[Padding, ...]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

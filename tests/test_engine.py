@@ -183,7 +183,7 @@ async def test_bad_input_names_the_value_and_leaves_nothing(bench: Bench) -> Non
         with pytest.raises(LocalProtocolError, match="timeout"):
             await decode.engine.pull("d", [(0, [1])], params, timeout_s=float("nan"))
         prefill.engine.lend(params)
-        with pytest.raises(RemoteTooShort, match="needs tokens"):
+        with pytest.raises(RemoteTooShort, match="needs KV from token"):
             await decode.engine.pull("d", [(16, [1, 2])], {**params, "num_tokens": 40})
         assert decode.engine.statistics().gauges["blocks_writing"] == 0
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core.layout import Layout, runs_of
-from asynckv.core.plan import PeerMap, Plan, check_block_ids, compare, plan_read
+from asynckv.core.plan import PeerMap, Plan, check_block_ids, plan_read
+from asynckv.core.sources import compare
 from asynckv.core.types import BlockRuns
 from asynckv.errors import PlanRefused, RemoteTooShort
-from tests.world import Buffers, make_layout
+from tests.world import Buffers, block_lists, make_layout, peer_map
 
 ORDERS = [
     o for o in itertools.permutations(("block", "kv", "head", "token", "dim")) if o[-1] == "dim" or o[0] == "block"
@@ -116,7 +117,8 @@ def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> Non
     before = [a.copy() for a in local.arrays]
     skipped = first // case["sizes"][0][0]
     assert compare(*layouts) == ()
-    plan = plan_read(PeerMap(*layouts), [(first, mine[skipped:])], [BlockRuns(0, runs_of(theirs))], case["tokens"])
+    asked = block_lists(layouts[0], [(first, mine[skipped:])], [BlockRuns(0, runs_of(theirs))], case["tokens"])
+    plan = plan_read(peer_map(*layouts), asked)
     execute(plan, local, remote, case["max_bytes"], case["max_descriptors"])
 
     for token in range(first, case["tokens"]):
@@ -130,14 +132,18 @@ def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> Non
     for now, was, may in zip(local.arrays, before, touched, strict=True):
         assert (now[~may] == was[~may]).all()
     # What the request does not cover is reported, block by block.
-    padded = {(p.block_id, p.first_token + i) for p in plan.padding for i in range(p.num_tokens)}
+    padded = {(p.block_id, p.first_token + i) for p in asked.padding(layouts[0]) for i in range(p.num_tokens)}
     assert padded == {(mine[t // size], t % size) for t in range(max(case["tokens"], first), len(mine) * size)}
 
 
 def plan_of(first: int, ids: list[int], offered: list[int], tokens: int, **remote: Any) -> tuple[PeerMap, Plan]:
     here, there = make_layout(num_blocks=64), make_layout(num_blocks=64, base=1 << 41, **remote)
-    peer = PeerMap(here, there)
-    return peer, plan_read(peer, [(first, ids)], [BlockRuns(0, runs_of(offered))], tokens)
+    peer = peer_map(here, there)
+    return peer, read(peer, first, ids, offered, tokens)
+
+
+def read(peer: PeerMap, first: int, ids: list[int], offered: list[int], tokens: int) -> Plan:
+    return plan_read(peer, block_lists(peer.local, [(first, ids)], [BlockRuns(0, runs_of(offered))], tokens))
 
 
 def pairs(plan: Plan) -> list[tuple[int, int]]:
@@ -158,7 +164,7 @@ def test_a_prefix_hit_reads_the_last_blocks() -> None:
 def test_each_side_has_its_own_ratio_of_kernel_blocks() -> None:
     here = make_layout(num_blocks=8, block_size=66, ratio=66, layers=1)
     there = make_layout(num_blocks=8, block_size=34, ratio=34, layers=1, base=1 << 41)
-    plan = plan_read(PeerMap(here, there), [(0, [1, 2])], [BlockRuns(0, runs_of([5, 6]))], 68)
+    plan = read(peer_map(here, there), 0, [1, 2], [5, 6], 68)
     assert sorted(b for _, b in pairs(plan)) == list(range(170, 238))
     assert sorted(a for a, _ in pairs(plan)) == list(range(66, 134))
 
@@ -167,16 +173,17 @@ def test_allocation_rounding_is_padding() -> None:
     # 640 tokens in kernel blocks of 64: ten there in one block, two blocks of six here.
     here = make_layout(num_blocks=4, block_size=384, ratio=6, layers=1)
     there = make_layout(num_blocks=4, block_size=640, ratio=10, layers=1, base=1 << 41)
-    plan = plan_read(PeerMap(here, there), [(0, [0, 1])], [BlockRuns(0, runs_of([0]))], 640)
+    plan = read(peer_map(here, there), 0, [0, 1], [0], 640)
     assert pairs(plan) == [(i, i) for i in range(10)]
-    assert plan.padding == ((0, 1, 256, 128),)
-    back = plan_read(PeerMap(there, here), [(0, [0])], [BlockRuns(0, runs_of([0, 1]))], 640)
+    lists = block_lists(here, [(0, [0, 1])], [BlockRuns(0, ((0, 1),))], 640)
+    assert list(lists.padding(here)) == [(0, 1, 256, 128)]
+    back = read(peer_map(there, here), 0, [0], [0, 1], 640)
     assert pairs(back) == [(i, i) for i in range(10)]
-    assert back.padding == ()
+    assert list(block_lists(there, [(0, [0])], [], 640).padding(there)) == []
 
 
 def test_too_few_tokens_offered_is_refused() -> None:
-    with pytest.raises(RemoteTooShort, match=r"needs tokens 0\.\.\.19, but the prefill side offers 0\.\.\.15"):
+    with pytest.raises(RemoteTooShort, match=r"needs KV from token 16 on of 20, but .*: 4 blocks of 4 from token 0"):
         plan_of(0, [0, 1, 2, 3, 4], [0, 1, 2, 3], 20)
 
 
@@ -189,14 +196,14 @@ def test_absurd_runs_cost_nothing() -> None:
     here, there = make_layout(), make_layout(base=1 << 41)
     offer = BlockRuns(0, ((0, (1 << 31) - 1), (5, (1 << 31) - 1)))
     with pytest.raises(PlanRefused, match="declared"):
-        plan_read(PeerMap(here, there), [(400, [0])], [offer], 1 << 39)
+        plan_read(peer_map(here, there), block_lists(here, [(400, [0])], [offer], 1 << 39))
 
 
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
         ([(0, [0, 12])], r"block id 12 is outside \[0, 12\)"),
-        ([(0, [-1])], r"block id -1 is outside \[0, 12\)"),
+        ([(0, [-1])], r"block id -1 is not a block's"),
         ([(0, [3, 4, 3])], "block id 3 is given twice"),
         ([(-1, [3])], "first_token -1"),
         ([], "0 groups of blocks"),
@@ -226,7 +233,7 @@ def test_cross_layer_blocks_merge_into_one_piece() -> None:
         memory = msgspec.structs.replace(layout.memories[0], length=16 * size)
         return msgspec.structs.replace(layout, views=tuple(views), memories=(memory,))
 
-    assert PeerMap(one(1 << 40), one(1 << 41)).regular[0].num_rows == 1
+    assert peer_map(one(1 << 40), one(1 << 41)).regular[0].num_rows == 1
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asynckv.core import lease, peer, pull
 from asynckv.core.lease import LeaseState
 from asynckv.core.peer import Peer, PeerEvent, PeerState
+from asynckv.core.plan import BlockLists
 from asynckv.core.pull import PullEvent, PullState
 from asynckv.core.types import Address
 from asynckv.errors import LocalProtocolError
@@ -40,7 +42,7 @@ def test_every_state_has_a_row_and_is_reachable(name: str) -> None:
 @pytest.mark.parametrize("state", PeerState)
 @pytest.mark.parametrize("event", PeerEvent)
 def test_an_impossible_peer_event_changes_nothing(state: PeerState, event: PeerEvent) -> None:
-    it = Peer("engine", 0, Address("tcp://127.0.0.1:1"), "incarnation", state=state)
+    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", state=state)
     if event in peer.ON_EVENT[state]:
         it.receive(event)
         assert it.state is peer.ON_EVENT[state][event]
@@ -58,5 +60,5 @@ def test_an_impossible_pull_event_changes_nothing() -> None:
     before = (it.state, list(it.history))
     assert PullEvent.BEGUN not in pull.ON_EVENT[it.state]
     with pytest.raises(LocalProtocolError, match="BEGUN"):
-        it.begin(((0, [2]),), 10.0, 0.0)
+        it.begin(BlockLists(((0, np.array([2])),), params.groups, 4), 10.0, 0.0)
     assert (it.state, it.history) == before

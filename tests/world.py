@@ -6,6 +6,7 @@ when it *lands*, so that a core that frees or believes too early is caught by th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,16 +22,18 @@ from asynckv.core.commands import (
     PostRead,
     PullEnded,
     RemovePeer,
+    RemoveTable,
 )
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.core.lease import Lease
 from asynckv.core.node import Identity, Node
 from asynckv.core.peer import Peer
-from asynckv.core.plan import PieceTable
+from asynckv.core.plan import BlockLists, PeerMap, PieceTable, check_block_ids
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
-from asynckv.core.types import Address, Endpoint, Params, Reason, Route, TransferId, decode_params
+from asynckv.core.sources import assign
+from asynckv.core.types import Address, BlockRuns, Endpoint, Params, Reason, Route, TransferId, decode_params
 
 NUM_BLOCKS = 12
 BLOCK = 4
@@ -76,6 +79,18 @@ def make_layout(
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
     )
+
+
+def peer_map(here: Layout, there: Layout) -> PeerMap:
+    """The map of a single remote rank."""
+    return PeerMap(here, there, assign(here, [there])[0], itertools.count(1))
+
+
+def block_lists(
+    here: Layout, local: Sequence[tuple[int, Sequence[int | None]]], remote: Sequence[BlockRuns], num_tokens: int
+) -> BlockLists:
+    """Block lists as a caller gives them."""
+    return BlockLists(check_block_ids(here, local), remote, num_tokens)
 
 
 class Buffers:
@@ -131,7 +146,8 @@ class Rank:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.node.identity.layout.tp_rank, self.address, self.node.identity.incarnation)
+        layout = self.node.identity.layout
+        return Endpoint(layout.tp_rank, self.address, self.node.identity.incarnation, layout.pp_stage)
 
 
 @dataclass
@@ -206,14 +222,16 @@ class World:
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
-                        remote = self.ranks[metadata.decode()]
-                        assert peer.map is not None
-                        rank.peers[peer.agent_name] = (remote, {t.table_id: t for t in peer.map.regular})
+                        rank.peers[peer.agent_name] = (self.ranks[metadata.decode()], {})
                         rank.loading.append(peer)
                         if self.auto_load:
                             self.load(rank)
                     case AddTable(peer, table):
                         rank.peers[peer.agent_name][1][table.table_id] = table
+                    case RemoveTable(peer, table_id):
+                        running = [t for t, r in rank.reads.items() if r.post.table_id == table_id]
+                        assert not running, "a table was removed under a running transfer"
+                        del rank.peers[peer.agent_name][1][table_id]
                     case RemovePeer(peer):
                         running = [t for t, r in rank.reads.items() if r.agent_name == peer.agent_name]
                         assert not running, "a peer was removed under a running transfer"

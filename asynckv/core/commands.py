@@ -34,6 +34,8 @@ __all__ = [
     "PullEnded",
     "PullOver",
     "RemovePeer",
+    "RemoveTable",
+    "SlowGeometry",
     "Timers",
     "Traced",
 ]
@@ -41,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LoadPeer:
-    """Load the peer's metadata and prepare its regular tables, then say `loaded` or `load_failed`."""
+    """Load the peer's metadata, then say `loaded` or `load_failed`."""
 
     peer: Peer
     metadata: bytes
@@ -49,10 +51,26 @@ class LoadPeer:
 
 @dataclass(frozen=True, slots=True)
 class AddTable:
-    """Prepare one more table, before the next read is posted."""
+    """Prepare one more table, before the next read is posted, or say `table_failed`."""
 
     peer: Peer
     table: PieceTable
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveTable:
+    """Forget a table that no transfer uses."""
+
+    peer: Peer
+    table_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowGeometry:
+    """Reading from this peer takes many small pieces."""
+
+    peer: Peer
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +143,8 @@ class Traced:
 Command = (
     LoadPeer
     | AddTable
+    | RemoveTable
+    | SlowGeometry
     | RemovePeer
     | Disconnect
     | PullEnded

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from asynckv.config import LeaseConfig, check_lease
-from asynckv.core.layout import runs_of
-from asynckv.core.types import BlockRuns, Endpoint, Key, Params
-from asynckv.errors import ConfigError
+from asynckv.core.layout import as_block_ids, runs_of
+from asynckv.core.types import NULL, BlockRuns, Endpoint, Key, Params
+from asynckv.errors import ConfigError, LayoutError
 
 __all__ = ["PrefillGroup"]
 
@@ -28,7 +28,10 @@ class PrefillGroup:
         roster: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
         lease: Defaults for lease and renewal times; use the ranks' own.
         memory_epoch: How often the ranks' memory was registered anew.
-        tp_size: Size of the group; the roster's length if left out.
+        tp_size: Ranks per pipeline stage; the roster's length if left out.
+        pp_size: Pipeline stages.
+        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a
+            list always means that.
 
     Raises:
         ConfigError: Ranks are missing, doubled or malformed.
@@ -42,20 +45,23 @@ class PrefillGroup:
         lease: LeaseConfig | None = None,
         memory_epoch: int = 0,
         tp_size: int | None = None,
+        pp_size: int = 1,
+        null_block: int = NULL,
     ) -> None:
         try:
             endpoints = [e if isinstance(e, Endpoint) else msgspec.convert(e, Endpoint) for e in roster]
         except msgspec.ValidationError as exc:
             raise ConfigError(f"an endpoint of prefill engine {engine_id!r} is malformed: {exc}") from exc
         self.engine_id = engine_id
-        self.roster = tuple(sorted(endpoints, key=lambda e: e.tp_rank))
-        self.tp_size = len(self.roster) if tp_size is None else tp_size
+        self.roster = tuple(sorted(endpoints, key=lambda e: (e.pp_stage, e.tp_rank)))
+        self.pp_size, self.null_block = pp_size, null_block
+        self.tp_size = len(self.roster) // max(pp_size, 1) if tp_size is None else tp_size
         self.lease = lease or LeaseConfig()
-        ranks = [e.tp_rank for e in self.roster]
-        if ranks != list(range(self.tp_size)) or not ranks:
+        ranks = [(e.pp_stage, e.tp_rank) for e in self.roster]
+        if ranks != [(s, r) for s in range(pp_size) for r in range(self.tp_size)] or not ranks:
             raise ConfigError(
-                f"prefill engine {engine_id!r} of tp_size {self.tp_size} needs one endpoint for each of its ranks, "
-                f"but was given tp_ranks {ranks}"
+                f"prefill engine {engine_id!r} of tp_size {self.tp_size} and pp_size {pp_size} needs one endpoint for "
+                f"each of its ranks, but was given (pp_stage, tp_rank) {ranks}"
             )
         self.memory_epoch = memory_epoch
         # Random, not derived from anything: a restarted scheduler must never repeat a key.
@@ -65,11 +71,13 @@ class PrefillGroup:
     def make_params(
         self,
         request_id: str,
-        groups: Sequence[tuple[int, Sequence[int]]],
+        groups: Sequence[tuple[int, Sequence[int | None]]],
         num_tokens: int,
         *,
         lease_s: float | None = None,
         written: bool = False,
+        hashes: Sequence[str] = (),
+        hash_tokens: int = 0,
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
@@ -78,28 +86,41 @@ class PrefillGroup:
 
         Args:
             request_id: The prefill side's id; arbitrary text.
-            groups: Per cache group `(first_token, block ids)`; the first block holds `first_token`.
+            groups: Per cache group `(first_token, block ids)`; the first block holds `first_token`. `None`
+                stands for a block that is not there: outside a sliding window, a state that was not kept.
             num_tokens: Tokens whose KV is, or will be, in these blocks.
             lease_s: How long the request stays lent if nobody claims it.
             written: The KV is complete already. Leave it False when params travel ahead of the data:
                 readers then make sure that they began after the request was lent.
+            hashes: One per `hash_tokens` tokens, each covering all tokens before it as well. Readers that
+                give theirs take only the tokens on which both agree.
+            hash_tokens: Tokens per hash.
 
         Raises:
             ConfigError: A value is out of range; the message names it.
         """
         lease_s = self.lease.lease_s if lease_s is None else lease_s
+        if bool(hashes) != (hash_tokens > 0):
+            raise ConfigError(f"{len(hashes)} hashes of {hash_tokens} tokens each; give both, or neither")
+        try:
+            blocks = tuple(BlockRuns(f, runs_of(as_block_ids(ids, self.null_block))) for f, ids in groups)
+        except LayoutError as exc:
+            raise ConfigError(f"request {request_id[:80]!r} cannot be described: {exc}") from exc
         check_lease(lease_s, self.lease.max_lease_s)
         params = Params(
             engine_id=self.engine_id,
             request_id=request_id,
             key=Key(self._epoch, self.memory_epoch, next(self._sequence), secrets.token_hex(16)),
             tp_size=self.tp_size,
+            pp_size=self.pp_size,
             roster=self.roster,
-            groups=tuple(BlockRuns(first, runs_of(ids)) for first, ids in groups),
+            groups=blocks,
             num_tokens=num_tokens,
             lease_s=lease_s,
             renew_s=min(self.lease.grant_s, lease_s) / 3,
             written=written,
+            hashes=tuple(hashes),
+            hash_tokens=hash_tokens,
         )
         plain: dict[str, Any] = msgspec.to_builtins(params)
         try:

@@ -5,6 +5,10 @@ strides; it is *sharded* along one axis (and says which global range it holds) o
 *view* places the parts of one layer's blocks inside a *memory*; a *group* is the set of layers that
 share block ids. Nothing is guessed from a base address, and `num_blocks` is what the engine declares.
 
+Blocks of a group of *tokens* hold the KV of `block_size` tokens. Blocks of a group of *states* hold a
+recurrent layer's state after some token: the one in place `i` of a request's list is the state after
+`(i + 1) * block_size` tokens, or after the last token.
+
 Layouts arrive from remote peers too, so `check_layout` trusts nothing: it bounds every product with
 Python's integers before anything is handed to numpy, and never allocates by a declared count.
 """
@@ -12,6 +16,7 @@ Python's integers before anything is handed to numpy, and never allocates by a d
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,11 +27,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, Name, Rank, Size
+from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, MAX_TOKENS, NULL, Name, Rank, Size
 from asynckv.errors import LayoutError
 
 __all__ = [
     "ITEMSIZE",
+    "ONE_PER_REQUEST",
     "TOKEN",
     "Dim",
     "Group",
@@ -34,15 +40,23 @@ __all__ = [
     "Memory",
     "Part",
     "View",
+    "as_block_ids",
     "attention_view",
+    "blocks_of",
     "check_layout",
+    "dense_part",
     "fingerprint",
+    "num_pieces",
+    "runs_of",
     "shard",
     "strided_pieces",
 ]
 
 TOKEN = "token"
 """The dim along which a part covers tokens, one entry each."""
+
+ONE_PER_REQUEST = MAX_TOKENS
+"""The `block_size` of a group of states in which a request has a single slot, whatever its length."""
 
 MAX_PIECES = 65_536
 """Most contiguous pieces that one view's block may fall into."""
@@ -100,6 +114,8 @@ class Part(Struct, frozen=True, array_like=True):
         axis: Name of the sharded dim, or empty if every rank holds the whole part.
         held: `[lo, hi)` of the global axis that this rank holds; `hi - lo` is the dim's size.
         extent: Size of the global axis.
+        tokens_per_entry: Tokens that one entry of the dim `token` covers: 1, or more for scales and
+            other summaries. A part of a group of tokens without that dim covers a whole kernel block.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -110,6 +126,12 @@ class Part(Struct, frozen=True, array_like=True):
     axis: Annotated[str, Meta(max_length=64)] = ""
     held: tuple[Bytes, Bytes] = (0, 0)
     extent: Bytes = 0
+    tokens_per_entry: Annotated[int, Meta(ge=1, le=1 << 31)] = 1
+
+    @property
+    def has_tokens(self) -> bool:
+        """One of its dims is along the tokens."""
+        return any(dim.name == TOKEN for dim in self.dims)
 
 
 class View(Struct, frozen=True, array_like=True):
@@ -137,15 +159,24 @@ class Group(Struct, frozen=True, array_like=True):
 
     Attributes:
         name: For people.
-        block_size: Tokens per block, as the engine's block table counts them.
+        block_size: Tokens per block, as the engine's block table counts them. For states: tokens
+            between the states that are kept, or `ONE_PER_REQUEST`.
         num_blocks: Blocks as the engine declares them, whatever the tensors' shapes say.
         ratio: Kernel blocks per block: block `b` is kernel blocks `b*ratio ... b*ratio+ratio-1`.
+        kind: Whether blocks hold tokens, or states after some token.
+        window: Sliding window: the next token attends to itself and the `window - 1` tokens before it,
+            so that no more than these are ever read. 0: all tokens.
+        null_block: Id by which the engine's lists mark a place without a block (vLLM: 0); `NULL` if
+            there is none. `None` in a list always means that.
     """
 
     name: Name
-    block_size: Annotated[int, Meta(ge=1, le=1 << 31)]
+    block_size: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     num_blocks: Blocks
     ratio: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    kind: Literal["tokens", "state"] = "tokens"
+    window: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    null_block: Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)] = NULL
 
     @property
     def kernel_size(self) -> int:
@@ -200,25 +231,56 @@ def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     )
 
 
+def dense_part(
+    name: str,
+    dtype: str,
+    dims: Sequence[tuple[str, int]],
+    *,
+    offset: int = 0,
+    axis: str = "",
+    held: tuple[int, int] = (0, 0),
+    extent: int = 0,
+    tokens_per_entry: int = 1,
+) -> Part:
+    """Declare a part whose dims, `(name, entries)` slowest first, lie densely one in another.
+
+    Raises:
+        LayoutError: The dtype is unknown.
+    """
+    itemsize = _itemsize(dtype)
+    out, step = [], itemsize
+    for dim, size in reversed(dims):
+        out.append(Dim(dim, size, step))
+        step *= size
+    return Part(name, dtype, itemsize, offset, tuple(reversed(out)), axis, held, extent, tokens_per_entry)
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype not in ITEMSIZE:
+        raise LayoutError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+    return ITEMSIZE[dtype]
+
+
 def attention_view(
     *,
     layer: str,
     order: Sequence[str],
     sizes: Mapping[str, int],
     dtype: str,
-    heads: tuple[int, int],
-    num_heads: int,
+    heads: tuple[int, int] = (0, 0),
+    num_heads: int = 0,
     strides: Mapping[str, int] | None = None,
     memory: int = 0,
     group: int = 0,
     offset: int = 0,
 ) -> View:
-    """Declare one attention layer's K and V from the order of its dims.
+    """Declare one attention layer from the order of its dims.
 
     Args:
         layer: Name by which both engines know the layer.
-        order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv`
-            the memory holds one part named `kv` (keys and values packed in `dim`, or a latent).
+        order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv` the
+            memory holds one part named `kv` (keys and values packed in `dim`, or a latent). Without
+            `head` every rank holds the same (a latent).
         sizes: Entries per dim; `block` counts kernel blocks, `token` is the kernel block size.
         dtype: Element type, a key of `ITEMSIZE`.
         heads: `[lo, hi)` of the global KV heads that this rank holds.
@@ -232,30 +294,41 @@ def attention_view(
         LayoutError: The order is no permutation, sizes are missing, or the dtype is unknown.
     """
     known = {"block", "kv", "head", TOKEN, "dim"}
-    if len(set(order)) != len(order) or not known - {"kv"} <= set(order) <= known:
+    if len(set(order)) != len(order) or not known - {"kv", "head"} <= set(order) <= known:
         raise LayoutError(
-            f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv may be left out)"
+            f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv and head may be left out)"
         )
-    if dtype not in ITEMSIZE:
-        raise LayoutError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+    itemsize = _itemsize(dtype)
     for name in order:
         if sizes.get(name, 0) < 1:
             raise LayoutError(f"sizes[{name!r}] is {sizes.get(name)}; every dim of the order needs a size of 1 or more")
     if sizes.get("kv", 2) != 2:
         raise LayoutError(f"sizes['kv'] is {sizes['kv']}; it counts keys and values, so it is 2")
     if strides is None:
-        dense, step = {}, ITEMSIZE[dtype]
+        dense, step = {}, itemsize
         for name in reversed(order):
             dense[name] = step
             step *= sizes[name]
         strides = dense
     dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n not in ("block", "kv"))
     names = ("k", "v") if "kv" in order else ("kv",)
-    parts = tuple(
-        Part(name, dtype, ITEMSIZE[dtype], i * strides.get("kv", 0), dims, "head", heads, num_heads)
-        for i, name in enumerate(names)
-    )
+    place = ("head", heads, num_heads) if "head" in order else ("", (0, 0), 0)
+    parts = tuple(Part(name, dtype, itemsize, i * strides.get("kv", 0), dims, *place) for i, name in enumerate(names))
     return View(memory, group, layer, offset, strides["block"], parts)
+
+
+def num_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> int:
+    """Count the pieces that `strided_pieces` would make, without making them."""
+    return math.prod(d[0] for d in _fold(itemsize, dims)[1])
+
+
+def _fold(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> tuple[int, list[tuple[int, int, int]]]:
+    """Join the dims that are contiguous on both sides; the length of a piece, and the dims that remain."""
+    length, rest = itemsize, [d for d in dims if d[0] > 1]
+    while folds := [d for d in rest if d[1] == length and d[2] == length]:
+        length *= folds[0][0]
+        rest.remove(folds[0])
+    return length, rest
 
 
 def strided_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> tuple[Int64s, Int64s, int]:
@@ -271,18 +344,12 @@ def strided_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> tuple
     Raises:
         LayoutError: There would be more than `MAX_PIECES` pieces.
     """
-    length, rest = itemsize, [d for d in dims if d[0] > 1]
-    while folds := [d for d in rest if d[1] == length and d[2] == length]:
-        length *= folds[0][0]
-        rest.remove(folds[0])
-    count = 1
-    for size, _, _ in rest:
-        count *= size
-        if count > MAX_PIECES:
-            raise LayoutError(
-                f"the two memory orders share only pieces of {length} bytes, more than {MAX_PIECES} per block and "
-                f"part; use the same order of token and head on both sides"
-            )
+    length, rest = _fold(itemsize, dims)
+    if math.prod(d[0] for d in rest) > MAX_PIECES:
+        raise LayoutError(
+            f"the two memory orders share only pieces of {length} bytes, more than {MAX_PIECES} per block and "
+            f"part; use the same order of dims on both sides"
+        )
     a, b = np.zeros(1, np.int64), np.zeros(1, np.int64)
     for size, in_a, in_b in sorted(rest, key=lambda d: -d[1]):
         steps = np.arange(size, dtype=np.int64)
@@ -310,6 +377,15 @@ def check_layout(layout: Layout) -> None:
             raise LayoutError(
                 f"group {i} ({group.name!r}): block_size {group.block_size} is not a multiple of its ratio of "
                 f"{group.ratio} kernel blocks per block; make block_size a multiple of the kernel block size"
+            )
+        if group.kind == "state" and (group.ratio != 1 or group.window):
+            raise LayoutError(
+                f"group {i} ({group.name!r}): holds states, but has ratio {group.ratio} and window {group.window}; "
+                f"a state is one whole block of ratio 1 and has no window"
+            )
+        if group.null_block >= group.num_blocks:
+            raise LayoutError(
+                f"group {i} ({group.name!r}): null_block {group.null_block} is outside its {group.num_blocks} blocks"
             )
         if group.num_kernel_blocks > MAX_BLOCK_ID:
             raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
@@ -351,12 +427,18 @@ def _check_part(where: str, part: Part, group: Group) -> None:
     dims = {d.name: d for d in part.dims}
     if len(dims) != len(part.dims):
         raise LayoutError(f"{where}: two dims have the same name")
-    if TOKEN not in dims:
-        raise LayoutError(f"{where}: has no dim named {TOKEN!r}")
-    if dims[TOKEN].size != group.kernel_size:
+    if TOKEN in dims:
+        if group.kind == "state":
+            raise LayoutError(f"{where}: has a dim {TOKEN!r}, but group {group.name!r} holds states, not tokens")
+        if dims[TOKEN].size * part.tokens_per_entry != group.kernel_size:
+            each = f" entries of {part.tokens_per_entry}" if part.tokens_per_entry > 1 else ""
+            raise LayoutError(
+                f"{where}: holds {dims[TOKEN].size}{each} tokens per kernel block, but group {group.name!r} has "
+                f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}"
+            )
+    elif part.tokens_per_entry != 1:
         raise LayoutError(
-            f"{where}: holds {dims[TOKEN].size} tokens per kernel block, but group {group.name!r} has "
-            f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}"
+            f"{where}: has {part.tokens_per_entry} tokens per entry, but no dim named {TOKEN!r} to count entries along"
         )
     if part.axis:
         lo, hi = part.held
@@ -450,14 +532,55 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
         raise LayoutError(f"{cluster[one][2]} and {cluster[two][2]} overlap in memory {view.memory}")
 
 
-def runs_of(block_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Write block ids as `(first, count)` runs of consecutive ids, keeping their order.
+def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL) -> Int64s:
+    """Return block ids as an array, with `NULL` wherever a list says `None` or the engine's `null_block`.
 
-    >>> runs_of([7, 8, 9, 3, 5, 6])
-    ((7, 3), (3, 1), (5, 2))
+    Raises:
+        LayoutError: An id is no integer, or negative.
     """
-    if len(block_ids) == 0:
+    try:
+        array = np.asarray(ids)
+        if array.dtype == object:
+            array = np.asarray([NULL if b is None else b for b in ids])
+            nulls = np.asarray([b is None for b in ids])
+        else:
+            nulls = np.zeros(array.shape, np.bool_)
+    except (ValueError, OverflowError, TypeError):
+        raise LayoutError("block ids must be a flat list of integers") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise LayoutError("block ids must be a flat list of integers")
+    if (bad := np.flatnonzero(((array < 0) & ~nulls) | (array > MAX_BLOCK_ID))).size:
+        raise LayoutError(
+            f"block id {int(array[bad[0]])} is not a block's; a place without a block is None in the list"
+        )
+    out = array.astype(np.int64)
+    if null_block != NULL:
+        out[out == null_block] = NULL
+    return out
+
+
+def runs_of(block_ids: Sequence[int | None] | npt.NDArray[np.integer]) -> tuple[tuple[int, int], ...]:
+    """Write block ids as `(first, count)` runs of consecutive ids or of placeholders, keeping their order.
+
+    >>> runs_of([None, None, 7, 8, 9, 3, 5, 6])
+    ((-1, 2), (7, 3), (3, 1), (5, 2))
+    """
+    ids = block_ids if isinstance(block_ids, np.ndarray) else as_block_ids(block_ids)
+    if len(ids) == 0:
         return ()
-    ids = np.asarray(block_ids, dtype=np.int64)
-    cuts = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), len(ids)]
-    return tuple((int(ids[a]), b - a) for a, b in pairwise(cuts))
+    a, b = ids[:-1], ids[1:]
+    joined = np.where((a == NULL) | (b == NULL), a == b, b - a == 1)
+    cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(ids)]
+    return tuple((int(ids[i]), j - i) for i, j in pairwise(cuts))
+
+
+def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:
+    """Undo `runs_of`. The counts decide how much is allocated: bound their sum first."""
+    first = np.array([r[0] for r in runs], np.int64)
+    count = np.array([r[1] for r in runs], np.int64)
+    ends = np.cumsum(count)
+    out = np.repeat(first - (ends - count), count) + np.arange(int(count.sum()), dtype=np.int64)
+    out[np.repeat(first == NULL, count)] = NULL
+    return out

@@ -26,6 +26,9 @@ from asynckv.core.types import BlockRuns, Cohort, Key, Outcome, PullId, Reason, 
 
 __all__ = ["Lease", "LeaseState", "Lent", "Reader"]
 
+MAX_READERS = 4096
+MAX_HISTORY = 1024
+
 MAX_PULLS = 4096
 """Attempts that one lease remembers; a reader that needs more is refused."""
 
@@ -122,6 +125,8 @@ class Lease:
     cohorts: dict[str, _Bound] = field(default_factory=dict)
     held: dict[PullId, _Hold] = field(default_factory=dict)
     final: set[PullId] = field(default_factory=set)
+    lapsed: int = 0
+    """Grants that ran out; only bounds how often a reader may try."""
     outcomes: dict[Reader, Outcome] = field(default_factory=dict)
     history: list[tuple[float, str]] = field(default_factory=list)
     digest: bytes = field(init=False)
@@ -134,7 +139,7 @@ class Lease:
     def __post_init__(self) -> None:
         self.expires_at = self.lent_at + self.lent.lease_s
         self.digest = blocks_digest(self.lent.groups)
-        self.history.append((self.lent_at, "lent"))
+        self._note((self.lent_at, "lent"))
 
     @property
     def is_over(self) -> bool:
@@ -180,9 +185,14 @@ class Lease:
             return
         if self.state is not after:
             self.cause = cause
-            self.history.append((now, f"ending: {cause}, owed {len(self.owed())}, held {len(self.held)}"))
+            self._note((now, f"ending: {cause}, owed {len(self.owed())}, held {len(self.held)}"))
         self.state = after
         self._settle(now)
+
+    def _note(self, entry: tuple[float, str]) -> None:
+        # The last word is always said; what a reader can repeat is not kept without end.
+        if len(self.history) < MAX_HISTORY or entry[1] == self.state.value:
+            self.history.append(entry)
 
     def _owes(self) -> bool:
         return len(self.cohorts) < self.lent.readers or any(bound.owed for bound in self.cohorts.values())
@@ -190,11 +200,12 @@ class Lease:
     def _settle(self, now: float) -> None:
         for pull_id in [p for p, hold in self.held.items() if hold.until <= now]:
             # The promise has run out, so it cannot bind us; the reader knows, it counted faster.
-            self.history.append((now, f"grant lapsed {pull_id} of {self.held.pop(pull_id).reader}"))
+            self.lapsed += 1
+            self._note((now, f"grant lapsed {pull_id} of {self.held.pop(pull_id).reader}"))
         if self.is_over or self.held or (self.state is L.LENT and self._owes()):
             return
         self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
-        self.history.append((now, self.state.value))
+        self._note((now, self.state.value))
 
     def _answer(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:
         match message:
@@ -220,7 +231,7 @@ class Lease:
         pull_id = PullId(ask.pull_id)
         hold = self.held.get(pull_id)
         if hold is None:
-            self.history.append((now, f"granted {pull_id} to {reader}"))
+            self._note((now, f"granted {pull_id} to {reader}"))
             self.held[pull_id] = _Hold(reader, source, now + seconds)
         else:
             hold.until = max(hold.until, now + seconds)
@@ -237,7 +248,7 @@ class Lease:
         hold = self.held.get(PullId(claim.pull_id))
         if hold is not None and (hold.source != source or hold.reader != self._reader(claim.cohort)):
             return _refused(claim, Reason.FOREIGN_PULL)
-        if hold is None and len(self.held) + len(self.final) >= MAX_PULLS:
+        if hold is None and len(self.held) + len(self.final) + self.lapsed >= MAX_PULLS:
             return _refused(claim, Reason.OVERLOADED, f"more than {MAX_PULLS} attempts")
         if refusal := self._bind(claim):
             return refusal
@@ -261,7 +272,7 @@ class Lease:
         if release.outcome is not Outcome.RETRY:
             self.cohorts[reader.cohort].owed.discard(reader)
             self.outcomes.setdefault(reader, release.outcome)
-        self.history.append((now, f"released {pull_id} by {reader}: {release.outcome}"))
+        self._note((now, f"released {pull_id} by {reader}: {release.outcome}"))
         return Ack(release.key, pull_id)
 
     def _bind(self, message: Claim | Release) -> Refused | None:
@@ -269,13 +280,17 @@ class Lease:
         cohort = message.cohort
         if message.request_id != self.lent.request_id:
             return _refused(message, Reason.WRONG_REQUEST, "the key belongs to another prefill request id")
-        if cohort.tp_rank >= cohort.tp_size or cohort.pp_size != 1 or cohort.pp_stage != 0:
+        if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
             return _refused(
                 message,
                 Reason.WRONG_COHORT,
                 f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size} not served",
             )
         owed = owed_readers(self.lent.tp_rank, self.lent.tp_size, cohort.tp_size)
+        if len(owed) * cohort.pp_size > MAX_READERS:
+            return _refused(
+                message, Reason.WRONG_COHORT, f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
+            )
         if cohort.tp_rank not in owed:
             return _refused(
                 message,
@@ -292,10 +307,13 @@ class Lease:
                     Reason.WRONG_COHORT,
                     f"lent to {', '.join(map(repr, self.cohorts))}; lend with readers={self.lent.readers + 1} for more",
                 )
-            self.cohorts[cohort.id] = _Bound(sizes, {Reader(cohort.id, r) for r in owed})
+            stages = range(cohort.pp_size)
+            self.cohorts[cohort.id] = _Bound(sizes, {Reader(cohort.id, r, s) for r in owed for s in stages})
         elif bound.sizes != sizes:
             return _refused(
-                message, Reason.WRONG_COHORT, f"{cohort.id!r} has tp_size {bound.sizes[0]}, not {cohort.tp_size}"
+                message,
+                Reason.WRONG_COHORT,
+                f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}",
             )
         return None
 

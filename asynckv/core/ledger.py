@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.types import NULL
 from asynckv.errors import LocalProtocolError
 
 __all__ = ["Hold", "Ledger"]
@@ -93,7 +94,8 @@ class Ledger:
         Raises:
             LocalProtocolError: A block is held in a way that excludes it.
         """
-        blocks = {g: np.asarray(ids, np.int64) for g, ids in groups.items() if len(ids)}
+        arrays = {g: np.asarray(ids, np.int64) for g, ids in groups.items()}
+        blocks = {g: real for g, ids in arrays.items() if len(real := ids[ids != NULL])}
         for group, ids in blocks.items():
             self._check(kind, group, ids)
         return blocks

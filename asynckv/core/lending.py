@@ -13,12 +13,12 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
-from asynckv.core.layout import Layout
+from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
-from asynckv.core.plan import check_block_ids
-from asynckv.core.types import Key, Reason, Route
+from asynckv.core.plan import check_blocks
+from asynckv.core.types import NULL, Key, Reason, Route
 from asynckv.errors import LocalProtocolError
 
 __all__ = ["Lending"]
@@ -89,15 +89,17 @@ class Lending:
                 f"request {lent.request_id!r} names {len(lent.groups)} groups, "
                 f"but the layout has {len(self._layout.groups)}"
             )
-        # Runs first: their sum is bounded by the layout before anything is allocated by it.
-        for group, offer in zip(self._layout.groups, lent.groups, strict=False):
-            if sum(count for _, count in offer.runs) > group.num_blocks:
+        blocks = {}
+        for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
+            # Placeholders are dropped and the sum is bounded before anything is allocated by it.
+            runs = [run for run in offer.runs if run[0] != NULL]
+            if sum(count for _, count in runs) > group.num_blocks:
                 raise LocalProtocolError(
                     f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are"
                 )
-        ids = [(g.first_token, [b for first, n in g.runs for b in range(first, first + n)]) for g in lent.groups]
-        check_block_ids(self._layout, ids)
-        self._ledger.take(key.token, "lent", lent.request_id, {g: blocks for g, (_, blocks) in enumerate(ids)}, now)
+            blocks[index] = blocks_of(runs)
+            check_blocks(f"group {index} ({group.name!r})", group, blocks[index])
+        self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
         lease = self.leases[key] = Lease(lent, now)
         self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
         self._desk.counters["leases.lent"] += 1

@@ -79,6 +79,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     tp_rank: Rank
     reader: Cohort
     """Who asks."""
+    pp_stage: Rank = 0
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag=2):

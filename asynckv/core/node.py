@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.commands import Desk, Timers
 from asynckv.core.layout import Layout, check_layout
@@ -39,10 +41,11 @@ from asynckv.core.messages import (
     decode_packet,
 )
 from asynckv.core.peer import Peer
-from asynckv.core.plan import check_block_ids
+from asynckv.core.plan import BlockLists, check_block_ids, common_prefix
 from asynckv.core.pull import Leg, Pull
 from asynckv.core.pulling import Pulling
-from asynckv.core.topology import remote_ranks, source_rank
+from asynckv.core.sources import predicted
+from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
 from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError
 
@@ -92,6 +95,8 @@ class Node:
         self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
         self.is_closed = False
         self._pull_ids = itertools.count(1)
+        self._predicted: dict[int, list[int]] = {}
+        """Group size -> ranks; at most as many as there are sizes."""
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._readers: dict[str, Route] = {}
         """Process starts that shook hands with us, for saying goodbye."""
@@ -110,10 +115,11 @@ class Node:
         self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
         layout = self.identity.layout
-        if (params.engine_id, params.tp_size) != (self.identity.engine_id, layout.tp_size):
+        there = (params.engine_id, params.tp_size, params.pp_size)
+        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
             raise LocalProtocolError(
-                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size}, "
-                f"but this is {self.identity.engine_id!r} of tp_size {layout.tp_size}"
+                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
+                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
             )
         if readers < 1:
             raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
@@ -139,30 +145,36 @@ class Node:
             PlanRefused: The params' roster is not a whole group.
             LocalProtocolError: The request is being pulled already.
         """
-        layout = self.identity.layout
-        source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
-        return self._start(request_id, params, cohort_id, wait_s, {source}, now)
+        return self._start(request_id, params, cohort_id, wait_s, now)
 
     def _start(
-        self, request_id: str, params: Params, cohort_id: str, wait_s: float, sources: set[int], now: float
+        self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float, *, reads: bool = True
     ) -> Pull:
-        """Start a pull that reads from `sources` and answers for every rank that overlaps ours."""
+        """Start a pull that answers for every rank that overlaps ours, in every stage."""
         self._check_open()
-        ranks = [e.tp_rank for e in params.roster]
-        if params.pp_size != 1 or sorted(ranks) != list(range(params.tp_size)):
+        roster = {(e.pp_stage, e.tp_rank): e for e in params.roster}
+        size = params.tp_size * params.pp_size
+        whole = len(roster) == len(params.roster) == size
+        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in roster)):
             raise PlanRefused(
-                f"the params of request {params.request_id[:80]!r} list prefill tp_ranks {ranks[:16]} of tp_size "
-                f"{params.tp_size} and pp_size {params.pp_size}; every rank of one pipeline stage must be listed once",
+                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
+                f"{list(roster)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be listed "
+                f"once",
                 request_id=request_id,
                 reason=Reason.UNPLANNABLE,
             )
         layout, pull_config = self.identity.layout, self.config.pull
-        roster = {e.tp_rank: e for e in params.roster}
+        ranks = remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
+        sources = self._sources(ranks, params.tp_size) if reads else ()
+        # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
+        staged = params.pp_size > 1
         legs = [
-            Leg(rank, Address(roster[rank].address), roster[rank].incarnation, rank in sources)
-            for rank in remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
+            Leg(rank, Address(e.address), e.incarnation, rank in sources, stage, staged and rank in sources)
+            for stage in range(params.pp_size)
+            for rank in ranks
+            for e in (roster[stage, rank],)
         ]
-        cohort = Cohort(cohort_id, layout.tp_size, layout.tp_rank) if cohort_id else self.cohort
+        cohort = msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
         pull = Pull(
             pull_id=PullId(f"{self.identity.incarnation[:16]}-{next(self._pull_ids)}"),
             request_id=RequestId(request_id),
@@ -185,11 +197,12 @@ class Node:
     def pull(
         self,
         request_id: str,
-        groups: Sequence[tuple[int, Sequence[int]]],
+        groups: Sequence[tuple[int, Sequence[int | None]]],
         params: Params,
         cohort_id: str,
         timeout_s: float,
         now: float,
+        hashes: Sequence[str] = (),
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
 
@@ -199,22 +212,28 @@ class Node:
             LocalProtocolError: The request is being pulled already, or a block is in use.
         """
         self._check_open()
-        check_block_ids(self.identity.layout, groups)
-        blocks = tuple((int(first), [int(b) for b in ids]) for first, ids in groups)
+        blocks = check_block_ids(self.identity.layout, groups)
         # Before anything is started: a caller who got a block wrong may ask again with another.
         self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
+        wanted = params.num_tokens
+        if hashes and params.hashes:
+            wanted = common_prefix(hashes, params.hashes, params.hash_tokens, wanted)
+        lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         pull = self.pulling.by_request.get(RequestId(request_id))
-        if pull is None or pull.groups or pull.begun_at <= now:
+        if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
-            layout = self.identity.layout
-            source = source_rank(layout.tp_rank, layout.tp_size, params.tp_size)
-            sources = {source} if any(ids for _, ids in blocks) else set()
-            pull = self._start(request_id, params, cohort_id, timeout_s, sources, now)
+            pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=not lists.is_empty)
         elif pull.params.key != params.key:
             raise LocalProtocolError(f"request {request_id!r} was announced with other params; cancel it first")
         if pull.reason is None:
-            self.pulling.begin(pull, blocks, now + timeout_s, now)
+            self.pulling.begin(pull, lists, now + timeout_s, now)
         return pull
+
+    def _sources(self, ranks: range, size: int) -> Sequence[int]:
+        """Whom to meet first, of these prefill ranks of a group of `size`."""
+        if size not in self._predicted:
+            self._predicted[size] = predicted(self.identity.layout, ranks, size)
+        return self._predicted[size]
 
     def cancel(self, request_id: str, now: float) -> bool:
         """Give up a pull by the caller's id; False if there is none without an outcome."""
@@ -339,7 +358,7 @@ class Node:
             case Release():
                 self.desk.send(route, source, Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail))
             case Hello():
-                if (message.engine_id, message.tp_rank) != (self.identity.engine_id, self.identity.layout.tp_rank):
+                if not self._is_meant(message):
                     self.desk.send(route, source, self._wrong_target(message))
                 else:
                     self.desk.send(route, source, Unwelcome(message.nonce, Reason.RESTARTED, detail))
@@ -347,9 +366,16 @@ class Node:
                 pass
         self.desk.counters["dropped.misdirected"] += 1
 
+    def _is_meant(self, hello: Hello) -> bool:
+        layout = self.identity.layout
+        here = self.identity.engine_id, layout.pp_stage, layout.tp_rank
+        return here == (hello.engine_id, hello.pp_stage, hello.tp_rank)
+
     def _wrong_target(self, hello: Hello) -> Unwelcome:
-        here = f"engine {self.identity.engine_id!r} tp_rank {self.identity.layout.tp_rank} listens here"
-        text = f"{here}, not engine {hello.engine_id!r} tp_rank {hello.tp_rank}; correct the roster's address"
+        layout = self.identity.layout
+        here = f"engine {self.identity.engine_id!r} pp_stage {layout.pp_stage} tp_rank {layout.tp_rank} listens here"
+        there = f"engine {hello.engine_id!r} pp_stage {hello.pp_stage} tp_rank {hello.tp_rank}"
+        text = f"{here}, not {there}; correct the roster's address"
         return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
     def _welcome(self, hello: Hello, route: Route, source: str) -> Welcome | Unwelcome:
@@ -357,7 +383,7 @@ class Node:
         if hello.major != MAJOR:
             text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
             return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
-        if (hello.engine_id, hello.tp_rank) != (identity.engine_id, identity.layout.tp_rank):
+        if not self._is_meant(hello):
             return self._wrong_target(hello)
         if self.is_closed and not self.lending.leases:
             return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, "the engine is closing")

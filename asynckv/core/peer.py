@@ -9,11 +9,13 @@ SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from asynckv.core.layout import Layout
 from asynckv.core.plan import PeerMap
 from asynckv.core.pull import Leg, Pull
 from asynckv.core.types import Address, PullId, Reason, TransferId
@@ -64,6 +66,7 @@ class Peer:
 
     engine_id: str
     tp_rank: int
+    pp_stage: int
     address: Address
     incarnation: str
     state: PeerState = S.NEW
@@ -84,7 +87,11 @@ class Peer:
     heard_at: float = -math.inf
     pinged_at: float = -math.inf
     agent_name: str = ""
-    map: PeerMap | None = None
+    layout: Layout | None = None
+    """What it holds, once it has said so."""
+    maps: dict[tuple[object, ...], PeerMap] = field(default_factory=dict)
+    """By what is read of it."""
+    table_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     is_loading: bool = False
     loaded: bool = False
     """The data plane knows it."""
@@ -100,6 +107,8 @@ class Peer:
     """Piece tables that the data plane knows."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
+    unused_at: float = math.inf
+    """Since when nothing is owed or held here."""
     gone_at: float = math.inf
     scheduled_at: float = math.inf
     """For the node's timers only."""
@@ -107,7 +116,13 @@ class Peer:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.engine_id}/tp{self.tp_rank}"
+        stage = f"/pp{self.pp_stage}" if self.pp_stage else ""
+        return f"{self.engine_id}{stage}/tp{self.tp_rank}"
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Whom the params say it is: engine, stage, rank."""
+        return self.engine_id, self.pp_stage, self.tp_rank
 
     @property
     def is_usable(self) -> bool:

@@ -1,19 +1,22 @@
-"""From two layouts and two block lists to the pieces that must be read.
+"""From shares of memory and lists of blocks to the pieces that must be read.
 
-Two steps, because most of the work depends on the peer only:
+Three steps, because most of the work depends on the peer only, and most of the rest on the request:
 
-1. `PeerMap`, once per peer: match views and parts by name, intersect what the two ranks hold, and cut
-   each kernel block into pieces that are contiguous on both sides (`PieceTable`, one row per piece).
-2. `plan_read`, once per request: pair the two block lists by the *tokens* they cover. A block pair
-   times a table's rows are the descriptors; they are indices (int32), expanded only when posted.
+1. `PeerMap`, once per peer: what is read of it (its `Share`s), each kernel block cut into pieces that
+   are contiguous on both sides (`PieceTable`, one row per piece).
+2. `BlockLists`, once per request: our lists and the remote ones paired by the *tokens* they cover.
+3. `plan_read`, per request and peer: pairs times a table's rows are the descriptors. They stay
+   indices (int32), expanded only when posted.
 
 A *cut* is how a stretch of tokens lies in its two kernel blocks: `(offset here, offset there, tokens)`.
-Equal block sizes on aligned boundaries know a single cut, the whole block. Others get a table of their
-own the first time they occur.
+Equal block sizes on aligned boundaries know a single cut, the whole block; two sizes know a few, that
+repeat. A first token inside a block adds one of its own, the first time it occurs. States have a single
+cut, the whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,36 +25,55 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import MAX_DESCRIPTORS, TOKEN, Layout, Part, View, strided_pieces
-from asynckv.core.types import BlockRuns
+from asynckv.core.layout import (
+    MAX_DESCRIPTORS,
+    TOKEN,
+    Group,
+    Layout,
+    as_block_ids,
+    num_pieces,
+    strided_pieces,
+)
+from asynckv.core.sources import Share
+from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 
-__all__ = ["Cut", "Difference", "Padding", "PeerMap", "PieceTable", "Plan", "Post", "compare", "plan_read"]
+__all__ = [
+    "BlockLists",
+    "Cut",
+    "Padding",
+    "PeerMap",
+    "PieceTable",
+    "Plan",
+    "Post",
+    "Section",
+    "check_block_ids",
+    "common_prefix",
+    "plan_read",
+]
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+BlockList = tuple[int, Int64s]
+"""First token, and the ids of our blocks from the one on that holds it."""
 
 MAX_CUTS = 1024
 """Most tables kept per peer; the least recently used go first."""
 
+MAX_REGULAR = 64
+"""Most tables that are made for two block sizes before any request needs them."""
+
+MAX_ROWS = 1 << 18
+"""Most pieces of one table: the remote side's strides have a say in it."""
+
 WARN_PIECES = 64
 
 
-class Difference(NamedTuple):
-    """One field in which two layouts differ so that nothing can be planned."""
-
-    field: str
-    local: object
-    remote: object
-
-    def __str__(self) -> str:
-        return f"{self.field}: local {self.local}, remote {self.remote}"
-
-
 class Cut(NamedTuple):
-    """A stretch of tokens inside one local and one remote kernel block of a group."""
+    """A stretch of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens."""
 
     group: int
+    remote_group: int
     local_offset: int
     remote_offset: int
     tokens: int
@@ -71,10 +93,10 @@ class Padding(NamedTuple):
 class PieceTable:
     """The contiguous pieces of one cut, on both sides; row `i` of block `b` is one descriptor.
 
-    Descriptor index = `first[i] + b`, where `first` is the running sum of the rows' block counts.
+    Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
 
     Attributes:
-        table_id: Unique within the peer map.
+        table_id: Unique per peer.
         length: Bytes per piece, int64 `[rows]`.
         local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
         local_blocks, remote_blocks: Kernel blocks that every row can index.
@@ -119,7 +141,7 @@ class Post(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Section:
-    """Block pairs that share a cut, sorted by remote block."""
+    """Block pairs that share a table, sorted by remote block."""
 
     table: PieceTable
     local: Int32s
@@ -138,7 +160,6 @@ class Plan:
     """What one pull reads from one remote rank."""
 
     sections: tuple[Section, ...]
-    padding: tuple[Padding, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -194,126 +215,141 @@ def _expand(section: Section, row: int, end: int, lo: int, hi: int, num_bytes: i
     )
 
 
-def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
-    """List every field in which two checked layouts differ so that nothing can be planned."""
-    out: list[Difference] = []
-
-    def differ(field: str, here: object, there: object) -> None:
-        if here != there:
-            out.append(Difference(field, here, there))
-
-    if local.model and remote.model:
-        differ("model", local.model, remote.model)
-    differ("pp_size", local.pp_size, remote.pp_size)
-    differ("number of groups", len(local.groups), len(remote.groups))
-    ours, theirs = {v.layer: v for v in local.views}, {v.layer: v for v in remote.views}
-    differ("layers only on one side", sorted(ours.keys() - theirs.keys())[:8], sorted(theirs.keys() - ours.keys())[:8])
-    for layer in ours.keys() & theirs.keys() if len(out) < 16 else ():
-        a, b = ours[layer], theirs[layer]
-        differ(f"layer {layer!r} group", a.group, b.group)
-        parts, others = {p.name: p for p in a.parts}, {p.name: p for p in b.parts}
-        differ(f"layer {layer!r} parts", sorted(parts), sorted(others))
-        for name in parts.keys() & others.keys():
-            out += _compare_parts(f"layer {layer!r} part {name!r}", parts[name], others[name])
-    return tuple(out[:32])
-
-
-def _compare_parts(where: str, a: Part, b: Part) -> Iterator[Difference]:
-    if (a.dtype, a.itemsize) != (b.dtype, b.itemsize):
-        yield Difference(f"{where} dtype", a.dtype, b.dtype)
-    if a.axis != b.axis or a.extent != b.extent:
-        yield Difference(
-            f"{where} sharded axis", f"{a.axis or 'none'} of {a.extent}", f"{b.axis or 'none'} of {b.extent}"
-        )
-    elif a.axis and not (b.held[0] <= a.held[0] and a.held[1] <= b.held[1]):
-        yield Difference(f"{where} held range of {a.axis!r}", list(a.held), list(b.held))
-    sizes = {d.name: d.size for d in a.dims if d.name not in (TOKEN, a.axis)}
-    others = {d.name: d.size for d in b.dims if d.name not in (TOKEN, b.axis)}
-    if sizes != others:
-        yield Difference(f"{where} dims", sizes, others)
-
-
 class PeerMap:
-    """How one remote rank's memory maps onto ours; made once per peer.
+    """How what is read of one remote rank maps onto our memory; made once per peer.
 
     Args:
         local: Our layout, checked.
         remote: The remote rank's layout, checked, and found comparable by `compare`.
+        shares: What is read of it, from `assign`.
+        ids: Where table ids come from; one per peer.
 
     Raises:
         LayoutError: The two memory orders would need absurdly many pieces.
     """
 
-    def __init__(self, local: Layout, remote: Layout) -> None:
+    def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
         self.local = local
         self.remote = remote
-        theirs = {v.layer: v for v in remote.views}
-        self._pairs: list[list[tuple[View, View, Part, Part]]] = [[] for _ in local.groups]
-        for view in local.views:
-            other = theirs[view.layer]
-            others = {p.name: p for p in other.parts}
-            self._pairs[view.group] += [(view, other, p, others[p.name]) for p in view.parts]
+        self._shares: dict[tuple[int, int], list[Share]] = {}
+        for share in shares:
+            self._shares.setdefault((share.here.group, share.there.group), []).append(share)
         self._tables: OrderedDict[Cut, PieceTable] = OrderedDict()
-        self._next_id = 0
+        self._ids = ids
         self.warnings: list[str] = []
-        self.regular = [table for g in range(len(local.groups)) if (table := self._whole_block(g)) is not None]
-        """Tables of the cuts that aligned requests use, to be prepared with the handshake."""
+        self.entries = {
+            pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in self._shares.items()
+        }
+        """Tokens of which the first token to be read must be a multiple, per pair of groups."""
+        self.regular = [self.table(cut) for pair in self._shares for cut in self._regular_cuts(*pair)]
+        """Tables of the cuts that aligned requests use, to be prepared before the first."""
         for table in self.regular:
-            views = len({v.layer for v, _, _, _ in self._pairs[table.cut.group]})
-            if table.num_rows > WARN_PIECES * views:
-                self.warnings.append(
-                    f"group {table.cut.group} needs {table.num_rows / views:.0f} pieces per block and layer because "
-                    f"the two sides order token and head differently; the same order would need one or two"
-                )
+            self._warn(table)
 
-    def _whole_block(self, group: int) -> PieceTable | None:
-        size = self.local.groups[group].kernel_size
-        return self.table(Cut(group, 0, 0, size)) if size == self.remote.groups[group].kernel_size else None
+    @property
+    def pairs(self) -> Sequence[tuple[int, int]]:
+        """Local and remote groups that share layers."""
+        return tuple(self._shares)
+
+    def _regular_cuts(self, group: int, remote_group: int) -> list[Cut]:
+        here, there = self.local.groups[group], self.remote.groups[remote_group]
+        if here.kind == "state":
+            return [Cut(group, remote_group, 0, 0, 0)]
+        mine, theirs = here.kernel_size, there.kernel_size
+        period = math.lcm(mine, theirs)
+        if period // mine + period // theirs > MAX_REGULAR:
+            return []
+        edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
+        ends = [*edges[1:], period]
+        cuts = (Cut(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
+        return list(dict.fromkeys(cuts))
+
+    def _warn(self, table: PieceTable) -> None:
+        layers = len({s.here.layer for s in self._shares[table.cut.group, table.cut.remote_group]})
+        if table.num_rows > WARN_PIECES * layers:
+            self.warnings.append(
+                f"group {table.cut.group} needs {table.num_rows / layers:.0f} pieces (of {int(table.length.min())} "
+                f"bytes and more) per block and layer of prefill tp{self.remote.tp_rank}: the two sides lie in "
+                f"different memory orders, or take part of the heads of each token; with head before token on both "
+                f"sides few are needed"
+            )
 
     def table(self, cut: Cut) -> PieceTable:
         """Return the piece table of a cut, made on first use."""
         if (table := self._tables.get(cut)) is not None:
             self._tables.move_to_end(cut)
             return table
-        table = self._compile(cut)
-        self._tables[cut] = table
-        if len(self._tables) > MAX_CUTS:
-            self._tables.popitem(last=False)
+        table = self._tables[cut] = self._compile(cut)
         return table
 
+    @property
+    def is_full(self) -> bool:
+        """There are more tables than are kept."""
+        return len(self._tables) > MAX_CUTS
+
+    def evict(self, in_use: set[int]) -> list[PieceTable]:
+        """Forget tables beyond `MAX_CUTS`, the least recently used first, and return them."""
+        excess = len(self._tables) - MAX_CUTS
+        if excess <= 0:
+            return []
+        kept = in_use | {table.table_id for table in self.regular}
+        out = [table for table in self._tables.values() if table.table_id not in kept][:excess]
+        for table in out:
+            del self._tables[table.cut]
+        return out
+
     def _compile(self, cut: Cut) -> PieceTable:
-        rows = [_part_rows(cut, *pair) for pair in self._pairs[cut.group]]
-        merged = _merge(np.concatenate(rows)) if rows else np.zeros((0, 7), np.int64)
+        pair = cut.group, cut.remote_group
+        spots = [_spot(cut, share) for share in self._shares[pair]]
+        count = sum(num_pieces(itemsize, dims) for _, _, itemsize, dims in spots)
         local_blocks = self.local.groups[cut.group].num_kernel_blocks
-        remote_blocks = self.remote.groups[cut.group].num_kernel_blocks
-        if len(merged) * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
+        remote_blocks = self.remote.groups[cut.remote_group].num_kernel_blocks
+        if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
             raise LayoutError(
-                f"group {cut.group}: {len(merged)} pieces x {max(local_blocks, remote_blocks)} blocks do not fit int32 "
-                f"descriptor indices; use the same memory order on both sides"
+                f"group {cut.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
+                f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
             )
-        self._next_id += 1
-        return PieceTable(self._next_id, cut, merged[:, 6], merged[:, 0:3], merged[:, 3:6], local_blocks, remote_blocks)
+        blocks = [_rows(share, *spot) for share, spot in zip(self._shares[pair], spots, strict=True)]
+        rows = _merge(np.concatenate(blocks))
+        return PieceTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
 
 
-def _part_rows(cut: Cut, here: View, there: View, a: Part, b: Part) -> Int64s:
-    """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one part."""
-    other = {d.name: d for d in b.dims}
-    start_a = here.offset + a.offset
-    start_b = there.offset + b.offset
+Spot = tuple[int, int, int, list[tuple[int, int, int]]]
+"""Byte offsets of kernel block 0 here and there, bytes per element, and `(entries, stride, stride)` per dim."""
+
+
+def _entry(share: Share, here: Group) -> int:
+    """Tokens that one entry of a part covers."""
+    if here.kind == "state":
+        return 1
+    return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
+
+
+def _spot(cut: Cut, share: Share) -> Spot:
+    here, there, a, b, lo, hi = share
+    twins = {d.name: d for d in b.dims}
+    start_a, start_b = here.offset + a.offset, there.offset + b.offset
     dims = []
     for dim in a.dims:
-        twin, size = other[dim.name], dim.size
+        twin, size = twins[dim.name], dim.size
         if dim.name == TOKEN:
-            start_a += cut.local_offset * dim.stride
-            start_b += cut.remote_offset * twin.stride
-            size = cut.tokens
+            start_a += cut.local_offset // a.tokens_per_entry * dim.stride
+            start_b += cut.remote_offset // a.tokens_per_entry * twin.stride
+            size = -(-cut.tokens // a.tokens_per_entry)
         elif dim.name == a.axis:
-            start_b += (a.held[0] - b.held[0]) * twin.stride
+            start_a += (lo - a.held[0]) * dim.stride
+            start_b += (lo - b.held[0]) * twin.stride
+            size = hi - lo
         dims.append((size, dim.stride, twin.stride))
-    in_a, in_b, length = strided_pieces(a.itemsize, dims)
+    return start_a, start_b, a.itemsize, dims
+
+
+def _rows(share: Share, start_a: int, start_b: int, itemsize: int, dims: list[tuple[int, int, int]]) -> Int64s:
+    """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one part."""
+    in_a, in_b, length = strided_pieces(itemsize, dims)
     rows = np.empty((len(in_a), 7), np.int64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = here.memory, start_a + in_a, here.stride
-    rows[:, 3], rows[:, 4], rows[:, 5] = there.memory, start_b + in_b, there.stride
+    rows[:, 0], rows[:, 1], rows[:, 2] = share.here.memory, start_a + in_a, share.here.stride
+    rows[:, 3], rows[:, 4], rows[:, 5] = share.there.memory, start_b + in_b, share.there.stride
     rows[:, 6] = length
     return rows
 
@@ -330,114 +366,255 @@ def _merge(rows: Int64s) -> Int64s:
     return out
 
 
-def plan_read(
-    peer: PeerMap, local: Sequence[tuple[int, Sequence[int]]], remote: Sequence[BlockRuns], num_tokens: int
-) -> Plan:
-    """Pair the blocks of every group by the tokens they cover.
+class BlockLists:
+    """The blocks of one request on both sides, and how they pair; made once, used for every remote rank.
 
     Args:
-        peer: The map of the remote rank.
-        local: Per group `(first_token, block ids)`: the tokens to fill, and where. The first block is
-            the one that holds `first_token`; nothing below it is written. Checked by `check_block_ids`.
-        remote: Per group what the prefill side lent.
-        num_tokens: Tokens whose KV exists.
-
-    Raises:
-        RemoteTooShort: The prefill side does not offer every token that is asked for.
-        PlanRefused: The number of groups differs, or a remote block id does not exist.
+        local: Per group of ours the first token to fill and where, from `check_block_ids`. The first block
+            is the one that holds `first_token`; nothing below it is written. Where the list has a
+            placeholder nothing is wanted.
+        remote: Per group of theirs what was lent.
+        num_tokens: Tokens that are wanted.
+        offered_tokens: Tokens whose KV was lent; `num_tokens` if left out.
     """
-    if not len(local) == len(remote) == len(peer.local.groups):
-        raise PlanRefused(
-            f"the request names {len(local)} local and {len(remote)} remote groups, "
-            f"but the layouts have {len(peer.local.groups)}"
+
+    def __init__(
+        self,
+        local: Sequence[BlockList],
+        remote: Sequence[BlockRuns],
+        num_tokens: int,
+        offered_tokens: int | None = None,
+    ) -> None:
+        self.local = tuple(local)
+        self.num_tokens = num_tokens
+        self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
+        self._remote = [_Offer(runs) for runs in remote]
+        self._pairs: dict[tuple[object, ...], tuple[Pairs, ...]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """No block is to be filled: a full prefix hit."""
+        return self.num_tokens == 0 or not any(len(ids) and ids.max() > NULL for _, ids in self.local)
+
+    def pairs(self, peer: PeerMap, group: int, remote_group: int) -> tuple[Pairs, ...]:
+        """Pair one group of ours with one of theirs.
+
+        Raises:
+            RemoteTooShort: What is asked for is not offered.
+            PlanRefused: The lists do not fit the layouts.
+        """
+        if group >= len(self.local) or remote_group >= len(self._remote):
+            raise PlanRefused(
+                f"the request names {len(self.local)} local and {len(self._remote)} remote groups, but the layouts "
+                f"have {len(peer.local.groups)} and {len(peer.remote.groups)}"
+            )
+        here, there, entry = (
+            peer.local.groups[group],
+            peer.remote.groups[remote_group],
+            peer.entries[group, remote_group],
         )
-    sections: list[Section] = []
-    padding: list[Padding] = []
-    for index, ((first, ids), offer) in enumerate(zip(local, remote, strict=True)):
-        if len(ids) == 0:
-            continue
-        size = peer.local.groups[index].block_size
-        end = min((first // size + len(ids)) * size, num_tokens)
-        if first < end:
-            sections += _pair(peer, index, first, end, np.asarray(ids, np.int64), offer, num_tokens)
-        padding += _padding(index, size, first, max(end, first), ids)
-    return Plan(tuple(sections), tuple(padding))
+        key = (group, remote_group, there.block_size, there.ratio, there.num_blocks, entry)
+        if (pairs := self._pairs.get(key)) is None:
+            pair = self._pair_states if here.kind == "state" else self._pair_tokens
+            pairs = self._pairs[key] = tuple(pair(group, remote_group, here, there, entry))
+        return pairs
 
+    def padding(self, layout: Layout) -> Iterator[Padding]:
+        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed."""
+        for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
+            size, place = group.block_size, first // group.block_size
+            if group.kind == "state":
+                at = _state_place(group, first, self.num_tokens)
+                yield from (
+                    Padding(index, b, 0, size)
+                    for i, b in enumerate(ids.tolist())
+                    if b != NULL and (i != at or first >= self.num_tokens)
+                )
+                continue
+            end = max(self.num_tokens, first)
+            for i in range(max(end // size - place, 0), len(ids)):
+                lo = max(end - (place + i) * size, 0)
+                if ids[i] != NULL and lo < size:
+                    yield Padding(index, int(ids[i]), lo, size - lo)
 
-def _padding(group: int, size: int, first: int, end: int, ids: Sequence[int]) -> Iterator[Padding]:
-    start = first // size
-    for i in range(max(end // size, start), start + len(ids)):
-        lo = max(end - i * size, 0)
-        if lo < size:
-            yield Padding(group, int(ids[i - start]), lo, size - lo)
-
-
-def _pair(
-    peer: PeerMap, index: int, first: int, end: int, ids: Int64s, offer: BlockRuns, num_tokens: int
-) -> Iterator[Section]:
-    here, there = peer.local.groups[index], peer.remote.groups[index]
-    mine, theirs = here.kernel_size, there.kernel_size
-    offer_start = offer.first_token // there.block_size
-    offered = sum(count for _, count in offer.runs)
-    last = min((offer_start + offered) * there.block_size, num_tokens)
-    if first < offer.first_token or end > last:
-        raise RemoteTooShort(
-            f"remote too short: group {index} ({here.name!r}) needs tokens {first}...{end - 1}, but the prefill side "
-            f"offers {offer.first_token}...{last - 1} ({offered} blocks of {there.block_size})"
-        )
-    # A last, partial kernel block is read to its end where both sides have one: fewer kinds of cuts.
-    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
-    if mine == theirs:
+    def _pair_tokens(self, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Iterator[Pairs]:
+        (first, ids), offer = self.local[group], self._remote[remote_group]
+        mine, theirs = here.kernel_size, there.kernel_size
+        if here.window:
+            # To the start of its block, where that is one on both sides: fewer kinds of cuts.
+            inside = max(0, self.num_tokens - here.window + 1)
+            first = max(first, inside - inside % (mine if mine == theirs else entry))
+        end = min((self.local[group][0] // here.block_size + len(ids)) * here.block_size, self.num_tokens)
+        if first >= end:
+            return
+        if first % entry:
+            raise PlanRefused(
+                f"group {group} ({here.name!r}): the first token {first} is inside an entry that covers {entry} "
+                f"tokens, which can only be read whole; begin at token {first - first % entry}"
+            )
+        # A last, partial kernel block is read to its end where both sides have one.
+        whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
         edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
-    else:
-        edges = np.union1d(
-            np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine,
-            np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs,
+        if mine != theirs:
+            edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
+        start = np.concatenate(([first], edges))
+        tokens = np.diff(np.append(start, whole))
+        kernel = start // mine
+        at = ids[kernel // here.ratio - self.local[group][0] // here.block_size]
+        if at.min() == NULL:
+            chosen = at != NULL
+            start, tokens, kernel, at = start[chosen], tokens[chosen], kernel[chosen], at[chosen]
+            if not len(at):
+                return
+        source = start // theirs
+        if start[0] < offer.first_token:
+            raise self._too_short(group, here, int(start[0]), f"lent from token {offer.first_token} on")
+        block = offer.lookup(source // there.ratio - offer.first_token // there.block_size)
+        if (absent := np.flatnonzero(block == NULL)).size:
+            raise self._too_short(
+                group,
+                here,
+                int(start[absent[0]]),
+                f"{offer.num_blocks} blocks of {there.block_size} from token "
+                f"{offer.first_token} on were lent, with {offer.num_null} placeholders among them",
+            )
+        if int(block.max()) >= there.num_blocks:
+            raise _no_such_block(group, here, int(block.max()), there)
+        local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
+        yield from _by_cut(group, remote_group, start - kernel * mine, start - source * theirs, tokens, local, remote)
+
+    def _pair_states(self, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Iterator[Pairs]:
+        (first, ids), offer, tokens = self.local[group], self._remote[remote_group], self.num_tokens
+        if first >= tokens or not len(ids) or ids.max() == NULL:
+            return
+        at = _state_place(here, first, tokens)
+        if not at < len(ids) or ids[at] == NULL:
+            what = "a placeholder" if at < len(ids) else f"beyond the {len(ids)} that were given"
+            raise PlanRefused(
+                f"group {group} ({here.name!r}): the state after {tokens} tokens belongs into place {at} of the list "
+                f"from token {first} on ({here.block_size} tokens per state), which is {what}; give a block there"
+            )
+        if tokens < self.offered_tokens and tokens % there.block_size:
+            raise self._too_short(group, here, tokens, f"states are kept every {there.block_size} tokens only")
+        place = (tokens - 1) // there.block_size - offer.first_token // there.block_size
+        block = int(offer.lookup(np.array([place]))[0])
+        if block == NULL:
+            raise self._too_short(group, here, tokens - 1, f"no state was lent in place {place} of {offer.num_blocks}")
+        if block >= there.num_blocks:
+            raise _no_such_block(group, here, block, there)
+        cut = Cut(group, remote_group, 0, 0, 0)
+        yield Pairs(cut, np.array([ids[at]], np.int32), np.array([block], np.int32))
+
+    def _too_short(self, group: int, here: Group, token: int, what: str) -> RemoteTooShort:
+        thing = "the state after" if here.kind == "state" else "KV from"
+        return RemoteTooShort(
+            f"remote too short: group {group} ({here.name!r}) needs {thing} token {token} on of {self.num_tokens}, "
+            f"but the prefill side does not offer it: {what}"
         )
-    start = np.concatenate(([first], edges))
-    tokens = np.diff(np.append(start, whole))
-    at_local, at_remote = start // mine, start // theirs
-    local = _kernel_blocks(ids, at_local - first // here.block_size * here.ratio, here.ratio)
-    wanted = at_remote // there.ratio - offer_start
-    remote = _lookup(offer, wanted) * there.ratio + at_remote % there.ratio
-    if remote.max() >= there.num_kernel_blocks:
-        raise PlanRefused(
-            f"group {index} ({here.name!r}): the prefill side names block {int(remote.max()) // there.ratio}, "
-            f"but declared {there.num_blocks} blocks"
-        )
-    cuts = np.stack((start - at_local * mine, start - at_remote * theirs, tokens), axis=1)
+
+
+class Pairs(NamedTuple):
+    """Kernel blocks that share a cut, sorted by remote block."""
+
+    cut: Cut
+    local: Int32s
+    remote: Int32s
+
+
+class _Offer:
+    """Remote block ids of one group as runs; never expanded."""
+
+    def __init__(self, offer: BlockRuns) -> None:
+        self.first_token = offer.first_token
+        runs = np.array(offer.runs, np.int64).reshape(-1, 2)
+        self._first, self._ends = runs[:, 0], np.cumsum(runs[:, 1])
+        self._shift = self._first - (self._ends - runs[:, 1])
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def num_null(self) -> int:
+        return int(np.diff(self._ends, prepend=0)[self._first == NULL].sum())
+
+    def lookup(self, places: Int64s) -> Int64s:
+        """Block ids at places of the list; `NULL` at placeholders and outside of it."""
+        if not len(self._ends):
+            return np.full(len(places), NULL, np.int64)
+        run = np.searchsorted(self._ends, places, side="right")
+        outside = (places < 0) | (run >= len(self._ends))
+        run[outside] = 0
+        block = self._shift[run] + places
+        block[outside | (self._first[run] == NULL)] = NULL
+        return block
+
+
+def _state_place(group: Group, first: int, tokens: int) -> int:
+    """Where in a list from `first` on the state after `tokens` tokens is."""
+    return max(tokens - 1, 0) // group.block_size - first // group.block_size
+
+
+def _no_such_block(group: int, here: Group, block: int, there: Group) -> PlanRefused:
+    return PlanRefused(
+        f"group {group} ({here.name!r}): the prefill side names block {block}, but declared {there.num_blocks} blocks"
+    )
+
+
+def _by_cut(
+    group: int, remote_group: int, here: Int64s, there: Int64s, tokens: Int64s, local: Int64s, remote: Int64s
+) -> Iterator[Pairs]:
+    """Sort block pairs into those that share a cut."""
+    cuts = np.stack((here, there, tokens), axis=1)
     if (cuts == cuts[0]).all():
         kinds, which = cuts[:1], np.zeros(len(cuts), np.int64)
     else:
         kinds, which = np.unique(cuts, axis=0, return_inverse=True)
-    for kind, (local_offset, remote_offset, n) in enumerate(kinds.tolist()):
-        chosen = np.flatnonzero(which.ravel() == kind) if len(kinds) > 1 else slice(None)
-        table = peer.table(Cut(index, local_offset, remote_offset, n))
-        if table.num_rows == 0:
-            continue
+    for kind, cut in enumerate(kinds.tolist()):
+        chosen = which.ravel() == kind if len(kinds) > 1 else slice(None)
         a, b = local[chosen].astype(np.int32), remote[chosen].astype(np.int32)
         if len(b) > 1 and (b[1:] < b[:-1]).any():
             order = np.argsort(b, kind="stable")
             a, b = a[order], b[order]
-        yield Section(table, a, b)
+        yield Pairs(Cut(group, remote_group, *cut), a, b)
 
 
-def _kernel_blocks(ids: Int64s, positions: Int64s, ratio: int) -> Int64s:
-    """Kernel block ids at kernel positions within a list of blocks."""
-    return ids[positions // ratio] * ratio + positions % ratio
+def plan_read(peer: PeerMap, lists: BlockLists) -> Plan:
+    """Say what is read of one remote rank for one request.
+
+    Raises:
+        RemoteTooShort: The prefill side does not offer everything that is asked for.
+        PlanRefused: A group is missing, a remote block does not exist, a place for a state is missing.
+        LayoutError: A cut would need absurdly many pieces.
+    """
+    return Plan(
+        tuple(
+            Section(peer.table(pairs.cut), pairs.local, pairs.remote)
+            for pair in peer.pairs
+            for pairs in lists.pairs(peer, *pair)
+        )
+    )
 
 
-def _lookup(runs: BlockRuns, positions: Int64s) -> Int64s:
-    """Block ids at positions of a list written as runs; allocates by the positions, never by the runs."""
-    first = np.fromiter((r[0] for r in runs.runs), np.int64, len(runs.runs))
-    ends = np.cumsum(np.fromiter((r[1] for r in runs.runs), np.int64, len(runs.runs)))
-    run = np.searchsorted(ends, positions, side="right")
-    before = np.concatenate(([0], ends[:-1]))
-    return first[run] + positions - before[run]
+def common_prefix(local: Sequence[str], remote: Sequence[str], hash_tokens: int, num_tokens: int) -> int:
+    """Count the tokens at the start of a prompt on which two chains of hashes agree.
+
+    Every hash covers all tokens before it as well, so the first that differs ends the prefix. Tokens
+    after the last whole hash are taken on trust only if every hash agrees.
+    """
+    same = 0
+    for a, b in zip(local, remote, strict=False):
+        if a != b:
+            return min(same * hash_tokens, num_tokens)
+        same += 1
+    covered = same * hash_tokens
+    return num_tokens if num_tokens - covered < hash_tokens else covered
 
 
-def check_block_ids(layout: Layout, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
-    """Refuse block lists that do not fit our own layout.
+def check_block_ids(
+    layout: Layout, groups: Sequence[tuple[int, Sequence[int | None] | Int64s]]
+) -> tuple[BlockList, ...]:
+    """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
 
     Raises:
         PlanRefused: A group is missing, or an id is negative, too large or given twice.
@@ -447,20 +624,31 @@ def check_block_ids(layout: Layout, groups: Sequence[tuple[int, Sequence[int]]])
             f"{len(groups)} groups of blocks were given, but the layout has {len(layout.groups)} "
             f"({', '.join(repr(g.name) for g in layout.groups)}); give one (first_token, block_ids) per group"
         )
+    out = []
     for index, (group, (first, ids)) in enumerate(zip(layout.groups, groups, strict=True)):
         where = f"group {index} ({group.name!r})"
-        if first < 0:
-            raise PlanRefused(f"{where}: first_token {first} is negative")
-        if len(ids) == 0:
-            continue
-        array = np.asarray(ids)
-        if array.dtype.kind not in "iu" or array.ndim != 1:
-            raise PlanRefused(f"{where}: block ids must be a flat list of integers")
-        lo, hi = int(array.min()), int(array.max())
-        if lo < 0 or hi >= group.num_blocks:
-            raise PlanRefused(
-                f"{where}: block id {lo if lo < 0 else hi} is outside [0, {group.num_blocks}), the declared num_blocks"
-            )
-        if len(np.unique(array)) != len(array):
-            ordered = np.sort(array)
-            raise PlanRefused(f"{where}: block id {int(ordered[:-1][np.diff(ordered) == 0][0])} is given twice")
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise PlanRefused(f"{where}: first_token {first!r} is not a number of 0 or more")
+        try:
+            array = as_block_ids(ids, group.null_block)
+        except LayoutError as exc:
+            raise PlanRefused(f"{where}: {exc}") from None
+        check_blocks(where, group, array)
+        out.append((first, array))
+    return tuple(out)
+
+
+def check_blocks(where: str, group: Group, ids: Int64s) -> None:
+    """Refuse block ids outside a group, or given twice.
+
+    Raises:
+        PlanRefused: Naming the id.
+    """
+    real = ids[ids != NULL]
+    if not len(real):
+        return
+    if (most := int(real.max())) >= group.num_blocks:
+        raise PlanRefused(f"{where}: block id {most} is outside [0, {group.num_blocks}), the declared num_blocks")
+    ordered = np.sort(real)
+    if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
+        raise PlanRefused(f"{where}: block id {int(ordered[twice[0]])} is given twice")

@@ -16,19 +16,20 @@ Bytes are *proven*, for every remote rank that was read, if
   can be too early; a grant says how long the blocks have been lent, and a read that cannot be shown
   to be younger is done again, once everything has landed.
 
-One `Leg` per remote rank that this reader answers for, read or not: each of them is released.
+One `Leg` per remote rank that this reader answers for, read or not: each of them is released. A leg
+once proven stays so: what becomes of its lease, or of its rank, cannot take the bytes back.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from asynckv.core.messages import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.core.plan import Plan, Post
+from asynckv.core.plan import BlockLists, PeerMap, Plan, Post
 from asynckv.core.types import Address, Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
 from asynckv.errors import LocalProtocolError
 
@@ -151,8 +152,13 @@ class Leg:
     address: Address
     incarnation: str
     reads: bool
-    """This rank is a source. What it is read *of* is known once it is planned."""
+    """This rank is a source, as far as is known. What it is read *of* is known once all sources are met."""
+    pp_stage: int = 0
+    is_optional: bool = False
+    """It is met to learn what it holds; if it cannot be, others may hold the same."""
 
+    map: PeerMap | None = None
+    """What is read of it, once all sources are met."""
     plan: Plan | None = None
     next_post: Post | None = None
     """What to post next; None once everything is posted."""
@@ -175,6 +181,8 @@ class Leg:
     """The blocks were lent by then, on our clock."""
     confirmed: bool = False
     """A claim sent after the last read was granted."""
+    proven: bool = False
+    """The bytes are what was lent."""
     claim_at: float = math.inf
     """When to claim or renew next."""
     claims: int = 0
@@ -192,7 +200,7 @@ class Leg:
     @property
     def is_early(self) -> bool:
         """Granted, but the first read cannot be shown to be younger than the lease."""
-        return self.covered_until > -math.inf and self.first_posted_at <= self.lent_before
+        return self.first_posted_at <= self.lent_before < math.inf
 
     def take_post(self) -> Post:
         """Return the next post and look one further, so that the last one is known as such."""
@@ -202,12 +210,16 @@ class Leg:
         return post
 
     @property
-    def is_proven(self) -> bool:
-        """The bytes are what was lent."""
-        return self.is_done and (
-            self.first_posted_at == math.inf
-            or (not self.is_early and (self.confirmed or self.done_at < self.covered_until))
-        )
+    def name(self) -> str:
+        """For people."""
+        return f"pp{self.pp_stage}/tp{self.tp_rank}" if self.pp_stage else f"tp{self.tp_rank}"
+
+    def prove(self) -> None:
+        """Note it if the bytes are what was lent: nothing that comes later changes that."""
+        if not self.proven and self.is_done:
+            timely = self.lent_before < math.inf and not self.is_early
+            covered = self.confirmed or self.done_at < self.covered_until
+            self.proven = self.first_posted_at == math.inf or (timely and covered)
 
 
 @dataclass(slots=True, eq=False)
@@ -230,12 +242,14 @@ class Pull:
     max_post_descriptors: int
 
     state: PullState = S.ANNOUNCED
-    groups: tuple[tuple[int, Sequence[int]], ...] = ()
-    """Per group the first token to fill and our block ids; empty while only announced."""
+    lists: BlockLists | None = None
+    """What to fill, and from which blocks; None while only announced."""
     reason: Reason | None = None
     """The outcome, once there is one (COMPLETE or why not)."""
     detail: str = ""
     failure: tuple[Reason, str] | None = None
+    unmet: tuple[Reason, str] | None = None
+    """Why a rank that might have been read was not met."""
     drain_by: float = math.inf
     published_at: float = math.inf
     history: list[tuple[float, str]] = field(default_factory=list)
@@ -312,10 +326,10 @@ class Pull:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def begin(self, groups: tuple[tuple[int, Sequence[int]], ...], deadline: float, now: float) -> None:
+    def begin(self, lists: BlockLists, deadline: float, now: float) -> None:
         """Attach the blocks to fill; from here on the caller waits."""
         after = self._allow(E.BEGUN)
-        self.groups, self.deadline, self.called_at, self.begun_at = groups, deadline, now, now
+        self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self._enter(after, now)
         self._advance(now)
 
@@ -351,7 +365,7 @@ class Pull:
                 self._granted(leg, answer, sent_at, now)
             case NotYet():
                 leg.is_not_yet = leg.covered_until == -math.inf
-                self._note(now, f"tp{leg.tp_rank} not yet")
+                self._note(now, f"{leg.name} not yet")
             case Refused():
                 self._refused(leg, answer, now)
             case _:
@@ -382,7 +396,7 @@ class Pull:
             self.read_at = now
         elif not news.ok:
             reason = Reason.PEER_LOST if news.peer_lost else Reason.READ_FAILED
-            self._fail(reason, f"a transfer from tp{leg.tp_rank} at {leg.address} failed: {news.cause}", now)
+            self._fail(reason, f"a transfer from {leg.name} at {leg.address} failed: {news.cause}", now)
         self._advance(now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> None:
@@ -400,7 +414,7 @@ class Pull:
     def settled(self, leg: Leg, note: str, now: float) -> None:
         """One rank needs no release any more: acknowledged, refused, or gone."""
         if leg.release is not ReleaseState.SETTLED:
-            self._note(now, f"release tp{leg.tp_rank}: {note}")
+            self._note(now, f"release {leg.name}: {note}")
         leg.release, leg.release_at, leg.claim_at = ReleaseState.SETTLED, math.inf, math.inf
         self._advance(now)
 
@@ -498,7 +512,7 @@ class Pull:
         if newest or deadline > now:
             leg.claims = 0
             leg.claim_at = max(sent_at + min(self.params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
-        self._note(now, f"tp{leg.tp_rank} granted {answer.seconds:g} s")
+        self._note(now, f"{leg.name} granted {answer.seconds:g} s")
 
     def _refused(self, leg: Leg, answer: Refused, now: float) -> None:
         covered = leg.covered_until > -math.inf
@@ -508,11 +522,14 @@ class Pull:
             return
         if covered and answer.reason is Reason.EXPIRED and leg.nonces[answer.nonce] < leg.covered_until:
             # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
-            leg.covered_until, leg.claim_at = -math.inf, now
+            leg.covered_until, leg.confirmed, leg.claim_at = -math.inf, False, now
             return
         leg.claim_at = math.inf
-        reason = Reason.LEASE_LOST if covered or leg.first_posted_at < math.inf else answer.reason
-        text = f"tp{leg.tp_rank} at {leg.address} refused: {answer.reason}"
+        if leg.proven:
+            self._note(now, f"{leg.name} grants no more: {answer.reason}")
+            return
+        reason = Reason.LEASE_LOST if leg.lent_before < math.inf else answer.reason
+        text = f"{leg.name} at {leg.address} refused: {answer.reason}"
         self._fail(reason, f"{text} ({answer.detail})" if answer.detail else text, now)
 
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
@@ -532,13 +549,15 @@ class Pull:
             case S.READING:
                 return "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
             case _:
-                return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.is_proven)
+                return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
 
     def _names(self, chosen: Callable[[Leg], bool]) -> str:
-        return ", ".join(f"tp{leg.tp_rank} at {leg.address}" for leg in self.legs if chosen(leg)) or "nobody"
+        return ", ".join(f"{leg.name} at {leg.address}" for leg in self.legs if chosen(leg)) or "nobody"
 
     def _advance(self, now: float) -> None:
         """Take state-triggered transitions to a fixed point."""
+        for leg in self.legs:
+            leg.prove()
         while self._step(now):
             pass
 
@@ -575,14 +594,14 @@ class Pull:
 
     def _confirm(self, now: float) -> bool:
         legs = [leg for leg in self.legs if leg.reads]
-        if all(leg.is_proven for leg in legs):
+        if all(leg.proven for leg in legs):
             self._publish(Reason.COMPLETE, "", now)
             return True
-        early = [leg for leg in legs if leg.is_early]
+        early = [leg for leg in legs if leg.is_early and not leg.proven]
         for leg in early:
-            self._note(now, f"tp{leg.tp_rank} read before it was lent, reading again")
+            self._note(now, f"{leg.name} read before it was lent, reading again")
             leg.first_posted_at, leg.done_at, leg.confirmed = math.inf, -math.inf, False
-            leg.lent_before = -math.inf
+            leg.lent_before = -math.inf  # granted by now, so whatever begins from here on is late enough
             self._start_posts(leg)
             self.rereads += 1
         if early:
@@ -591,7 +610,7 @@ class Pull:
         for leg in legs:
             # Too late for every grant so far: ask once more, now that everything has landed.
             asked = bool(leg.nonces) and next(reversed(leg.nonces)) > leg.nonce_when_done
-            if not leg.is_proven and not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
+            if not leg.proven and not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
                 leg.claim_at = min(leg.claim_at, now)
         return False
 

@@ -2,6 +2,9 @@
 
 Peers fail alone: handshakes, back-offs, queues and byte windows are per peer, and what happens to one
 touches only the pulls that read from it. A rank that is only released is never waited for.
+
+A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if
+that does not cover what we hold, all ranks that we answer for are met, and may be missing.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from asynckv.core.commands import (
     PullEnded,
     PullOver,
     RemovePeer,
+    RemoveTable,
+    SlowGeometry,
     Timers,
     Traced,
 )
@@ -47,8 +52,9 @@ from asynckv.core.messages import (
     Welcome,
 )
 from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
-from asynckv.core.plan import PeerMap, compare, plan_read
+from asynckv.core.plan import BlockLists, PeerMap, PieceTable, plan_read
 from asynckv.core.pull import Leg, News, Pull, PullState, ReleaseState
+from asynckv.core.sources import NotCovered, assign, compare
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 
@@ -61,6 +67,15 @@ TOMBSTONE_S = 60.0
 
 FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
 """Refusals that no further handshake with this start of the process can change."""
+
+
+_Place = tuple[Address, str]
+"""Address and incarnation of a rank."""
+
+
+def _known(peer: Peer) -> Layout:
+    assert peer.layout is not None
+    return peer.layout
 
 
 @dataclass(slots=True)
@@ -94,6 +109,8 @@ class Pulling:
         self._layout, self._cohort, self._config = layout, cohort, config
         self._ledger, self._desk, self._timers, self._nonces = ledger, desk, timers, nonces
         self._hellos: dict[int, Peer] = {}
+        self._routes: dict[tuple[_Place, ...], tuple[PeerMap | None, ...] | str] = {}
+        """Ranks that were met together -> what is read of each, or why that is not enough."""
         self._turns: deque[Peer] = deque()
         self._ids = itertools.count(1)
 
@@ -115,23 +132,23 @@ class Pulling:
         for leg in pull.legs:
             if leg.reads and not pull.failure:
                 self._meet(pull, leg, now)
+        self._route(pull, now)
         self._after(pull, now)
 
-    def begin(self, pull: Pull, groups: tuple[tuple[int, list[int]], ...], deadline: float, now: float) -> None:
+    def begin(self, pull: Pull, lists: BlockLists, deadline: float, now: float) -> None:
         """Give an announced pull its blocks.
 
         Raises:
             LocalProtocolError: A block is lent, or written by another pull.
         """
-        self._ledger.take(pull.pull_id, "writing", pull.request_id, {g: ids for g, (_, ids) in enumerate(groups)}, now)
-        if not any(len(ids) for _, ids in groups):
+        blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
+        self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
+        if lists.is_empty:
             # A full prefix hit: nobody is read, everybody is released.
             for leg in pull.legs:
                 leg.reads = False
-        pull.begin(groups, deadline, now)
-        for leg in pull.legs:
-            if leg.reads and not pull.failure:
-                self._plan(pull, leg, now)
+        pull.begin(lists, deadline, now)
+        self._route(pull, now)
         self._after(pull, now)
 
     def cancel(self, pull: Pull, now: float) -> None:
@@ -209,8 +226,6 @@ class Pulling:
             self._desk.commands.append(RemovePeer(peer))
             return
         peer.loaded, peer.failures, peer.heard_at = True, 0, now
-        assert peer.map is not None
-        peer.tables = {table.table_id for table in peer.map.regular}
         self._change(peer, E.LOADED)
         for other in list(self.peers.values()):
             # One address serves one start of a process at a time.
@@ -223,6 +238,10 @@ class Pulling:
         peer.is_loading = False
         if peer.state is S.LOADING:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
+
+    def table_failed(self, peer: Peer, cause: str, now: float) -> None:
+        """The data plane could not prepare a table."""
+        self._lose(peer, Reason.GEOMETRY, f"{peer.name} at {peer.address} cannot be read: {cause}", now)
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         """Let time pass for a peer."""
@@ -246,10 +265,11 @@ class Pulling:
                 self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
             if silent >= config.suspect_s and peer.state is S.READY:
                 self._change(peer, E.SILENT)
+        elif peer.state in (S.READY, S.SUSPECT) and now >= peer.unused_at + config.idle_s:
+            self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.name} for {config.idle_s:g} s", now)
+            peer.not_before = now
         elif peer.state is S.GONE and now >= peer.gone_at + TOMBSTONE_S and not peer.transfers and not peer.pulls:
-            self.peers.pop((peer.address, peer.incarnation), None)
-            if not any(p.address == peer.address for p in self.peers.values()):
-                self._desk.commands.append(Disconnect(peer.address))
+            self._drop(peer)
             return
         self._wake(peer)
 
@@ -317,7 +337,7 @@ class Pulling:
             self._desk.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
         if pull.is_over:
-            self._finish(pull)
+            self._finish(pull, now)
         else:
             self._timers.wake(pull, pull.wake_at)
 
@@ -327,7 +347,7 @@ class Pulling:
             self._ledger.drop(pull.pull_id)
             self._desk.commands.append(BlocksReturned(pull))
 
-    def _finish(self, pull: Pull) -> None:
+    def _finish(self, pull: Pull, now: float) -> None:
         if self.pulls.pop(pull.pull_id, None) is None:
             return
         self._timers.forget(pull)
@@ -335,8 +355,21 @@ class Pulling:
             peer = self.peers.get((leg.address, leg.incarnation))
             if peer is not None:
                 peer.pulls.discard(pull.pull_id)
+                if not peer.pulls:
+                    peer.unused_at = now
+                    if peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
+                        # It was only released: nothing is known of it that is worth keeping.
+                        self._drop(peer)
+                        continue
                 self._reap(peer)
+                self._wake(peer)
         self._desk.commands.append(PullOver(pull))
+
+    def _drop(self, peer: Peer) -> None:
+        self._timers.forget(peer)
+        self.peers.pop((peer.address, peer.incarnation), None)
+        if not any(p.address == peer.address for p in self.peers.values()):
+            self._desk.commands.append(Disconnect(peer.address))
 
     def _settles_itself(self, pull: Pull, leg: Leg) -> bool:
         peer = self.peers.get((leg.address, leg.incarnation))
@@ -378,38 +411,49 @@ class Pulling:
 
     def _peer(self, pull: Pull, leg: Leg, now: float) -> Peer:
         place = (leg.address, leg.incarnation)
+        identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
         peer = self.peers.get(place)
-        if peer is not None and peer.state is S.GONE and peer.reason not in FINAL and now >= peer.not_before:
-            # The connection broke, but the process may live: meet it anew once everything has drained.
-            if not peer.transfers and not peer.pulls and not (peer.loaded or peer.is_loading):
+        if peer is not None and peer.state is S.GONE:
+            # The connection broke, but the process may live; or other params named it wrongly.
+            again = peer.identity != identity or (peer.reason not in FINAL and now >= peer.not_before)
+            if again and not peer.transfers and not peer.pulls and not (peer.loaded or peer.is_loading):
                 self._timers.forget(peer)
                 peer = None
         if peer is None:
-            peer = Peer(pull.params.engine_id, leg.tp_rank, leg.address, leg.incarnation)
-            self.peers[place] = peer
+            engine_id, stage, rank = identity
+            peer = self.peers[place] = Peer(engine_id, rank, stage, leg.address, leg.incarnation)
         return peer
 
     def _meet(self, pull: Pull, leg: Leg, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         peer = self.peers[leg.address, leg.incarnation]
-        if peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
+        identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
+        if peer.identity != identity:
+            text = f"{leg.address} is {peer.name}, but the params name {identity[0]!r} {leg.name}; correct the roster"
+            self._unmet(pull, leg, Reason.WRONG_TARGET, text, now)
+        elif peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
             peer.deadline = now + self._config.handshake_s
             self._change(peer, E.WANTED)
             peer.nonce, peer.hellos = next(self._nonces), 0
             self._hellos[peer.nonce] = peer
             self._hello(peer, now)
-            self._wake(peer)
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
-            pull.fail(peer.reason, peer.detail + wait, now)
-        elif peer.is_usable:
-            pull.want_claim(leg, now)
+            self._unmet(pull, leg, peer.reason, peer.detail + wait, now)
         self._wake(peer)
+
+    def _unmet(self, pull: Pull, leg: Leg, reason: Reason, detail: str, now: float) -> None:
+        """A rank that was to be read cannot be: the end of the pull, unless others may hold the same."""
+        if leg.is_optional and leg.map is None:
+            leg.reads = False
+            pull.unmet = (reason, detail)
+        elif not leg.proven:
+            pull.fail(reason, detail, now)
 
     def _hello(self, peer: Peer, now: float) -> None:
         peer.retry_at = now + self._config.hello_retry_s * 2 ** min(peer.hellos, 3)
         peer.hellos += 1
-        hello = Hello(peer.nonce, MAJOR, MINOR, peer.engine_id, peer.tp_rank, self._cohort)
+        hello = Hello(peer.nonce, MAJOR, MINOR, peer.engine_id, peer.tp_rank, self._cohort, peer.pp_stage)
         self._desk.send(peer.address, peer.incarnation, hello)
 
     def _answered(self, message: Welcome | Unwelcome, address: Address, source: str, now: float) -> None:
@@ -441,57 +485,118 @@ class Pulling:
             return Reason.RESTARTED, f"answers as incarnation {source}, expected {peer.incarnation}"
         if welcome.major != MAJOR:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
-        found = (welcome.engine_id, welcome.layout.tp_rank)
-        if found != (peer.engine_id, peer.tp_rank):
+        layout = welcome.layout
+        if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
             return (
                 Reason.WRONG_TARGET,
-                f"engine {found[0]!r} tp_rank {found[1]} answers, but the params name {peer.engine_id!r} "
-                f"tp_rank {peer.tp_rank}; correct the roster's address",
+                f"engine {welcome.engine_id!r} pp_stage {layout.pp_stage} tp_rank {layout.tp_rank} answers, but the "
+                f"params name {peer.engine_id!r} pp_stage {peer.pp_stage} tp_rank {peer.tp_rank}; correct the roster",
             )
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
         try:
-            check_layout(welcome.layout)
-            if differences := compare(self._layout, welcome.layout):
-                return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
-            peer.map = PeerMap(self._layout, welcome.layout)
+            check_layout(layout)
         except LayoutError as exc:
             return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
+        if differences := compare(self._layout, layout):
+            return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
+        peer.layout = layout
         return None
 
     def _ready(self, peer: Peer, now: float) -> None:
         self._wake(peer)
         self._take_turn(peer)
         for pull in [self.pulls[p] for p in sorted(peer.pulls)]:
-            for leg in pull.legs:
-                if leg.reads and (leg.address, leg.incarnation) == (peer.address, peer.incarnation):
-                    pull.want_claim(leg, now)
-                    if pull.state is PullState.CONNECTING and leg.plan is None:
-                        self._plan(pull, leg, now)
+            self._route(pull, now)
             self._after(pull, now)
 
-    def _plan(self, pull: Pull, leg: Leg, now: float) -> None:
-        peer = self.peers[leg.address, leg.incarnation]
-        if not peer.is_usable or pull.state is not PullState.CONNECTING:
+    def _route(self, pull: Pull, now: float) -> None:
+        """Once every rank that may be read is ready: decide what is read of which, claim, and plan."""
+        while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
+            legs = [leg for leg in pull.legs if leg.reads]
+            peers = [self.peers[leg.address, leg.incarnation] for leg in legs]
+            if not all(peer.is_usable for peer in peers):
+                return
+            if any(leg.map is None for leg in legs):
+                maps = self._maps(legs, peers)
+                if isinstance(maps, str):
+                    # Not what the usual rule led us to expect: ask everybody, and come back.
+                    others = [leg for leg in pull.legs if not leg.reads and not leg.is_optional]
+                    for leg in others:
+                        leg.reads = leg.is_optional = True
+                        self._meet(pull, leg, now)
+                    if not others:
+                        reason, detail = pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")
+                        pull.fail(reason, detail, now)
+                    continue
+                for leg, found in zip(legs, maps, strict=True):
+                    leg.map, leg.reads = found, found is not None
+            if pull.lists is not None and pull.state is PullState.CONNECTING:
+                self._plan(pull, now)
+            for leg in pull.legs:
+                if leg.reads and not pull.failure:
+                    pull.want_claim(leg, now)
             return
-        assert peer.map is not None
+
+    def _maps(self, legs: list[Leg], peers: list[Peer]) -> tuple[PeerMap | None, ...] | str:
+        """Say what is read of each of these ranks, or why they are not enough."""
+        places = tuple((leg.address, leg.incarnation) for leg in legs)
+        if (known := self._routes.get(places)) is not None:
+            return known
+        found: list[PeerMap | None] = []
+        try:
+            for peer, shares in zip(peers, assign(self._layout, [_known(p) for p in peers]), strict=True):
+                key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
+                if shares and key not in peer.maps:
+                    peer.maps[key] = PeerMap(self._layout, _known(peer), shares, peer.table_ids)
+                    for warning in peer.maps[key].warnings:
+                        self._desk.commands.append(SlowGeometry(peer, warning))
+                    for table in peer.maps[key].regular:
+                        self._add_table(peer, table)
+                found.append(peer.maps[key] if shares else None)
+        except (NotCovered, LayoutError) as exc:
+            self._routes[places] = str(exc)
+        else:
+            self._routes[places] = tuple(found)
+        return self._routes[places]
+
+    def _plan(self, pull: Pull, now: float) -> None:
+        assert pull.lists is not None
         if pull.ready_at == math.inf:
             pull.ready_at = now
-        try:
-            plan = plan_read(peer.map, pull.groups, pull.params.groups, pull.params.num_tokens)
-        except RemoteTooShort as exc:
-            pull.fail(Reason.REMOTE_TOO_SHORT, str(exc), now)
+        for leg in pull.legs:
+            if not leg.reads or pull.failure:
+                continue
+            assert leg.map is not None
+            try:
+                plan = plan_read(leg.map, pull.lists)
+            except RemoteTooShort as exc:
+                pull.fail(Reason.REMOTE_TOO_SHORT, str(exc), now)
+                return
+            except (PlanRefused, LayoutError) as exc:
+                pull.fail(Reason.UNPLANNABLE, str(exc), now)
+                return
+            peer = self.peers[leg.address, leg.incarnation]
+            for section in plan.sections:
+                self._add_table(peer, section.table)
+            self._desk.counters["descriptors.planned"] += plan.num_descriptors
+            pull.planned(leg, plan, now)
+            self._evict(peer, leg.map)
+
+    def _add_table(self, peer: Peer, table: PieceTable) -> None:
+        if table.table_id not in peer.tables:
+            peer.tables.add(table.table_id)
+            self._desk.commands.append(AddTable(peer, table))
+
+    def _evict(self, peer: Peer, known: PeerMap) -> None:
+        """Forget the tables of cuts that have not been seen for long."""
+        if not known.is_full:
             return
-        except (PlanRefused, LayoutError) as exc:
-            pull.fail(Reason.UNPLANNABLE, str(exc), now)
-            return
-        for section in plan.sections:
-            if section.table.table_id not in peer.tables:
-                peer.tables.add(section.table.table_id)
-                self._desk.commands.append(AddTable(peer, section.table))
-        self._desk.counters["descriptors.planned"] += plan.num_descriptors
-        pull.want_claim(leg, now)
-        pull.planned(leg, plan, now)
+        legs = [leg for p in peer.pulls for leg in self.pulls[p].legs if leg.map is known and leg.plan is not None]
+        in_use = {section.table.table_id for leg in legs if leg.plan for section in leg.plan.sections}
+        for table in known.evict(in_use):
+            peer.tables.discard(table.table_id)
+            self._desk.commands.append(RemoveTable(peer, table.table_id))
 
     # -- inside: peers -----------------------------------------------------------------------------
 
@@ -536,7 +641,8 @@ class Pulling:
                         pull.settled(leg, "the rank is gone", now)
                 elif leg.reads:
                     # A rank that was read nothing from never fails a pull.
-                    pull.fail(reason, detail, now)
+                    self._unmet(pull, leg, reason, detail, now)
+                    self._route(pull, now)
             self._after(pull, now)
 
     def _reap(self, peer: Peer) -> None:
@@ -544,6 +650,11 @@ class Pulling:
         if peer.state is S.GONE and peer.loaded and not peer.transfers:
             peer.loaded = False
             self._desk.commands.append(RemovePeer(peer))
+        if peer.state is S.GONE and peer.maps:
+            peer.maps.clear()
+            place = (peer.address, peer.incarnation)
+            for places in [places for places in self._routes if place in places]:
+                del self._routes[places]
         if peer.state is S.GONE:
             self._wake(peer)
 
@@ -564,6 +675,8 @@ class Pulling:
                 self._timers.wake(peer, peer.deadline)
             case S.READY | S.SUSPECT if peer.pulls:
                 self._timers.wake(peer, self._ping_at(peer))
+            case S.READY | S.SUSPECT:
+                self._timers.wake(peer, peer.unused_at + self._config.idle_s)
             case S.GONE if not peer.pulls and not peer.transfers:
                 # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
                 self._timers.wake(peer, peer.gone_at + TOMBSTONE_S)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 __all__ = [
+    "NULL",
     "Address",
     "BlockRuns",
     "Cohort",
@@ -44,6 +45,11 @@ MAX_GROUPS = 64
 MAX_RUNS = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
+MAX_HASHES = 1 << 20
+
+NULL = -1
+"""A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
+
 MAX_SECONDS = 7 * 86_400.0
 
 # Bounds also reject nan and the infinities, which compare false with everything.
@@ -53,7 +59,7 @@ RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-BlockId = Annotated[int, Meta(ge=0, le=MAX_BLOCK_ID)]
+BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
 
 
@@ -100,7 +106,8 @@ class BlockRuns(Struct, frozen=True, array_like=True):
     Attributes:
         first_token: First token that the list is valid for. The first block of the list is the one
             that holds it, so `first_token` need not be a multiple of the block size.
-        runs: `(first block id, number of blocks)` in token order.
+        runs: `(first block id, number of blocks)` in token order; a first id of `NULL` stands for so
+            many placeholders.
     """
 
     first_token: Tokens
@@ -123,6 +130,9 @@ class Params(Struct, frozen=True, kw_only=True):
         renew_s: How often a reader is to renew.
         written: The KV was complete when these params were made, so nobody can read it too early.
             Otherwise a reader has to show that it began after the request was lent.
+        hashes: Of every `hash_tokens` tokens a hash that covers all tokens before as well, if the
+            engines compare prompts that way; a reader takes only what its own hashes agree with.
+        hash_tokens: Tokens per hash; 0 without hashes.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -137,6 +147,8 @@ class Params(Struct, frozen=True, kw_only=True):
     lease_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 30.0
     renew_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 3.0
     written: bool = False
+    hashes: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=MAX_HASHES)] = ()
+    hash_tokens: Tokens = 0
 
 
 class Outcome(enum.StrEnum):

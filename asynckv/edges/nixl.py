@@ -212,15 +212,8 @@ class NixlPlane:
 
     # -- peers -------------------------------------------------------------------------------------
 
-    async def prepare_peer(
-        self,
-        name: str,
-        metadata: bytes,
-        tables: Sequence[PieceTable],
-        memories: Sequence[Memory],
-        remote: Sequence[Memory],
-    ) -> None:
-        """Load a peer's metadata off the loop, and prepare its descriptor lists."""
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Load a peer's metadata off the loop."""
         if name in self._remotes:
             raise BackendError(f"peer {name} is loaded already")
         self._remotes[name] = _Remote()
@@ -232,23 +225,20 @@ class NixlPlane:
             self._remotes.pop(name, None)
             raise BackendError(f"NIXL refuses the metadata of {name}: {exc!r}") from exc
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
-        try:
-            if found != name:
-                raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-            for table in tables:
-                self.add_table(name, table, memories, remote)
-        except BackendError:
+        if found != name:
             self._remotes.pop(name, None)
             # Never somebody else's: metadata under a false name may be that of a peer in use.
             if found not in self._remotes:
                 with suppress(Exception):
                     agent.remove_remote_agent(found)
-            raise
+            raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare one table's two descriptor lists, one strided row per piece."""
         if table.num_rows == 0:
             return
+        if name not in self._remotes:
+            raise BackendError(f"peer {name} is not loaded")
         try:
             mine = self._prepare("", table.local, table.length, table.local_blocks, memories)
             theirs = self._prepare(name, table.remote, table.length, table.remote_blocks, remote)
@@ -257,6 +247,14 @@ class NixlPlane:
         except Exception as exc:
             raise BackendError(f"NIXL cannot prepare descriptors of {name}: {exc!r}") from exc
         self._remotes[name].tables[table.table_id] = (mine, theirs)
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget one table's descriptor lists."""
+        if self._agent is None or name not in self._remotes:
+            return
+        for handle in self._remotes[name].tables.pop(table_id, ()):
+            with suppress(Exception):
+                self._agent.release_dlist_handle(handle)
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer and its descriptor lists."""

@@ -7,6 +7,7 @@ event loop that the planes will live on.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from asynckv.core.layout import Group, Layout, Memory, attention_view
 from asynckv.core.plan import PeerMap
+from asynckv.core.sources import assign
 from asynckv.core.types import Address, Route, TransferId
 from asynckv.errors import BackendError
 from asynckv.ports import ControlPlane, DataPlane, Ended, Ending
@@ -157,17 +159,30 @@ async def check_data_plane(make: Callable[[str], DataPlane]) -> None:
             side.start()
         assert owner.plane.agent_name == "owner"
         owner.plane.watch(True)
-        peer = PeerMap(reader.layout, owner.layout)
+        peer = PeerMap(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
         table = peer.regular[0]
         mine, theirs = reader.layout.memories, owner.layout.memories
         metadata = owner.plane.metadata()
-        await reader.plane.prepare_peer("owner", metadata, peer.regular, mine, theirs)
         try:
-            await reader.plane.prepare_peer("owner", metadata, peer.regular, mine, theirs)
+            reader.plane.add_table("owner", table, mine, theirs)
+        except BackendError:
+            pass
+        else:
+            raise AssertionError("a table needs a peer that is prepared")
+        try:
+            await reader.plane.prepare_peer("somebody", metadata)
+        except BackendError:
+            pass
+        else:
+            raise AssertionError("metadata under another name is refused")
+        await reader.plane.prepare_peer("owner", metadata)
+        try:
+            await reader.plane.prepare_peer("owner", metadata)
         except BackendError:
             pass
         else:
             raise AssertionError("a peer can be prepared only once")
+        reader.plane.add_table("owner", table, mine, theirs)
 
         # Bytes land where the table says, and nowhere else.
         before = reader.blocks(orders[0], [b for b in range(BLOCKS) if b not in (3, 9, 4)])
@@ -207,10 +222,17 @@ async def check_data_plane(make: Callable[[str], DataPlane]) -> None:
         assert unknown is not None
         assert unknown.ending is Ending.FAILED
 
+        # Neither is a table that was removed.
+        reader.plane.remove_table("owner", table.table_id)
+        reader.plane.remove_table("owner", 4711)
+        gone = reader.plane.post_read(TransferId(42), "owner", table.table_id, rows[0], rows[0])
+        assert gone is not None
+        assert gone.ending is Ending.FAILED
+
         # A peer that was removed can be prepared again.
         reader.plane.remove_peer("owner")
         reader.plane.remove_peer("nobody")
-        await reader.plane.prepare_peer("owner", metadata, peer.regular, mine, theirs)
+        await reader.plane.prepare_peer("owner", metadata)
         owner.plane.watch(False)
         assert all(isinstance(v, int) for v in reader.plane.statistics().values())
         assert all(isinstance(v, str) for v in reader.plane.describe().values())

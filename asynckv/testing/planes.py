@@ -176,26 +176,23 @@ class SimData:
         """Name this plane."""
         return self._name.encode()
 
-    async def prepare_peer(
-        self,
-        name: str,
-        metadata: bytes,
-        tables: Sequence[PieceTable],
-        memories: Sequence[Memory],
-        remote: Sequence[Memory],
-    ) -> None:
-        """Check name and metadata, and keep the tables."""
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Check name and metadata."""
         if name in self._tables:
             raise BackendError(f"peer {name} is loaded already")
         if metadata.decode(errors="replace") != name or name not in self._network.agents:
             raise BackendError(f"no agent {name!r} behind its metadata")
         self._tables[name] = {}
-        for table in tables:
-            self.add_table(name, table, memories, remote)
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Keep one more table."""
+        if name not in self._tables:
+            raise BackendError(f"peer {name} is not loaded")
         self._tables[name][table.table_id] = (table, tuple(memories), tuple(remote))
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget a table."""
+        self._tables.get(name, {}).pop(table_id, None)
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer."""

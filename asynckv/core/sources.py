@@ -1,0 +1,209 @@
+"""Which remote rank a rank reads what from.
+
+Every part says which range of its global axis a rank holds, or that every rank holds it whole. To read
+is to cover our own ranges with those of the remote ranks that we answer for. Nothing has to divide,
+and among replicas one is read: the first, which differs from reader to reader.
+
+The remote layouts are known after the handshakes. `predicted` says whom to shake hands with first,
+by the usual contiguous rule, so that replicas nobody reads need not even be alive; where the engines
+cut otherwise, all are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from asynckv.core.layout import TOKEN, Group, Layout, Part, View, shard
+from asynckv.errors import LayoutError
+
+__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "predicted"]
+
+MAX_DIFFERENCES = 16
+
+
+class Difference(NamedTuple):
+    """One field in which two sides differ so that nothing can be planned."""
+
+    field: str
+    local: object
+    remote: object
+
+    def __str__(self) -> str:
+        return f"{self.field}: local {self.local}, remote {self.remote}"
+
+
+class NotCovered(LayoutError):
+    """The remote ranks together do not hold what this rank needs."""
+
+    def __init__(self, differences: Sequence[Difference]) -> None:
+        super().__init__("; ".join(map(str, differences)))
+        self.differences = tuple(differences)
+
+
+class Share(NamedTuple):
+    """What is read of one part from one remote rank."""
+
+    here: View
+    there: View
+    a: Part
+    b: Part
+    lo: int
+    hi: int
+    """Range of the global axis; 0, 0 for a part that is not sharded."""
+
+
+def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
+    """List every field in which two checked layouts differ so that nothing can be planned.
+
+    Which ranges the ranks hold is no difference: `assign` looks at all remote ranks together.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    """(field, local, remote) -> the layers that differ so."""
+    out: list[Difference] = []
+    if local.model and remote.model and local.model != remote.model:
+        out.append(Difference("model", local.model, remote.model))
+    ours, theirs = {v.layer: v for v in local.views}, {v.layer: v for v in remote.views}
+    if local.pp_size == remote.pp_size == 1:
+        out += _layers(ours, theirs)
+    for layer in ours:
+        if layer in theirs:
+            a, b = ours[layer], theirs[layer]
+            for field, here, there in _compare_views(a, b, local.groups[a.group], remote.groups[b.group]):
+                found.setdefault((field, str(here), str(there)), []).append(layer)
+    for (field, here, there), layers in found.items():
+        more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        out.append(Difference(f"{field} of layer {layers[0]!r}{more}", here, there))
+    return tuple(out[:MAX_DIFFERENCES])
+
+
+def _layers(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[Difference]:
+    mine, other = set(ours), set(theirs)
+    if mine != other:
+        yield Difference("layers only on one side", _some(mine - other), _some(other - mine))
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    names = sorted(names)
+    return names if len(names) <= 8 else [*names[:8], f"... {len(names) - 8} more"]
+
+
+def _compare_views(a: View, b: View, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
+    if here.kind != there.kind:
+        yield "kind", here.kind, there.kind
+        return
+    if there.window and not 0 < here.window <= there.window:
+        yield "window", here.window or "none", there.window
+    parts, others = {p.name: p for p in a.parts}, {p.name: p for p in b.parts}
+    if parts.keys() != others.keys():
+        yield "parts", sorted(parts), sorted(others)
+    for name, part in parts.items():
+        if name in others:
+            for field, mine, theirs in _compare_parts(part, others[name], here, there):
+                yield f"{field} of part {name!r}", mine, theirs
+
+
+def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
+    if a.dtype != b.dtype:
+        yield "dtype", a.dtype, b.dtype
+    elif a.itemsize != b.itemsize:
+        yield "itemsize", a.itemsize, b.itemsize
+    if (a.axis, a.extent if a.axis else 0) != (b.axis, b.extent if b.axis else 0):
+        yield "sharded axis", _axis(a), _axis(b)
+    if a.tokens_per_entry != b.tokens_per_entry:
+        yield "tokens_per_entry", a.tokens_per_entry, b.tokens_per_entry
+    if here.kind == "tokens" and not (a.has_tokens and b.has_tokens) and here.kernel_size != there.kernel_size:
+        yield "kernel block size (one entry covers a whole kernel block)", here.kernel_size, there.kernel_size
+    mine, theirs = ({d.name: d.size for d in p.dims if d.name not in (TOKEN, p.axis)} for p in (a, b))
+    if mine != theirs or a.has_tokens != b.has_tokens:
+        yield "dims", _dims(a), _dims(b)
+
+
+def _dims(part: Part) -> str:
+    return ", ".join(d.name if d.name in (TOKEN, part.axis) else f"{d.name}={d.size}" for d in part.dims)
+
+
+def _axis(part: Part) -> str:
+    return f"{part.axis!r} of {part.extent}" if part.axis else "none"
+
+
+def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
+    """Say which of the remote `ranks` of a group of `size` will be read, if they share heads the usual way.
+
+    Where that rule cannot say, all of them.
+    """
+    chosen = set()
+    for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
+        if not axis:
+            chosen.add(ranks[0])
+            continue
+        try:
+            held = [shard(extent, rank, size) for rank in ranks]
+        except LayoutError:
+            return list(ranks)
+        for i, _, _ in _cover(lo, hi, held):
+            if i is None:
+                return list(ranks)
+            chosen.add(ranks[i])
+    return sorted(chosen)
+
+
+def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int | None, int, int]]:
+    """Cover `[lo, hi)` from the left, each time by the range that reaches farthest, the first of equals.
+
+    Yields `(index, start, end)`; the index is None where nothing reaches.
+    """
+    while lo < hi:
+        index, reach = None, lo
+        for i, (a, b) in enumerate(held):
+            if a <= lo and b > reach:
+                index, reach = i, b
+        if index is None:
+            reach = min([a for a, _ in held if a > lo] + [hi])
+        reach = min(reach, hi)
+        yield index, lo, reach
+        lo = reach
+
+
+def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
+    """Cover everything that this rank holds by what the remote ranks hold; per remote rank what is read of it.
+
+    Args:
+        local: Our layout, checked.
+        remotes: Layouts of the remote ranks that we answer for, checked, and each found comparable.
+
+    Raises:
+        NotCovered: A layer, or a range of a part, is held by none of them.
+    """
+    theirs = [{v.layer: v for v in remote.views} for remote in remotes]
+    out: list[list[Share]] = [[] for _ in remotes]
+    missing: list[str] = []
+    gaps: dict[tuple[str, str], list[str]] = {}
+    for view in local.views:
+        holders = [(i, views[view.layer]) for i, views in enumerate(theirs) if view.layer in views]
+        if not holders:
+            missing.append(view.layer)
+            continue
+        for part in view.parts:
+            twins = [(i, v, p) for i, v in holders for p in v.parts if p.name == part.name]
+            if not part.axis:
+                i, there, twin = twins[0]
+                out[i].append(Share(view, there, part, twin, 0, 0))
+                continue
+            for at, lo, hi in _cover(*part.held, [p.held for _, _, p in twins]):
+                if at is None:
+                    ranks = ", ".join(f"tp{remotes[i].tp_rank} {list(p.held)}" for i, _, p in twins[:8])
+                    gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of part {part.name!r}"
+                    gaps.setdefault((gap, ranks), []).append(view.layer)
+                else:
+                    i, there, twin = twins[at]
+                    out[i].append(Share(view, there, part, twin, lo, hi))
+    differences = [Difference("layers that no remote rank has", _some(missing), "none")] if missing else []
+    for (gap, ranks), layers in gaps.items():
+        more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
+        differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
+    if local.pp_size == 1 and not missing:
+        differences += _layers([v.layer for v in local.views], {layer for views in theirs for layer in views})
+    if differences:
+        raise NotCovered(differences[:MAX_DIFFERENCES])
+    return [tuple(shares) for shares in out]

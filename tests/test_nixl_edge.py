@@ -1,0 +1,313 @@
+"""Real NIXL agents: bytes, failures and wake-ups; over TCP between two processes as well."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from asynckv.config import NixlConfig
+from asynckv.core.layout import Memory
+from asynckv.core.plan import Cut, PieceTable
+from asynckv.core.types import TransferId
+from asynckv.edges.nixl import NixlPlane
+from asynckv.errors import BackendError
+from asynckv.ports import Ended, Ending
+
+pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+
+PATIENCE_S = 10.0
+SIZE = 64 * 1024
+HERE, THERE = 16, 24
+
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int32]
+
+
+def table(table_id: int, lengths: list[int], local: list[list[int]], remote: list[list[int]]) -> PieceTable:
+    """A table whose sides differ in memory, offset, stride and number of blocks."""
+    length, mine, theirs = (np.array(x, np.int64) for x in (lengths, local, remote))
+    return PieceTable(table_id, Cut(0, 0, 0, 0, 1), length, mine, theirs, HERE, THERE)
+
+
+TABLES = (
+    table(
+        0,
+        [512, 96, 8],
+        [[0, 0, 1024], [1, 64, 2048], [0, 520, 1024]],
+        [[1, 0, 512], [0, 3, 100], [1, 40000, 999]],
+    ),
+    table(7, [256], [[1, 512, 2048]], [[0, 8192, 256]]),
+)
+
+
+class Side:
+    """A plane with two memories, polled whenever it asks to be."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.plane = NixlPlane(NixlConfig(), name)
+        self.arrays: list[Bytes] = contents(seed)
+        self.memories = [Memory(a.ctypes.data, a.nbytes) for a in self.arrays]
+        self.news: list[Ended] = []
+        self.calls = 0
+        self._event = asyncio.Event()
+        self.plane.start(self._poll)
+        self.plane.register(self.memories)
+
+    def _poll(self) -> None:
+        self.calls += 1
+        if found := self.plane.poll():
+            self.news += found
+            self._event.set()
+
+    def read(self, transfer_id: int, name: str, table_id: int, local: Indices, remote: Indices) -> None:
+        """Post, and file what is known at once under the news."""
+        ended = self.plane.post_read(TransferId(transfer_id), name, table_id, local, remote)
+        if ended is not None:
+            self.news.append(ended)
+
+    async def heard(self, count: int) -> list[Ended]:
+        """Wait for news of so many transfers."""
+        with anyio.fail_after(PATIENCE_S):
+            while len(self.news) < count:
+                self._event.clear()
+                await self._event.wait()
+        news, self.news = self.news, []
+        return news
+
+
+def contents(seed: int) -> list[Bytes]:
+    return list(np.random.default_rng(seed).integers(0, 256, (2, SIZE), np.uint8))
+
+
+def pairs(t: PieceTable, seed: int) -> tuple[Indices, Indices]:
+    """Every row of the table with shuffled blocks: `row * blocks + block` on either side."""
+    rng = np.random.default_rng(seed)
+    rows = np.arange(t.num_rows)[:, None]
+    local = (rows * HERE + rng.permutation(HERE)).ravel()
+    remote = (rows * THERE + rng.permutation(THERE)[:HERE]).ravel()
+    return local.astype(np.int32), remote.astype(np.int32)
+
+
+def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: PieceTable, local: Indices, remote: Indices) -> None:
+    """Do naively what a read has to do."""
+    for i, j in zip(local.tolist(), remote.tolist(), strict=True):
+        (row, block), (other, block_there) = divmod(i, t.local_blocks), divmod(j, t.remote_blocks)
+        assert row == other
+        memory, offset, stride = t.local[row].tolist()
+        from_memory, from_offset, from_stride = t.remote[row].tolist()
+        to, source, length = (
+            offset + block * stride,
+            from_offset + block_there * from_stride,
+            int(t.length[row]),
+        )
+        mine[memory][to : to + length] = theirs[from_memory][source : source + length]
+
+
+async def prepare(reader: Side, name: str, metadata: bytes, remote: Sequence[Memory]) -> None:
+    await reader.plane.prepare_peer(name, metadata)
+    for each in TABLES:
+        reader.plane.add_table(name, each, reader.memories, remote)
+
+
+async def check_reads(reader: Side, name: str, theirs: Sequence[Bytes]) -> None:
+    """Read through every table, and compare every byte of memory with a naive copy."""
+    want = [a.copy() for a in reader.arrays]
+    for number, t in enumerate(TABLES):
+        local, remote = pairs(t, number)
+        copied(want, theirs, t, local, remote)
+        reader.read(number, name, t.table_id, local, remote)
+    news = await reader.heard(len(TABLES))
+    assert {(e.transfer_id, e.ending) for e in news} == {(n, Ending.DONE) for n in range(len(TABLES))}
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+@pytest.fixture
+def sides(anyio_backend: str) -> Iterator[list[Side]]:
+    """Planes to close in the end, whatever happened."""
+    made: list[Side] = []
+    yield made
+    for side in made:
+        side.plane.close()
+        side.plane.close()
+
+
+@pytest.fixture
+async def linked(sides: list[Side]) -> tuple[Side, Side]:
+    reader, owner = Side("reader", 1), Side("owner", 2)
+    sides += [reader, owner]
+    owner.plane.watch(True)
+    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    return reader, owner
+
+
+async def test_strided_tables_read_what_they_name_and_nothing_else(linked: tuple[Side, Side]) -> None:
+    reader, owner = linked
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane.statistics()["running"] == reader.plane.statistics()["unreleased"] == 0
+
+
+@pytest.mark.parametrize(("local", "remote"), [(-1, 0), (0, -1), (HERE, 0), (0, THERE), (1 << 30, 0)])
+async def test_indices_outside_of_a_table_are_refused(linked: tuple[Side, Side], local: int, remote: int) -> None:
+    reader, _ = linked
+    reader.read(1, "owner", 7, np.array([local], np.int32), np.array([remote], np.int32))
+    (ended,) = reader.news
+    assert (ended.ending, ended.peer_lost) == (Ending.FAILED, False)
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, contents(1), strict=True))
+
+
+async def test_a_table_of_two_kinds_of_memory_is_refused(linked: tuple[Side, Side]) -> None:
+    reader, owner = linked
+    memories = [reader.memories[0], Memory(1 << 40, SIZE, "cuda")]
+    with pytest.raises(BackendError, match="mixes cpu and cuda memory"):
+        reader.plane.add_table("owner", TABLES[0], memories, owner.memories)
+
+
+async def test_metadata_under_another_name_is_not_kept(sides: list[Side]) -> None:
+    reader, owner = Side("reader", 1), Side("owner", 2)
+    sides += [reader, owner]
+    with pytest.raises(BackendError, match="'owner', but 'somebody' was announced"):
+        await prepare(reader, "somebody", owner.plane.metadata(), owner.memories)
+    with pytest.raises(BackendError, match="refuses the metadata"):
+        await prepare(reader, "nobody", b"", owner.memories)
+    assert reader.plane.statistics()["peers"] == 0
+    owner.plane.watch(True)
+    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+
+
+async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -> None:
+    plane = NixlPlane(NixlConfig(backend="NOWHERE"), "nobody")
+    with pytest.raises(BackendError, match=r"'NOWHERE' cannot be created.* plug-ins found: .*UCX"):
+        plane.start(lambda: None)
+    plane.close()
+
+
+async def test_completions_wake_the_loop(linked: tuple[Side, Side]) -> None:
+    reader, owner = linked
+    assert reader.plane.describe()["completions"].endswith("epoll descriptors of UCX")
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane.statistics()["wakeups"] > 0
+
+
+async def test_an_idle_plane_does_nothing(linked: tuple[Side, Side]) -> None:
+    reader, owner = linked
+    await check_reads(reader, "owner", owner.arrays)
+    owner.plane.watch(False)
+    # The timers that run out once more, and what UCX still has to say about the connection.
+    with anyio.fail_after(PATIENCE_S):
+        while True:
+            calls, cpu = reader.calls + owner.calls, time.process_time()
+            await asyncio.sleep(0.05)
+            if reader.calls + owner.calls == calls:
+                break
+    assert time.process_time() - cpu < 0.01
+
+
+async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side]) -> None:
+    reader, _ = linked
+    local, remote = pairs(TABLES[0], 0)
+    # The first read has to wait for the connection, which nobody can make before the loop turns.
+    assert reader.plane.post_read(TransferId(1), "owner", 0, local, remote) is None
+    reader.plane.close()
+    assert reader.plane.poll() == []
+    assert reader.plane.statistics()["running"] == 1
+
+
+# -- two processes ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def over_tcp() -> dict[str, Any]:
+    """What a reader process found that reads from an owner process over TCP, and sees it die."""
+    env = {**os.environ, "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    command = [sys.executable, "-W", "error", __file__, "reader"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)  # fails if anything else reached stdout
+    return found
+
+
+@pytest.mark.slow
+def test_reads_over_tcp_are_exact_and_awaited(over_tcp: dict[str, Any]) -> None:
+    assert over_tcp["exact"]
+    assert over_tcp["done_in_post"] == 0
+    assert over_tcp["completions"].endswith("epoll descriptors of UCX")
+
+
+@pytest.mark.slow
+def test_the_death_of_an_owner_ends_what_reads_from_it(over_tcp: dict[str, Any]) -> None:
+    assert over_tcp["while_stopped"] == {"news": 0, "running": 4}
+    assert over_tcp["after_kill"] == [["failed", True]] * 4
+    assert over_tcp["next_post"] == ["failed", True]
+    assert over_tcp["left"] == {"running": 0, "in_doubt": 0, "unreleased": 0, "peers": 0}
+    assert over_tcp["owner_stdout"] == ""
+
+
+async def _owner() -> None:
+    owner = Side("owner", 2)
+    owner.plane.watch(True)
+    metadata = base64.b64encode(owner.plane.metadata()).decode()
+    print(json.dumps([metadata, [m.base for m in owner.memories]]), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    owner.plane.close()
+
+
+async def _reader() -> dict[str, Any]:
+    pipe = subprocess.PIPE
+    # This process is the test's own: its loop may wait.
+    with subprocess.Popen([sys.executable, __file__, "owner"], stdin=pipe, stdout=pipe, text=True) as process:  # noqa: ASYNC220
+        try:
+            assert process.stdout is not None
+            metadata, bases = json.loads(process.stdout.readline())
+            reader = Side("reader", 1)
+            remote = [Memory(base, SIZE) for base in bases]
+            await prepare(reader, "owner", base64.b64decode(metadata), remote)
+            await check_reads(reader, "owner", contents(2))
+            found: dict[str, Any] = {"exact": True, **reader.plane.describe(), **reader.plane.statistics()}
+
+            # An owner that is stopped sends nothing, so its death certainly finds the reads running.
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # noqa: ASYNC222
+            local, there = pairs(TABLES[0], 5)
+            for transfer_id in range(10, 14):
+                reader.read(transfer_id, "owner", 0, local, there)
+            reader.news += reader.plane.poll()
+            found["while_stopped"] = {
+                "news": len(reader.news),
+                "running": reader.plane.statistics()["running"],
+            }
+            process.kill()
+            found["after_kill"] = [[e.ending.value, e.peer_lost] for e in await reader.heard(4)]
+            reader.read(20, "owner", 0, local, there)
+            (ended,) = await reader.heard(1)
+            found["next_post"] = [ended.ending.value, ended.peer_lost]
+            reader.plane.remove_peer("owner")
+            found["left"] = {k: reader.plane.statistics()[k] for k in ("running", "in_doubt", "unreleased", "peers")}
+            found["owner_stdout"] = process.stdout.read()
+            reader.plane.close()
+            return found
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["owner"]:
+            asyncio.run(_owner())
+        case ["reader"]:
+            print(json.dumps(asyncio.run(_reader())))
+        case other:
+            raise SystemExit(f"unknown role {other}")
