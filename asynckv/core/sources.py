@@ -120,7 +120,8 @@ def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tupl
 
 
 def _dims(part: Part) -> str:
-    return ", ".join(d.name if d.name in (TOKEN, part.axis) else f"{d.name}={d.size}" for d in part.dims)
+    # Sorted: in which order the dims lie in memory is no difference.
+    return ", ".join(sorted(d.name if d.name in (TOKEN, part.axis) else f"{d.name}={d.size}" for d in part.dims))
 
 
 def _axis(part: Part) -> str:

@@ -1,0 +1,340 @@
+"""A model's cache as plain global arrays, cut by rank and laid out any way, to judge plans by.
+
+Nothing here knows how plans are made: what must be where is derived from the declared layouts element by
+element, plans are run as memory copies, and every byte of the destination is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of, shard
+from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
+from asynckv.core.sources import assign
+from asynckv.core.topology import remote_ranks
+from asynckv.core.types import NULL, BlockRuns
+
+Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Held = Callable[[int, int, int], tuple[int, int]]
+Lists = Sequence[tuple[int, Sequence[int | None]]]
+
+
+def even(extent: int, rank: int, size: int) -> tuple[int, int]:
+    """Cut an axis as evenly as whole entries allow; some ranks share one where there are too few."""
+    if extent < size:
+        lo = rank * extent // size
+        return lo, lo + 1
+    return rank * extent // size, (rank + 1) * extent // size
+
+
+@dataclass(frozen=True)
+class PartSpec:
+    """A part of the whole model. `dims` are global, without tokens; `entry` 0 covers a whole kernel block."""
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    axis: str = ""
+    itemsize: int = 2
+    entry: int = 1
+    held: Held = shard
+
+    @property
+    def dtype(self) -> str:
+        return {1: "int8", 2: "float16", 4: "float32"}[self.itemsize]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A layer of the whole model."""
+
+    name: str
+    parts: tuple[PartSpec, ...]
+    kind: str = "tokens"
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """How one engine pages some layers."""
+
+    layers: tuple[int, ...]
+    block_size: int
+    ratio: int = 1
+    num_blocks: int = 8
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: its parallel sizes, its groups, and how it lays things out."""
+
+    layers: tuple[LayerSpec, ...]
+    groups: tuple[GroupSpec, ...]
+    tp_size: int = 1
+    pp_size: int = 1
+    seed: int = 0
+    style: str = "layers"
+    """`layers`: a memory per layer. `split`: parts in regions of their own. `cross`: all layers of a block
+    adjacent. `pages`: one memory for all groups, page by page."""
+    orders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Part name -> order of its dims, slowest first; drawn from the seed for the others."""
+    pad: int = 0
+
+    def stage_of(self, layer: int) -> int:
+        return layer * self.pp_size // len(self.layers)
+
+
+class Rank:
+    """One rank of an engine with its bytes."""
+
+    def __init__(self, engine: Engine, tp_rank: int, pp_stage: int = 0, *, base: int = 1 << 40) -> None:
+        self.engine, self.tp_rank, self.pp_stage = engine, tp_rank, pp_stage
+        rng = np.random.default_rng((engine.seed, 7))
+        kind = {g: engine.layers[s.layers[0]].kind for g, s in enumerate(engine.groups)}
+        groups = tuple(
+            Group(f"g{i}", s.block_size, s.num_blocks, s.ratio, kind[i], engine.layers[s.layers[0]].window)  # type: ignore[arg-type]
+            for i, s in enumerate(engine.groups)
+        )
+        plans: list[tuple[int, int, list[Part], int]] = []
+        for g, spec in enumerate(engine.groups):
+            for layer in spec.layers:
+                parts, at = [], 0
+                for part in engine.layers[layer].parts:
+                    made = self._part(part, groups[g], at if engine.style != "split" else 0, rng)
+                    parts.append(made)
+                    span = made.itemsize * math.prod(d.size for d in made.dims)
+                    at = at + span if engine.style != "split" else max(at, span)
+                if engine.stage_of(layer) == pp_stage:
+                    plans.append((g, layer, parts, at + engine.pad * (engine.style != "cross")))
+        views, lengths = self._place(plans, groups)
+        rng = np.random.default_rng((engine.seed, tp_rank, pp_stage, base & 0xFFFF))
+        self.arrays = [rng.integers(0, 256, n, dtype=np.uint8) for n in lengths]
+        starts = [base + i * ((max(lengths) | 4095) + 1) for i in range(len(lengths))]
+        self.layout = Layout(
+            tp_rank=tp_rank,
+            tp_size=engine.tp_size,
+            pp_stage=pp_stage,
+            pp_size=engine.pp_size,
+            memories=tuple(Memory(a, n) for a, n in zip(starts, lengths, strict=True)),
+            groups=groups,
+            views=tuple(views),
+        )
+        check_layout(self.layout)
+
+    def _part(self, spec: PartSpec, group: Group, offset: int, rng: np.random.Generator) -> Part:
+        held = spec.held(dict(spec.dims)[spec.axis], self.tp_rank, self.engine.tp_size) if spec.axis else (0, 0)
+        sizes = {n: held[1] - held[0] if n == spec.axis else size for n, size in spec.dims}
+        if group.kind == "tokens" and spec.entry:
+            sizes = {"token": group.kernel_size // spec.entry, **sizes}
+        order = list(self.engine.orders.get(spec.name) or rng.permutation(list(sizes)).tolist())
+        dims, step = [], spec.itemsize
+        for name in reversed(order):
+            dims.append(Dim(name, sizes[name], step))
+            step *= sizes[name]
+        extent = dict(spec.dims)[spec.axis] if spec.axis else 0
+        return Part(
+            spec.name, spec.dtype, spec.itemsize, offset, tuple(dims), spec.axis, held, extent, max(spec.entry, 1)
+        )
+
+    def _place(
+        self, plans: list[tuple[int, int, list[Part], int]], groups: tuple[Group, ...]
+    ) -> tuple[list[View], list[int]]:
+        import msgspec
+
+        names = self.engine.layers
+        views: list[View] = []
+        lengths: list[int] = []
+        if self.engine.style in ("layers", "split"):
+            for g, layer, parts, stride in plans:
+                n = groups[g].num_kernel_blocks
+                if self.engine.style == "split":
+                    parts = [msgspec.structs.replace(p, offset=i * n * stride) for i, p in enumerate(parts)]
+                views.append(View(len(lengths), g, names[layer].name, 0, stride, tuple(parts)))
+                lengths.append(n * stride * (len(parts) if self.engine.style == "split" else 1))
+            return views, lengths or [8]
+        sums = {g: sum(s for h, _, _, s in plans if h == g) for g in range(len(groups))}
+        if self.engine.style == "cross":
+            memory = {g: i for i, g in enumerate(sorted({g for g, *_ in plans}))}
+            at = dict.fromkeys(memory, 0)
+            for g, layer, parts, size in plans:
+                views.append(View(memory[g], g, names[layer].name, at[g], sums[g], tuple(parts)))
+                at[g] += size
+            return views, [sums[g] * groups[g].num_kernel_blocks for g in memory] or [8]
+        ratios = math.lcm(*(g.ratio for g in groups))
+        page = max(s * g.ratio for s, g in zip(sums.values(), groups, strict=True))
+        page = -(-page // ratios) * ratios
+        at = dict.fromkeys(sums, 0)
+        for g, layer, parts, size in plans:
+            views.append(View(0, g, names[layer].name, at[g], page // groups[g].ratio, tuple(parts)))
+            at[g] += size
+        return views, [max(page * max(g.num_blocks for g in groups), 8)]
+
+    # -- where things are --------------------------------------------------------------------------
+
+    def places(self, view: View, part: Part, spec: PartSpec, kernel_block: int) -> Int64s:
+        """Byte offsets of a kernel block's elements: `[entries, dims of the spec ...]`."""
+        dims = {d.name: d for d in part.dims}
+        out = np.array([view.offset + part.offset + kernel_block * view.stride], np.int64)
+        for name in (["token"] if "token" in dims else []) + [n for n, _ in spec.dims]:
+            out = out[..., None] + np.arange(dims[name].size) * dims[name].stride
+        return out[0] if "token" in dims else out
+
+    def each(self) -> list[tuple[int, View, Part, PartSpec]]:
+        """Every part with its global spec and the number of its layer."""
+        number = {layer.name: i for i, layer in enumerate(self.engine.layers)}
+        out = []
+        for view in self.layout.views:
+            specs = {p.name: p for p in self.engine.layers[number[view.layer]].parts}
+            out += [(number[view.layer], view, part, specs[part.name]) for part in view.parts]
+        return out
+
+
+class Cache:
+    """The request's KV and states, as global arrays."""
+
+    def __init__(self, layers: Sequence[LayerSpec], seed: int) -> None:
+        self.layers, self.seed = layers, seed
+
+    def entry(self, layer: int, spec: PartSpec, index: int, held: tuple[int, int]) -> Bytes:
+        """One entry along the tokens, or the state after `index` tokens: `[dims ..., itemsize]`, cut to a rank."""
+        number = self.layers[layer].parts.index(spec)
+        whole = np.random.default_rng((self.seed, layer, number, index)).integers(
+            0, 256, (*(n for _, n in spec.dims), spec.itemsize), dtype=np.uint8
+        )
+        cut = tuple(slice(*held) if n == spec.axis else slice(None) for n, _ in spec.dims)
+        return whole[cut]
+
+
+Cells = list[tuple[int, Int64s, Bytes, bool]]
+"""Memory, byte offsets, what belongs there, and whether it must be there (else it may)."""
+
+
+def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | None = None) -> Cells:
+    """Everything that a rank's blocks are for; `wanted` says whose tokens must be there, and where states go."""
+    out: Cells = []
+    goal = tokens if wanted is None else wanted
+    for layer, view, part, spec in rank.each():
+        group = rank.layout.groups[view.group]
+        first, ids = lists[view.group]
+        size, start = group.block_size, first // group.block_size
+        for i, block in enumerate(ids):
+            if block is None:
+                continue
+            if group.kind == "state":
+                after = min((start + i + 1) * size, tokens)
+                must = goal > first and start + i == (goal - 1) // size
+                data = cache.entry(layer, spec, goal if wanted is not None and must else after, part.held)
+                if wanted is None or must:
+                    out.append((view.memory, rank.places(view, part, spec, block), data, True))
+                continue
+            for kernel in range(group.ratio):
+                token = (start + i) * size + kernel * group.kernel_size
+                places = rank.places(view, part, spec, block * group.ratio + kernel)
+                each = spec.entry or group.kernel_size
+                for n, place in enumerate(places):
+                    lo, hi = token + n * each, token + (n + 1) * each
+                    begin = max(first, goal - group.window + 1 if group.window else 0)
+                    must = lo < goal and hi > begin
+                    if hi > first:
+                        out.append((view.memory, place, cache.entry(layer, spec, lo // each, part.held), must))
+    return out
+
+
+def fill(rank: Rank, lists: Lists, cache: Cache, tokens: int) -> None:
+    """Write the request's KV and states as the prefill engine does."""
+    for memory, places, data, _ in cells(rank, lists, cache, tokens):
+        at = places[..., None] + np.arange(data.shape[-1])
+        rank.arrays[memory][at.ravel()] = data.ravel()
+
+
+def execute(
+    plan: Plan, local: Rank, remote: Rank, written: list[npt.NDArray[np.bool_]], limits: tuple[int, int]
+) -> int:
+    """Run a plan as memory copies; no byte may be written twice. Returns the bytes."""
+    tables = {s.table.table_id: s.table for s in plan.sections}
+    total = 0
+    for post in plan.posts(*limits):
+        table = tables[post.table_id]
+        moved = 0
+        for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
+            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
+            assert row == other
+            n = int(table.length[row])
+            m, start, stride = (int(x) for x in table.local[row])
+            r, source, step = (int(x) for x in table.remote[row])
+            start, source = start + mine * stride, source + theirs * step
+            assert 0 <= start <= start + n <= len(local.arrays[m])
+            assert 0 <= source <= source + n <= len(remote.arrays[r])
+            assert not written[m][start : start + n].any(), "a byte is written twice"
+            written[m][start : start + n] = True
+            local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
+            moved += n
+        assert moved == post.num_bytes
+        assert 1 <= post.num_descriptors <= len(post.local)
+        assert post.num_bytes <= limits[0] or len(post.local) == 1
+        total += moved
+    assert total == plan.num_bytes
+    return total
+
+
+def offers(engine: Engine, lists: Lists) -> list[BlockRuns]:
+    """The prefill side's lists as they travel."""
+    return [BlockRuns(first, runs_of(list(ids))) for first, ids in lists]
+
+
+def maps(local: Rank, remotes: Sequence[Rank]) -> list[PeerMap | None]:
+    """What is read of each remote rank."""
+    shares = assign(local.layout, [r.layout for r in remotes])
+    ids = iter(range(1, 1 << 30))
+    return [PeerMap(local.layout, r.layout, s, ids) if s else None for r, s in zip(remotes, shares, strict=True)]
+
+
+def peers_of(local: Rank, remotes: Sequence[Rank]) -> list[Rank]:
+    """The remote ranks that a rank answers for."""
+    ranks = remote_ranks(local.tp_rank, local.engine.tp_size, remotes[0].engine.tp_size)
+    return [r for r in remotes if r.tp_rank in ranks]
+
+
+def check_transfer(
+    local: Rank,
+    remotes: Sequence[Rank],
+    mine: Lists,
+    theirs: Lists,
+    cache: Cache,
+    tokens: int,
+    *,
+    wanted: int | None = None,
+    limits: tuple[int, int] = (1 << 20, 512),
+) -> list[Plan | None]:
+    """Plan, copy, and compare every byte of the destination with what the request's arrays say."""
+    wanted = tokens if wanted is None else wanted
+    answered = peers_of(local, remotes)
+    lists = BlockLists(
+        [(f, np.array([NULL if b is None else b for b in ids], np.int64)) for f, ids in mine],
+        offers(answered[0].engine, theirs),
+        wanted,
+        tokens,
+    )
+    before = [a.copy() for a in local.arrays]
+    written = [np.zeros(len(a), np.bool_) for a in local.arrays]
+    plans: list[Plan | None] = []
+    for remote, peer in zip(answered, maps(local, answered), strict=True):
+        plans.append(plan_read(peer, lists) if peer is not None else None)
+        if (plan := plans[-1]) is not None:
+            execute(plan, local, remote, written, limits)
+    may = [np.zeros(len(a), np.bool_) for a in local.arrays]
+    for memory, places, data, must in cells(local, mine, cache, tokens, wanted):
+        at = places[..., None] + np.arange(data.shape[-1])
+        may[memory][at.ravel()] = True
+        if must:
+            assert written[memory][at.ravel()].all(), "something that is wanted was not read"
+            assert (local.arrays[memory][at] == data).all(), "a wrong byte"
+    for now, was, wrote, allowed in zip(local.arrays, before, written, may, strict=True):
+        assert not (wrote & ~allowed).any(), "something was written that is nobody's"
+        assert (now[~wrote] == was[~wrote]).all()
+    return plans
