@@ -1,6 +1,7 @@
 """Any order of events, two clocks, lost and repeated letters: the invariants of the design hold.
 
-Two prefill ranks and two decode ranks of one request group each, one memory per rank. Rules deliver,
+Up to three prefill ranks and three decode ranks, each decode rank reading its heads from one or several
+prefill ranks, some of which hold replicas. Rules deliver,
 lose, repeat and reorder letters; complete, fail and leave transfers in doubt; let time pass; cancel,
 revoke, forget. Freed prefill blocks are overwritten at once, so a byte believed too long is seen.
 """
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.pulling import News
+from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
@@ -52,14 +54,19 @@ class Machine(RuleBasedStateMachine):
         self.count = 0
         self.doubtful: list[tuple[Rank, Any]] = []
 
-    @initialize(sizes=st.sampled_from([(1, 1), (2, 2), (1, 2)]), rate=st.sampled_from([0.9996, 1.0, 1.0004]))
-    def start(self, sizes: tuple[int, int], rate: float) -> None:
+    @initialize(
+        sizes=st.sampled_from([(1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (3, 1)]),
+        heads=st.sampled_from([6, 6, 1]),
+        rate=st.sampled_from([0.9996, 1.0, 1.0004]),
+    )
+    def start(self, sizes: tuple[int, int], heads: int, rate: float) -> None:
         n_prefill, n_decode = sizes
         for r in range(n_prefill):
-            layout = make_layout(r, n_prefill, base=(r + 1) << 40)
+            layout = make_layout(r, n_prefill, base=(r + 1) << 40, num_heads=heads)
             self.prefill.append(self.world.add(f"p{r}", layout, engine_id="prefill", seed=r))
         for r in range(n_decode):
-            layout = make_layout(r, n_decode, base=(r + 11) << 40, order=("block", "head", "kv", "token", "dim"))
+            order = ("block", "head", "kv", "token", "dim")
+            layout = make_layout(r, n_decode, base=(r + 11) << 40, order=order, num_heads=heads)
             self.decode.append(
                 self.world.add(f"d{r}", layout, engine_id="decode", rate=rate, epoch=1e6 * r, seed=50 + r)
             )
@@ -70,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.count += 1
         return self.world.params(self.prefill, f"req:{self.count},\n", blocks, len(blocks) * BLOCK - 1, lease_s=4.0)
 
-    @rule(params=requests, r=st.integers(0, 1), fill=st.integers(1, 200), readers=st.sampled_from([1, 1, 1, 2]))
+    @rule(params=requests, r=st.integers(0, 2), fill=st.integers(1, 200), readers=st.sampled_from([1, 1, 1, 2]))
     def lend(self, params: Params, r: int, fill: int, readers: int) -> None:
         rank = self.prefill[r % len(self.prefill)]
         blocks = [b for f, n in params.groups[0].runs for b in range(f, f + n)]
@@ -82,7 +89,7 @@ class Machine(RuleBasedStateMachine):
         self.source[rank.name, params.key.token] = [rank.buffers.block(b) for b in blocks]
         self.leases.append((rank, self.world.lend(rank, params, readers)))
 
-    @rule(params=requests, r=st.integers(0, 1), announce=st.booleans(), data=st.data())
+    @rule(params=requests, r=st.integers(0, 2), announce=st.booleans(), data=st.data())
     def pull(self, params: Params, r: int, announce: bool, data: st.DataObject) -> None:
         rank = self.decode[r % len(self.decode)]
         n = sum(count for _, count in params.groups[0].runs)
@@ -149,15 +156,14 @@ class Machine(RuleBasedStateMachine):
             if pull.reason is not Reason.COMPLETE or pull.pull_id in self.checked:
                 continue
             self.checked.add(pull.pull_id)
-            source = self.prefill[rank.node.identity.layout.tp_rank * len(self.prefill) // len(self.decode)]
-            lent = self.source[source.name, params.key.token]
-            assert [self._heads(rank, source, b, s) for b, s in zip(blocks[:-1], lent[:-1], strict=True)] == [True] * (
-                len(blocks) - 1
-            )
-
-    def _heads(self, rank: Rank, source: Rank, block: int, lent: bytes) -> bool:
-        # Blocks are filled with one value each, so any share of a block is that value.
-        return set(rank.buffers.block(block)) == set(lent)
+            d, part = rank.node.identity.layout.tp_rank, rank.buffers.layout.views[0].parts[0]
+            answered = [self.prefill[p] for p in remote_ranks(d, len(self.decode), len(self.prefill))]
+            for head in range(*part.held):
+                holds = [p for p in answered if head in range(*p.buffers.layout.views[0].parts[0].held)]
+                lent = self.source[holds[0].name, params.key.token]
+                # Blocks are filled with one value each, so any share of a block is that value.
+                for block, was in zip(blocks[:-1], lent[:-1], strict=True):
+                    assert set(rank.buffers.head(block, head)) == set(was)
 
     @invariant()
     def nothing_is_lost_or_owned_twice(self) -> None:

@@ -114,6 +114,22 @@ class Buffers:
                     spans += [(view.memory, s, part.itemsize) for s in starts]
         return spans
 
+    def head_spans(self, block_id: int, head: int) -> list[tuple[int, int, int]]:
+        """Every `(memory, start, length)` of one head of the model in a block, by layer, part, token and dim."""
+        spans = []
+        for view in self.layout.views:
+            for part in view.parts:
+                starts = [view.offset + part.offset + block_id * view.stride]
+                for dim in sorted(part.dims, key=lambda d: ("head", "token", "dim").index(d.name)):
+                    steps = [head - part.held[0]] if dim.name == "head" else range(dim.size)
+                    starts = [s + i * dim.stride for s in starts for i in steps]
+                spans += [(view.memory, s, part.itemsize) for s in starts]
+        return spans
+
+    def head(self, block_id: int, head: int) -> bytes:
+        """What a block holds of one head of the model, whatever the order in memory."""
+        return b"".join(self.arrays[m][s : s + n].tobytes() for m, s, n in self.head_spans(block_id, head))
+
     def block(self, block_id: int) -> bytes:
         """A block's content in logical order (layer, part, dims as declared)."""
         return b"".join(self.arrays[m][s : s + n].tobytes() for m, s, n in self.block_spans(block_id))

@@ -335,7 +335,7 @@ def _spot(cut: Cut, share: Share) -> Spot:
         if dim.name == TOKEN:
             start_a += cut.local_offset // a.tokens_per_entry * dim.stride
             start_b += cut.remote_offset // a.tokens_per_entry * twin.stride
-            size = -(-cut.tokens // a.tokens_per_entry)
+            size = cut.tokens // a.tokens_per_entry
         elif dim.name == a.axis:
             start_a += (lo - a.held[0]) * dim.stride
             start_b += (lo - b.held[0]) * twin.stride

@@ -1,0 +1,285 @@
+"""Several remote ranks behind one pull: who is met, who is read, who only hears of the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.layout import Layout
+from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.pull import Pull
+from asynckv.core.pulling import News
+from asynckv.core.types import Outcome, Params, Reason
+from tests import oracle
+from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
+from tests.world import Buffers, Rank, World, make_layout, reason
+
+CONFIG = EngineConfig(
+    engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
+)
+ORDER = ("block", "head", "kv", "token", "dim")
+
+
+class Pair:
+    """A prefill and a decode engine of any sizes, and one request between them."""
+
+    def __init__(self, prefill: int, decode: int, heads: int = 12, config: EngineConfig = CONFIG) -> None:
+        self.world, self.heads = World(config), heads
+        self.prefill = [
+            self.add(f"p{r}", make_layout(r, prefill, base=(r + 1) << 40, num_heads=heads), r) for r in range(prefill)
+        ]
+        self.decode = [
+            self.add(f"d{r}", make_layout(r, decode, base=(r + 30) << 40, num_heads=heads, order=ORDER), 50 + r)
+            for r in range(decode)
+        ]
+        self.want: dict[int, list[bytes]] = {}
+
+    def add(self, name: str, layout: Layout, seed: int) -> Rank:
+        return self.world.add(name, layout, engine_id={"p": "prefill", "d": "decode"}[name[0]], seed=seed)
+
+    def lend(self, blocks: Sequence[int], tokens: int, **kwargs: object) -> tuple[Params, list[Lease]]:
+        """Replicas of a head hold the same; then lend on every rank."""
+        for head in range(self.heads):
+            holds = [p for p in self.prefill if head in range(*p.buffers.layout.views[0].parts[0].held)]
+            for block in blocks:
+                for other in holds[1:]:
+                    for b, (memory, start, length) in enumerate(other.buffers.head_spans(block, head)):
+                        source, at, _ = holds[0].buffers.head_spans(block, head)[b]
+                        other.buffers.arrays[memory][start : start + length] = holds[0].buffers.arrays[source][
+                            at : at + length
+                        ]
+            self.want[head] = [holds[0].buffers.head(b, head) for b in blocks]
+        params = self.world.params(self.prefill, "req-P", blocks, tokens, **{"written": True, **kwargs})
+        return params, [self.world.lend(p, params) for p in self.prefill]
+
+    def pull(self, blocks: Sequence[int], params: Params) -> list[Pull]:
+        return [self.world.pull(d, "req-D", blocks, params) for d in self.decode]
+
+    def check(self, blocks: Sequence[int]) -> None:
+        for rank in self.decode:
+            for head in range(*rank.buffers.layout.views[0].parts[0].held):
+                assert [rank.buffers.head(b, head) for b in blocks] == self.want[head]
+        self.world.check()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 12])
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(1, 4), (4, 1), (3, 2), (2, 3), (4, 6), (6, 4), (4, 4), (8, 2), (2, 8)]
+)
+def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decode: int, heads: int) -> None:
+    if any(heads % n and n % heads for n in (prefill, decode)):
+        heads = 12 if heads == 2 else 24
+    it = Pair(prefill, decode, heads)
+    params, leases = it.lend([3, 1], 8)
+    pulls = it.pull([9, 4], params)
+    it.world.run()
+    assert [p.reason for p in pulls] == [Reason.COMPLETE] * decode
+    it.check([9, 4])
+    # Every prefill rank is released, read or not, under the prefill side's request id, by exactly its readers.
+    assert [lease.state for lease in leases] == [LeaseState.RELEASED] * prefill
+    assert all(set(lease.outcomes.values()) == {Outcome.COMPLETE} for lease in leases)
+    assert it.world.now == 0.0
+    assert all(r.node.is_idle for r in (*it.prefill, *it.decode))
+    # A replica that nobody reads is not even met.
+    for rank, row in zip(it.decode, pulls, strict=True):
+        met = {p.tp_rank for p in rank.node.pulling.peers.values()}
+        assert met == {leg.tp_rank for leg in row.legs if leg.reads}
+
+
+def test_b7_replicas_are_skipped() -> None:
+    it = Pair(4, 1, heads=2)
+    params, _ = it.lend([3], 4)
+    [pull] = it.pull([9], params)
+    it.world.run()
+    assert [leg.tp_rank for leg in pull.legs if leg.reads] == [0, 2]
+    assert [leg.releases for leg in pull.legs] == [1, 1, 1, 1]
+
+
+def test_a_dead_replica_delays_nobody() -> None:
+    it = Pair(4, 1, heads=2)
+    params, leases = it.lend([3], 4)
+    del it.world.ranks["p1"]
+    [pull] = it.pull([9], params)
+    it.world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert it.world.now == 0.0
+    assert [lease.state for lease in leases] == [LeaseState.RELEASED, LeaseState.LENT] + [LeaseState.RELEASED] * 2
+
+
+def test_one_source_lost_fails_the_pull_once_the_others_have_drained() -> None:
+    it = Pair(3, 1)
+    params, leases = it.lend([3, 1], 8)
+    [pull] = it.pull([9, 4], params)
+    [decode] = it.decode
+    it.world.deliver_all()
+    first = min(decode.reads)
+    it.world.tell(decode, News(first, False, False, "gone", peer_lost=True))
+    it.world.deliver_all()
+    assert reason(pull) is None
+    assert pull.holds_blocks
+    it.world.run()
+    assert pull.reason is Reason.PEER_LOST
+    assert sorted(lease.state.value for lease in leases) == ["lent", "released", "released"]
+    it.world.check()
+
+
+def test_a_rank_that_is_proven_may_go() -> None:
+    it = Pair(2, 1)
+    params, _ = it.lend([3], 4)
+    [pull] = it.pull([9], params)
+    [decode] = it.decode
+    it.world.deliver_all()
+    legs = {leg.tp_rank: leg for leg in pull.legs}
+    for transfer_id in list(legs[0].running):
+        it.world.complete(decode, transfer_id)
+    it.world.deliver_all()
+    assert legs[0].proven
+    decode.node.pulling.forget(legs[0].address, it.world.time(decode))
+    it.world.settle(decode)
+    assert reason(pull) is None
+    it.world.run()
+    assert pull.reason is Reason.COMPLETE
+    it.check([9])
+
+
+def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
+    it = Pair(2, 1)
+    params, leases = it.lend([3], 4)
+    [pull] = it.pull([9], params)
+    [decode] = it.decode
+    it.world.deliver_all()
+    legs = {leg.tp_rank: leg for leg in pull.legs}
+    for transfer_id in list(legs[0].running):
+        it.world.complete(decode, transfer_id)
+    it.world.deliver_all()
+    it.prefill[0].node.lending.revoke(leases[0], it.world.time(it.prefill[0]))
+    it.world.settle(it.prefill[0])
+    for _ in range(40):
+        it.world.advance(0.5)
+        it.world.deliver_all()
+    assert leases[0].state is LeaseState.REVOKED
+    assert reason(pull) is None
+    it.world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+def test_only_the_rank_that_was_read_too_early_is_read_again() -> None:
+    it = Pair(2, 1)
+    params = it.world.params(it.prefill, "req", [3], 4)
+    it.world.lend(it.prefill[0], params)
+    it.world.advance(1.0)
+    [pull] = it.pull([9], params)
+    [decode] = it.decode
+    # The handshakes only: reading begins, the claims are under way.
+    it.world.deliver_all()
+    for transfer_id in list(decode.reads):
+        it.world.complete(decode, transfer_id)
+    it.world.deliver_all()
+    assert pull.reason is None
+    it.world.advance(1.0)
+    it.prefill[1].buffers.overwrite(3, 0x77)
+    it.world.lend(it.prefill[1], params)
+    it.world.run(1.0)
+    assert pull.reason is Reason.COMPLETE
+    assert all(set(decode.buffers.head(9, head)) == {0x77} for head in range(6, 12))
+    assert pull.rereads == 1
+
+
+# -- ranges that the usual rule does not predict -----------------------------------------------------------
+
+
+def swapped(extent: int, rank: int, size: int) -> tuple[int, int]:
+    """Neighbours hold each other's share."""
+    return oracle.even(extent, rank ^ 1 if size > 1 else rank, size)
+
+
+def unusual(prefill: int, held: oracle.Held, num_heads: int = 8) -> tuple[World, list[Rank], Rank]:
+    layers = (LayerSpec("a", (PartSpec("kv", (("head", num_heads), ("dim", 2)), "head", held=held),)),)
+    world = World(CONFIG)
+    sides = [
+        (world.add(f"p{r}", oracle.Rank(there, r, base=(r + 1) << 40).layout, engine_id="prefill", seed=r))
+        for there in [Engine(layers, (GroupSpec((0,), 4),), prefill)]
+        for r in range(prefill)
+    ]
+    here = Engine(layers, (GroupSpec((0,), 4),), 1, orders={"kv": ("token", "head", "dim")})
+    return world, sides, world.add("d0", oracle.Rank(here, 0, base=1 << 50).layout, engine_id="decode", seed=99)
+
+
+def heads(buffers: Buffers, block: int) -> dict[int, bytes]:
+    return {h: b"".join(sorted_head(buffers, block, h)) for h in range(*buffers.layout.views[0].parts[0].held)}
+
+
+def sorted_head(buffers: Buffers, block: int, head: int) -> list[bytes]:
+    """One head's elements by token and dim, whatever the order in memory."""
+    view = buffers.layout.views[0]
+    part = view.parts[0]
+    dims = {d.name: d for d in part.dims}
+    base = view.offset + part.offset + block * view.stride + (head - part.held[0]) * dims["head"].stride
+    return [
+        buffers.arrays[view.memory][at : at + part.itemsize].tobytes()
+        for t in range(dims["token"].size)
+        for d in range(dims["dim"].size)
+        for at in [base + t * dims["token"].stride + d * dims["dim"].stride]
+    ]
+
+
+def test_ranges_of_any_kind_are_read_where_they_are() -> None:
+    world, prefill, decode = unusual(4, swapped)
+    want = {h: b for p in prefill for h, b in heads(p.buffers, 3).items()}
+    params = world.params(prefill, "req", [3], 4, written=True)
+    leases = [world.lend(p, params) for p in prefill]
+    pull = world.pull(decode, "d", [5], params)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert heads(decode.buffers, 5) == want
+    assert all(lease.state is LeaseState.RELEASED for lease in leases)
+
+
+def alternating(extent: int, rank: int, size: int) -> tuple[int, int]:
+    """Heads dealt out like cards (what GQA replicas must not be: CASES B6)."""
+    return (rank % extent, rank % extent + 1) if size > 1 else (0, extent)
+
+
+@pytest.mark.parametrize("missing", ["", "p3", "p1"])
+def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing: str) -> None:
+    world, prefill, decode = unusual(4, alternating, num_heads=2)
+    want = {h: b for p in prefill[:2] for h, b in heads(p.buffers, 3).items()}
+    for twin, other in ((2, 0), (3, 1)):
+        prefill[twin].buffers.arrays[0][:] = prefill[other].buffers.arrays[0]
+    params = world.params(prefill, "req", [3], 4, written=True)
+    for rank in prefill:
+        world.lend(rank, params)
+    world.ranks.pop(missing, None)
+    pull = world.pull(decode, "d", [5], params)
+    for _ in range(30):
+        world.run(0.1)
+    assert pull.reason is Reason.COMPLETE
+    assert heads(decode.buffers, 5) == want
+    read = [leg.tp_rank for leg in pull.legs if leg.reads]
+    assert read == ([0, 3] if missing == "p1" else [0, 1])
+
+
+def test_if_nobody_else_holds_it_the_missing_rank_is_the_cause() -> None:
+    world, prefill, decode = unusual(4, lambda e, r, s: ((0, 1) if r < 3 else (1, 2)) if s > 1 else (0, e), num_heads=2)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    world.ranks.pop("p3")
+    pull = world.pull(decode, "d", [5], params)
+    for _ in range(30):
+        world.run(0.1)
+    assert pull.reason is Reason.UNREACHABLE
+    assert "p3" in pull.detail
+
+
+def test_a_gap_is_refused_at_the_handshake_with_the_ranges() -> None:
+    world, prefill, decode = unusual(2, lambda extent, rank, size: (0, 4) if size > 1 else (0, extent))
+    params = world.params(prefill, "req", [3], 4, written=True)
+    for rank in prefill:
+        world.lend(rank, params)
+    pull = world.pull(decode, "d", [5], params)
+    world.run()
+    assert pull.reason is Reason.GEOMETRY
+    assert "needs [4, 8) of 8 along 'head' of part 'kv', remote holds tp0 [0, 4], tp1 [0, 4]" in pull.detail
+    assert not decode.reads
+    world.check()
