@@ -29,6 +29,8 @@ EPILOG = """
 
   asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
 
+  asynckv bench --model nemotron-h-8b --layers 4 --prefill-tp 1 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
+
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
@@ -46,6 +48,13 @@ class Order(StrEnum):
     hnd = "hnd"
     block_nhd = "block-nhd"
     block_hnd = "block-hnd"
+    cross_nhd = "cross-nhd"
+    cross_hnd = "cross-hnd"
+
+
+class ConvOrder(StrEnum):
+    channel = "channel"
+    row = "row"
 
 
 class BlockOrder(StrEnum):
@@ -80,13 +89,19 @@ GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 @app.command(epilog=EPILOG)
 def bench(
     model: Annotated[
-        str, typer.Option(help="Preset: llama-3.1-8b, llama-3.1-70b, qwen3-8b, qwen3-32b.", rich_help_panel=GEOMETRY)
+        str,
+        typer.Option(
+            help="Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
+            "an unknown name lists all.",
+            rich_help_panel=GEOMETRY,
+        ),
     ] = "llama-3.1-8b",
     hf_config: Annotated[
         Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Layers, instead of the model's.", rich_help_panel=GEOMETRY)
+        int | None,
+        typer.Option(help="Layers, instead of the model's; one of every kind is kept.", rich_help_panel=GEOMETRY),
     ] = None,
     kv_heads: Annotated[
         int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)
@@ -98,19 +113,47 @@ def bench(
         str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block of the prefill side, if others.", rich_help_panel=GEOMETRY)
+    ] = None,
+    ratio: Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)] = 1,
+    prefill_ratio: Annotated[
+        int | None, typer.Option(help="Kernel blocks per block of the prefill side.", rich_help_panel=GEOMETRY)
+    ] = None,
     order: Annotated[
         Order,
         typer.Option(
-            help="Memory order of a layer: token before head (nhd) or after (hnd); block-...: K and V in one block.",
+            help="Memory order: token before head (nhd) or after (hnd); block-...: K and V in one block; "
+            "cross-...: all layers of a block adjacent.",
             rich_help_panel=GEOMETRY,
         ),
     ] = Order.nhd,
+    prefill_order: Annotated[
+        Order | None, typer.Option(help="Memory order of the prefill side, if another.", rich_help_panel=GEOMETRY)
+    ] = None,
+    conv_order: Annotated[
+        ConvOrder,
+        typer.Option(help="Which dim of a convolution's state varies slowest.", rich_help_panel=GEOMETRY),
+    ] = ConvOrder.channel,
+    prefill_conv_order: Annotated[
+        ConvOrder | None, typer.Option(help="The same for the prefill side, if another.", rich_help_panel=GEOMETRY)
+    ] = None,
     tp: Annotated[
         int,
         typer.Option(
             help="Ranks of each engine: so many prefill and so many decode processes.", rich_help_panel=GEOMETRY
         ),
     ] = 1,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Ranks of the prefill engine, if others.", rich_help_panel=GEOMETRY)
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Ranks of the decode engine, if others.", rich_help_panel=GEOMETRY)
+    ] = None,
+    prefill_pp: Annotated[
+        int, typer.Option(help="Pipeline stages of the prefill engine.", rich_help_panel=GEOMETRY)
+    ] = 1,
+    decode_pp: Annotated[int, typer.Option(help="Pipeline stages of the decode engine.", rich_help_panel=GEOMETRY)] = 1,
     prompt_tokens: Annotated[
         str, typer.Option(help="Prompt length: 1024, or 128:4096 for uniform ones.", rich_help_panel=WORK)
     ] = "1024",
@@ -124,6 +167,13 @@ def bench(
         int | None,
         typer.Option(help="Cut longer prompts of the trace; the report says how many.", rich_help_panel=WORK),
     ] = None,
+    prefix_hit: Annotated[
+        str,
+        typer.Option(
+            help="How much of every prompt the decode side has already: tokens (512) or a share (50%).",
+            rich_help_panel=WORK,
+        ),
+    ] = "0",
     requests: Annotated[
         int | None, typer.Option(help="How many requests; 100, or all of the trace.", rich_help_panel=WORK)
     ] = None,
@@ -180,16 +230,28 @@ def bench(
     Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
     seeded pattern, lent, pulled in a closed loop while the clock runs, and compared afterwards.
     """
-    from asynckv.bench import models, workload
+    from asynckv import models
+    from asynckv.bench import workload
     from asynckv.bench.driver import Options
+    from asynckv.bench.protocol import Side
 
-    geometry = models.read_hf_config(hf_config) if hf_config else models.preset(model)
-    geometry = models.Geometry(
-        geometry.model,
-        geometry.num_layers if layers is None else layers,
-        geometry.num_kv_heads if kv_heads is None else kv_heads,
-        geometry.head_dim if head_dim is None else head_dim,
-        geometry.dtype if dtype is None else models.dtype_named(dtype),
+    chosen = models.read_hf_config(hf_config) if hf_config else models.preset(model)
+    chosen = chosen.resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    decode = Side(
+        tp=tp if decode_tp is None else decode_tp,
+        pp=decode_pp,
+        block_size=block_size,
+        ratio=ratio,
+        order=order.value,
+        conv_order=conv_order.value,
+    )
+    prefill = Side(
+        tp=tp if prefill_tp is None else prefill_tp,
+        pp=prefill_pp,
+        block_size=block_size if prefill_block_size is None else prefill_block_size,
+        ratio=ratio if prefill_ratio is None else prefill_ratio,
+        order=(prefill_order or order).value,
+        conv_order=(prefill_conv_order or conv_order).value,
     )
     for name, number in (("--requests", requests), ("--max-prompt-tokens", max_prompt_tokens), ("--pool-mb", pool_mb)):
         if number is not None and number < 1:
@@ -201,12 +263,12 @@ def bench(
     else:
         work = workload.drawn(prompt_tokens, requests or 100, seed).capped(max_prompt_tokens)
     options = Options(
-        geometry=geometry,
+        model=chosen,
         workload=work,
+        prefill=prefill,
+        decode=decode,
+        prefix_hit=prefix_hit,
         concurrency=concurrency,
-        tp=tp,
-        block_size=block_size,
-        order=order.value,
         block_order=block_order.value,
         verify=verify.value,
         seed=seed,

@@ -72,7 +72,7 @@ __all__ = ["Engine", "LentRequest"]
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
 
-Groups = Sequence[tuple[int, Sequence[int]]]
+Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 _ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,

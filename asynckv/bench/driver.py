@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -16,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,11 +24,13 @@ import numpy as np
 
 from asynckv.bench import protocol as p
 from asynckv.bench import ucx
-from asynckv.bench.models import Geometry
 from asynckv.bench.workload import Workload
 from asynckv.config import LeaseConfig
 from asynckv.core.group import PrefillGroup
-from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.core.layout import Layout
+from asynckv.errors import AsyncKVError, ConfigError, LayoutError
+from asynckv.layouts import model_groups, model_layout
+from asynckv.models import Model, State
 
 __all__ = ["Measured", "Options", "run"]
 
@@ -43,14 +45,18 @@ PROCESS_BYTES = 600 * MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One benchmark run."""
+    """One benchmark run.
 
-    geometry: Geometry
+    Attributes:
+        prefix_hit: Tokens, or with a `%` the share of every prompt, that the decode side has already.
+    """
+
+    model: Model
     workload: Workload
+    prefill: p.Side = field(default_factory=p.Side)
+    decode: p.Side = field(default_factory=p.Side)
+    prefix_hit: str = "0"
     concurrency: int = 16
-    tp: int = 1
-    block_size: int = 16
-    order: str = "nhd"
     block_order: str = "runs"
     verify: str = "full"
     seed: int = 0
@@ -62,47 +68,149 @@ class Options:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
-        for name in ("concurrency", "tp", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be 1 or more")
+        if self.concurrency < 1:
+            raise ConfigError(f"--concurrency {self.concurrency} must be 1 or more")
+        for role, side in self.sides.items():
+            for name, value in (
+                ("tp", side.tp),
+                ("pp", side.pp),
+                ("block-size", side.block_size),
+                ("ratio", side.ratio),
+            ):
+                if not 1 <= value <= 1 << 20:
+                    raise ConfigError(f"--{name} {value} of the {role} side must be 1 or more, and not absurd")
         LeaseConfig(lease_s=self.lease_s, grant_s=min(10.0, max(self.lease_s, 0.1)))
         if not 0 < self.timeout_s <= 86_400:
             raise ConfigError(f"--timeout-s {self.timeout_s} must be above 0 and at most a day")
-        if self.geometry.num_kv_heads % self.tp and self.tp % self.geometry.num_kv_heads:
-            raise ConfigError(
-                f"--tp {self.tp} cannot share {self.geometry.num_kv_heads} KV heads; use a divisor or a multiple of it"
-            )
-
-    def blocks(self, tokens: int) -> int:
-        """Blocks that a prompt takes."""
-        return -(-tokens // self.block_size)
+        self.cached(1)
+        for role in self.sides:
+            self.block_bytes(role)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block on one rank, over all layers."""
-        return self.geometry.token_bytes(max(1, self.geometry.num_kv_heads // self.tp)) * self.block_size
+    def sides(self) -> dict[str, p.Side]:
+        """Both engines."""
+        return {"prefill": self.prefill, "decode": self.decode}
 
-    def num_blocks(self) -> int:
-        """Size of every pool: twice the concurrency's blocks, at least 64 MiB, as far as memory goes.
+    @property
+    def num_decode(self) -> int:
+        """Decode ranks; a request is complete when all of them have it."""
+        return self.decode.tp * self.decode.pp
+
+    def cached(self, tokens: int) -> int:
+        """Tokens of a prompt that the decode side has already.
+
+        Raises:
+            ConfigError: It is neither a number nor a percentage.
+        """
+        text = self.prefix_hit
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else -1.0
+            hit = int(tokens * share) if text.endswith("%") else int(text)
+        except ValueError:
+            share, hit = 2.0, -1
+        if share > 1 or hit < 0:
+            raise ConfigError(
+                f"--prefix-hit {text!r} is neither a number of tokens such as 512 nor a share such as 50%"
+            )
+        return min(hit, tokens)
+
+    def num_needed(self, role: str, tokens: int) -> list[int]:
+        """Blocks of each group that one request takes on one side."""
+        out = []
+        for first, ids in self.places(role, tokens):
+            out.append(sum(ids) if first < tokens else 0)
+        return out
+
+    def places(self, role: str, tokens: int) -> list[tuple[int, list[bool]]]:
+        """Per group the first token, and for every place of its list whether there is a block.
+
+        Like engines do: nothing before a sliding window, nothing that is cached, one state per request.
+        """
+        side, cached = self.sides[role], self.cached(tokens) if role == "decode" else 0
+        out: list[tuple[int, list[bool]]] = []
+        for layer, _ in model_groups(self.model):
+            if isinstance(layer, State):
+                out.append((cached, [True] * (cached < tokens)))
+                continue
+            size = side.block_size
+            start, end = cached // size, -(-tokens // size)
+            begin = max(0, tokens - layer.window + 1) // size if layer.window else 0
+            out.append((cached, [i >= begin for i in range(start, end)] if cached < tokens else []))
+        return out
+
+    def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
+        """One rank's layout.
+
+        Raises:
+            ConfigError: The sizes do not fit the model.
+        """
+        side = self.sides[role]
+        try:
+            return model_layout(
+                self.model,
+                tp_rank=tp_rank,
+                tp_size=side.tp,
+                pp_stage=pp_stage,
+                pp_size=side.pp,
+                block_size=side.block_size,
+                ratio=side.ratio,
+                num_blocks=num_blocks,
+                order=side.order,
+                conv_order=side.conv_order,
+            )
+        except LayoutError as exc:
+            raise ConfigError(f"--{role}-tp {side.tp}: {exc}") from exc
+
+    def block_bytes(self, role: str) -> list[int]:
+        """Bytes of one block of each group, on the rank that holds most of it."""
+        side, most = self.sides[role], [0] * len(model_groups(self.model))
+        for stage in range(side.pp):
+            layout = self.layout(role, 0, stage)
+            sums = [0] * len(most)
+            for view in layout.views:
+                size = sum(part.itemsize * math.prod(d.size for d in part.dims) for part in view.parts)
+                sums[view.group] += size * layout.groups[view.group].ratio
+            most = [max(a, b) for a, b in zip(most, sums, strict=True)]
+        return most
+
+    def num_blocks(self) -> dict[str, list[int]]:
+        """Size of every side's pools per group: twice the concurrency's blocks, as far as memory goes.
 
         Raises:
             ConfigError: Not even one request fits.
         """
-        sizes = sorted((self.blocks(t) for t in self.workload.prompt_tokens), reverse=True)
-        wanted = max(2 * sum(sizes[: self.concurrency]), 64 * MiB // self.block_bytes)
-        wanted = min(wanted, sum(sizes))
-        available = _memory_available()
-        room = available - 2 * self.tp * PROCESS_BYTES - 512 * MiB
-        limit = self.pool_mb * MiB if self.pool_mb is not None else max(0, room) // (2 * self.tp)
-        num_blocks = min(wanted, limit // self.block_bytes)
-        if num_blocks < sizes[0]:
-            need, have = sizes[0] * self.block_bytes / MiB, limit / MiB
-            raise ConfigError(
-                f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of {need:.0f} MiB per "
-                f"rank, but {have:.0f} MiB can be had for each of the {2 * self.tp} ranks; shorten it with "
-                f"--max-prompt-tokens, use fewer --layers, or raise --pool-mb"
-            )
-        return num_blocks
+        wanted, least = {}, {}
+        longest = sorted(self.workload.prompt_tokens, reverse=True)
+        for role in self.sides:
+            needs = [self.num_needed(role, t) for t in longest]
+            columns = list(zip(*needs, strict=True))
+            least[role] = [max(1, max(column)) for column in columns]
+            wanted[role] = [
+                max(1, min(max(2 * sum(sorted(c, reverse=True)[: self.concurrency]), 64 * MiB // max(size, 1)), sum(c)))
+                for c, size in zip(columns, self.block_bytes(role), strict=True)
+            ]
+        ranks = sum(side.tp * side.pp for side in self.sides.values())
+        room = max(0, _memory_available() - ranks * PROCESS_BYTES - 512 * MiB)
+        total = sum(side.tp * side.pp * self._pool(role, wanted[role]) for role, side in self.sides.items())
+        share = min(1.0, room / total)
+        if self.pool_mb is not None:
+            share = min(share, *(self.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
+        out = {}
+        for role in self.sides:
+            out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
+        need = {role: self._pool(role, least[role]) for role in self.sides}
+        for role, side in self.sides.items():
+            limit = self.pool_mb * MiB if self.pool_mb is not None else room // ranks
+            if need[role] > limit:
+                raise ConfigError(
+                    f"the longest prompt ({longest[0]} tokens) needs a pool of {need[role] / MiB:.0f} MiB on each of "
+                    f"the {side.tp * side.pp} {role} ranks, but {limit / MiB:.0f} MiB can be had per rank; shorten it "
+                    f"with --max-prompt-tokens, use fewer --layers, or raise --pool-mb"
+                )
+        return out
+
+    def _pool(self, role: str, blocks: Sequence[int]) -> int:
+        return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
 
 
 def _memory_available() -> int:
@@ -120,6 +228,7 @@ class Measured:
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
     windows_s: list[float] = field(default_factory=list)
     bytes_verified: int = 0
+    bytes_wanted: int = 0
     bytes_wrong: int = 0
     wrong_requests: list[int] = field(default_factory=list)
     prefill_leaked: int = 0
@@ -130,7 +239,7 @@ class Measured:
     lease_ends: dict[str, int] = field(default_factory=dict)
     release_s: list[float] = field(default_factory=list)
     peak_rss: dict[str, int] = field(default_factory=dict)
-    pool_bytes: int = 0
+    pool_bytes: dict[str, int] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -237,30 +346,32 @@ class _Run:
             env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
         endpoints = []
         for role, children in (("prefill", self.prefill), ("decode", self.decode)):
-            for rank in range(options.tp):
-                own = env if role == "prefill" else env | self._ucx_env
-                child = await _Child.spawn(f"{role}/tp{rank}", own)
-                children.append(child)
-                self.found.pids[child.name] = child.pid
-                child.tell(self._setup(role, rank))
+            side = options.sides[role]
+            for stage in range(side.pp):
+                for rank in range(side.tp):
+                    own = env if role == "prefill" else env | self._ucx_env
+                    name = f"{role}/pp{stage}/tp{rank}" if side.pp > 1 else f"{role}/tp{rank}"
+                    child = await _Child.spawn(name, own)
+                    children.append(child)
+                    self.found.pids[child.name] = child.pid
+                    child.tell(self._setup(role, rank, stage))
         for child in (*self.prefill, *self.decode):
             ready = await child.hear(p.Ready, START_S)
             self.found.environment = ready.environment
             if child in self.prefill:
                 endpoints.append(ready.endpoint)
         lease = LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s))
-        return PrefillGroup("prefill", endpoints, lease=lease)
+        return PrefillGroup("prefill", endpoints, lease=lease, pp_size=options.prefill.pp)
 
-    def _setup(self, role: str, rank: int) -> p.Setup:
+    def _setup(self, role: str, rank: int, stage: int) -> p.Setup:
         o = self.options
         return p.Setup(
             role=role,
             tp_rank=rank,
-            tp_size=o.tp,
-            geometry=o.geometry,
-            order=o.order,
-            block_size=o.block_size,
-            num_blocks=self.num_blocks,
+            pp_stage=stage,
+            side=o.sides[role],
+            model=o.model,
+            num_blocks=self.num_blocks[role],
             seed=o.seed,
             verify=o.verify,
             lease_s=o.lease_s,
@@ -281,30 +392,32 @@ class _Run:
         """Run all requests."""
         todo = list(enumerate(self.options.workload.prompt_tokens))
         while todo and not self._stop.is_set():
-            size, blocks = 0, 0
-            for _, tokens in todo:
-                blocks += self.options.blocks(tokens)
-                if blocks > self.num_blocks:
-                    break
-                size += 1
+            size = self._fitting([tokens for _, tokens in todo])
             wave, todo = todo[:size], todo[size:]
             await self._wave(group, wave)
             self.progress(self.found.submitted, len(self.options.workload.prompt_tokens))
 
     async def _wave(self, group: PrefillGroup, wave: Sequence[tuple[int, int]]) -> None:
         options, found = self.options, self.found
-        sizes = [options.blocks(tokens) for _, tokens in wave]
-        mine, theirs = self._allocate(sizes), self._allocate(sizes)
+        lengths = [tokens for _, tokens in wave]
+        mine, theirs = self._allocate("prefill", lengths), self._allocate("decode", lengths)
         params = [
-            group.make_params(f"prefill-{number}", [(0, blocks)], tokens, written=True)
-            for (number, tokens), blocks in zip(wave, mine, strict=True)
+            group.make_params(f"prefill-{number}", lists, tokens, written=True)
+            for (number, tokens), lists in zip(wave, mine, strict=True)
         ]
         lend, prepare = (
-            [p.Work(number, b, tokens, q) for (number, tokens), b, q in zip(wave, blocks, params, strict=True)]
-            for blocks in (mine, theirs)
+            [p.Work(number, b, tokens, q) for (number, tokens), b, q in zip(wave, lists, params, strict=True)]
+            for lists in (mine, theirs)
         )
-        num_bytes = sum(sizes) * options.block_bytes
-        patience = GRACE_S + num_bytes / 2e8
+        patience = (
+            GRACE_S
+            + sum(
+                n * size * len(children)
+                for role, children in (("prefill", self.prefill), ("decode", self.decode))
+                for n, size in zip(self.num_blocks[role], options.block_bytes(role), strict=True)
+            )
+            / 2e8
+        )
         for child in self.prefill:
             child.tell(p.Lend(lend))
         for child in self.decode:
@@ -323,12 +436,31 @@ class _Run:
         await self._verify(patience)
         await self._finish()
 
-    def _allocate(self, sizes: Sequence[int]) -> list[list[int]]:
-        ids = np.arange(self.num_blocks)
-        if self.options.block_order == "random":
-            self._rng.shuffle(ids)
-        cuts = np.cumsum([0, *sizes])
-        return [ids[a:b].tolist() for a, b in pairwise(cuts.tolist())]
+    def _fitting(self, lengths: Sequence[int]) -> int:
+        """How many of these requests fit into all pools at once."""
+        taken = {role: [0] * len(blocks) for role, blocks in self.num_blocks.items()}
+        for size, tokens in enumerate(lengths):
+            for role, blocks in self.num_blocks.items():
+                taken[role] = [a + b for a, b in zip(taken[role], self.options.num_needed(role, tokens), strict=True)]
+                if any(a > b for a, b in zip(taken[role], blocks, strict=True)):
+                    return size
+        return len(lengths)
+
+    def _allocate(self, role: str, lengths: Sequence[int]) -> list[list[tuple[int, list[int | None]]]]:
+        """Give every request its blocks, group by group."""
+        pools: list[list[int]] = []
+        for blocks in self.num_blocks[role]:
+            ids = np.arange(blocks)
+            if self.options.block_order == "random":
+                self._rng.shuffle(ids)
+            pools.append(ids[::-1].tolist())
+        return [
+            [
+                (first, [pool.pop() if there else None for there in places])
+                for pool, (first, places) in zip(pools, self.options.places(role, tokens), strict=True)
+            ]
+            for tokens in lengths
+        ]
 
     async def _collect(self, patience_s: float) -> None:
         found, windows = self.found, []
@@ -356,6 +488,7 @@ class _Run:
                 self._lost(str(exc))
                 continue
             self.found.bytes_verified += verified.num_bytes
+            self.found.bytes_wanted += verified.wanted
             self.found.bytes_wrong += verified.wrong
             self.found.wrong_requests += verified.wrong_requests
 
@@ -389,7 +522,7 @@ class _Run:
                 self._lost(str(exc))
                 continue
             found.peak_rss[child.name] = report.peak_rss_bytes
-            found.pool_bytes = report.pool_bytes
+            found.pool_bytes[child.name] = report.pool_bytes
             found.release_s += report.release_s
             if child in self.prefill:
                 found.prefill_leaked += report.gauges["blocks_lent"]

@@ -1,123 +1,212 @@
 """One rank's KV pool, and the pattern in it.
 
-Every 8-byte word that a request's KV consists of is a function of (seed, request, tp_rank, layer, block
-of the request, word of the block), so that a byte of another request, block, layer or rank shows.
+What belongs into an element is a function of (seed, request, layer, part, token, place in the whole model's
+axes), whoever holds it and however it is laid out: a byte of another request, token, layer, head or rank
+shows. Both sides work it out by themselves, from their own layouts.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.bench.models import Geometry
-from asynckv.core.layout import ITEMSIZE, Group, Layout, Memory, attention_view, shard
-from asynckv.errors import ConfigError
+from asynckv.core.layout import TOKEN, Group, Layout, Part, View
+from asynckv.layouts import with_addresses
 from asynckv.registration import Registration, register_memory
 
-__all__ = ["ORDERS", "Pool"]
+__all__ = ["Lists", "Pool"]
 
-ORDERS = {
-    "nhd": ("kv", "block", "token", "head", "dim"),
-    "hnd": ("kv", "block", "head", "token", "dim"),
-    "block-nhd": ("block", "kv", "token", "head", "dim"),
-    "block-hnd": ("block", "kv", "head", "token", "dim"),
-}
+Lists = Sequence[tuple[int, Sequence[int | None]]]
+"""Per group the first token and the blocks from the one on that holds it, as the engines give them."""
 
-Words = npt.NDArray[np.uint64]
-MIX = np.uint64(0x9E3779B97F4A7C15)
-POISON = np.uint64(0xDEADBEEFDEADBEEF)
+Words = npt.NDArray[Any]
+Uint64s = npt.NDArray[np.uint64]
+Int64s = npt.NDArray[np.int64]
+POISON = 0xDEADBEEFDEADBEEF
 CHUNK = 8 << 20
 """Bytes that are made at a time."""
 
+TOKEN_STEP = np.uint64(0x9E3779B97F4A7C15)
+AXIS_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
+DIM_STEP = np.uint64(0xD6E8FEB86659FD93)
+"""Odd and unlike each other: sums of multiples of these coincide for no two places of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One part of one layer as an array `[kernel block, token (unless a state), unit or 1, dims ...]` of words."""
+
+    group: int
+    salt: int
+    array: Words
+    shift: np.uint64
+    """An element is the upper bits of its 64-bit value."""
+    places: Uint64s
+    """What a place along axis and dims adds: `[unit, dims ...]`."""
+    token_bytes: int
+
 
 class Pool:
-    """The KV cache of one rank: one memory per layer.
+    """The KV cache of one rank, in memory of its own.
 
     Args:
-        geometry: The model.
-        order: A key of `ORDERS`.
-        tp_rank, tp_size: This rank's share of the heads.
-        block_size: Tokens per block.
-        num_blocks: Blocks in the pool.
+        layout: From `model_layout`, without addresses.
+        seed: Of the pattern.
     """
 
-    def __init__(
-        self, geometry: Geometry, order: str, tp_rank: int, tp_size: int, block_size: int, num_blocks: int, seed: int
-    ) -> None:
-        lo, hi = shard(geometry.num_kv_heads, tp_rank, tp_size)
-        dims = ORDERS[order]
-        sizes = {"kv": 2, "block": num_blocks, "token": block_size, "head": hi - lo, "dim": geometry.head_dim}
-        itemsize = ITEMSIZE[geometry.dtype]
-        if geometry.head_dim * itemsize % 8:
-            raise ConfigError(
-                f"--head-dim {geometry.head_dim} of {geometry.dtype} is {geometry.head_dim * itemsize} bytes; the "
-                f"pattern needs a multiple of 8"
-            )
-        self.block_bytes = 2 * block_size * (hi - lo) * geometry.head_dim * itemsize
-        self._maps = [mmap.mmap(-1, self.block_bytes * num_blocks) for _ in range(geometry.num_layers)]
+    def __init__(self, layout: Layout, seed: int) -> None:
+        self._maps = [mmap.mmap(-1, m.length) for m in layout.memories]
         raw = [np.frombuffer(m, np.uint8) for m in self._maps]
-        shape = [sizes[d] if d != "dim" else geometry.head_dim * itemsize // 8 for d in dims]
-        at = dims.index("block")
-        self._layers: list[Words] = [np.moveaxis(r.view(np.uint64).reshape(shape), at, 0) for r in raw]
         for array in raw:
             array[::4096] = 0  # touched now, not under the clock
-        layout = Layout(
-            model=geometry.model,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            memories=tuple(Memory(r.ctypes.data, r.nbytes) for r in raw),
-            groups=(Group("attention", block_size, num_blocks),),
-            views=tuple(
-                attention_view(
-                    layer=f"layers.{i}",
-                    order=dims,
-                    sizes=sizes,
-                    dtype=geometry.dtype,
-                    heads=(lo, hi),
-                    num_heads=geometry.num_kv_heads,
-                    memory=i,
-                )
-                for i in range(geometry.num_layers)
-            ),
-        )
+        layout = with_addresses(layout, [r.ctypes.data for r in raw])
         self.registration: Registration = register_memory(layout, (raw, self._maps))
-        words = self.block_bytes // 8
-        self._template = np.random.default_rng(seed ^ 0x5EED).integers(0, 1 << 63, words, np.uint64)
-        self._seed, self._rank = seed, tp_rank
-        self._step = max(1, CHUNK // self.block_bytes)
+        self._layout, self._seed = layout, seed
+        self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
 
-    def fill(self, request: int, blocks: Sequence[int]) -> None:
-        """Write a request's pattern."""
-        for layer, ids, expected in self._chunks(request, blocks):
-            layer[ids] = expected
+    def fill(self, request: int, lists: Lists, tokens: int) -> None:
+        """Write a request's pattern for all tokens, and the states after the last."""
+        for it, ids, _, _, expected in self._chunks(request, lists, tokens):
+            it.array[ids] = expected
 
-    def poison(self, blocks: Sequence[int]) -> None:
+    def poison(self, lists: Lists) -> None:
         """Write what no request's pattern holds, so that a block nobody filled shows."""
-        for layer in self._layers:
-            layer[np.asarray(blocks)] = POISON
+        for it in self._fields:
+            group = self._layout.groups[it.group]
+            ids = _kernel_blocks(group, [b for b in lists[it.group][1] if b is not None])
+            it.array[ids] = np.uint64(POISON) >> it.shift
 
-    def count_wrong(self, request: int, blocks: Sequence[int], only: Sequence[int] | None = None) -> int:
-        """Compare with a request's pattern, all blocks or `only` some places; the bytes that differ."""
-        wrong = 0
-        for layer, ids, expected in self._chunks(request, blocks, only):
-            found = np.ascontiguousarray(layer[ids])
-            if not np.array_equal(found, expected):
-                wrong += int(np.count_nonzero(found.view(np.uint8) != expected.view(np.uint8)))
-        return wrong
+    def check(self, request: int, lists: Lists, tokens: int, *, every: int = 1) -> tuple[int, int]:
+        """Compare with a request's pattern; the bytes that were compared, and those that differ.
+
+        What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
+        before a sliding window, are nobody's. `every` takes a sample of blocks, the first and the last always.
+        """
+        compared = wrong = 0
+        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, every):
+            found = np.ascontiguousarray(it.array[ids])
+            if begin is None:
+                compared += found.nbytes
+                wrong += _differ(found, expected)
+                continue
+            place = np.arange(found.shape[1])
+            first, untouched, last = (x[:, None] for x in (begin, *end))
+            wanted = (place >= first) & (place < last)
+            compared += int(wanted.sum()) * it.token_bytes
+            kept = place < untouched
+            if wanted.all():
+                wrong += _differ(found, expected)
+                continue
+            expected[kept] = np.uint64(POISON) >> it.shift
+            chosen = wanted | kept
+            wrong += _differ(found[chosen], expected[chosen])
+        return compared, wrong
+
+    def wanted(self, lists: Lists, tokens: int) -> int:
+        """Bytes of a request that belong into these blocks."""
+        total = 0
+        for it in self._fields:
+            group, (first, blocks) = self._layout.groups[it.group], lists[it.group]
+            if all(b is None for b in blocks):
+                continue
+            begin = max(first, tokens - group.window + 1) if group.window else first
+            total += it.token_bytes * (max(tokens - begin, 0) if group.kind == "tokens" else int(first < tokens))
+        return total
 
     def _chunks(
-        self, request: int, blocks: Sequence[int], only: Sequence[int] | None = None
-    ) -> Iterator[tuple[Words, npt.NDArray[np.int64], Words]]:
-        chosen = slice(None) if only is None else np.asarray(only, np.int64)
-        ids = np.asarray(blocks, np.int64)[chosen]
-        for number, layer in enumerate(self._layers):
-            salts = np.random.default_rng((self._seed, request, self._rank, number)).integers(
-                0, 1 << 63, len(blocks), np.uint64
-            )[chosen]
-            for lo in range(0, len(ids), self._step):
-                words = self._template ^ salts[lo : lo + self._step, None]
-                words *= MIX
-                yield layer, ids[lo : lo + self._step], words.reshape(-1, *layer.shape[1:])
+        self, request: int, lists: Lists, tokens: int, every: int = 1
+    ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
+        """Per part and some kernel blocks: ids, the places wanted in each, and what belongs there."""
+        none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for it in self._fields:
+            group = self._layout.groups[it.group]
+            first, blocks = lists[it.group]
+            salt = _mix(self._seed, request, it.salt)
+            if group.kind == "state":
+                if (slots := [b for b in blocks if b is not None]) and first < tokens:
+                    values = it.places + np.uint64((salt + tokens * int(TOKEN_STEP)) % (1 << 64))
+                    yield it, np.array(slots[-1:]), None, none, (values >> it.shift).astype(it.array.dtype)[None]
+                continue
+            size, start = group.kernel_size, first // group.block_size
+            places = [i for i, b in enumerate(blocks) if b is not None]
+            if every > 1:
+                places = [i for n, i in enumerate(places) if n % every == request % every or n in (0, len(places) - 1)]
+            if not places:
+                continue
+            ids = _kernel_blocks(group, [b for b in (blocks[i] for i in places) if b is not None])
+            token = ((np.array(places)[:, None] + start) * group.ratio + np.arange(group.ratio)).ravel() * size
+            begin = max(first, tokens - group.window + 1) if group.window else first
+            step = max(1, CHUNK // max(1, it.token_bytes * size))
+            for lo in range(0, len(ids), step):
+                at = token[lo : lo + step]
+                steps = (at[:, None] + np.arange(size)).astype(np.uint64) * TOKEN_STEP + np.uint64(salt)
+                values = steps.reshape(*steps.shape, *[1] * it.places.ndim) + it.places
+                if it.shift:
+                    values >>= it.shift
+                bounds = _clip(first - at, size), _clip(tokens - at, size)
+                expected = values.astype(it.array.dtype, copy=False)
+                yield it, ids[lo : lo + step], _clip(begin - at, size), bounds, expected
+
+
+def _clip(places: Int64s, size: int) -> Int64s:
+    return np.minimum(np.maximum(places, 0), size)
+
+
+def _differ(found: Words, expected: Words) -> int:
+    if np.array_equal(found, expected):
+        return 0
+    expected = np.ascontiguousarray(expected)
+    return int(np.count_nonzero(found.view(np.uint8) != expected.view(np.uint8)))
+
+
+def _kernel_blocks(group: Group, blocks: Sequence[int]) -> Int64s:
+    ids = np.asarray(blocks, np.int64)
+    return (ids[:, None] * group.ratio + np.arange(group.ratio)).ravel()
+
+
+def _mix(*numbers: int) -> int:
+    """Hash numbers into 64 bits (splitmix64's finaliser)."""
+    mask, out = (1 << 64) - 1, 0
+    for number in numbers:
+        out = (out + number + 0x9E3779B97F4A7C15) & mask
+        out = ((out ^ (out >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        out = ((out ^ (out >> 27)) * 0x94D049BB133111EB) & mask
+        out ^= out >> 31
+    return out
+
+
+def _field(layout: Layout, view: View, part: Part, raw: npt.NDArray[np.uint8]) -> _Field:
+    """See a part as an array of words, as wide as its innermost dim allows in every layout of the model."""
+    group = layout.groups[view.group]
+    dims = {d.name: d for d in part.dims}
+    token, axis = dims.get(TOKEN), dims.get(part.axis)
+    rest = [d for d in part.dims if d is not token and d is not axis]
+    # Only dims that lie densely in every memory order may be seen as wider words.
+    last = next((d for d in rest if d.name == "dim" or d.name == f"dim{len(rest) - 1}"), None)
+    word = (
+        math.gcd(last.size * part.itemsize, 8) if last is not None and last.stride == part.itemsize else part.itemsize
+    )
+    sizes = [d.size * part.itemsize // word if d is last else d.size for d in sorted(rest, key=lambda d: d.name)]
+    strides = [word if d is last else d.stride for d in sorted(rest, key=lambda d: d.name)]
+    start = view.offset + part.offset
+    array = np.lib.stride_tricks.as_strided(
+        raw[start:][: len(raw) - start].view(np.uint8),
+        shape=(group.num_kernel_blocks, token.size if token else 1, axis.size if axis else 1, *sizes, word),
+        strides=(view.stride, token.stride if token else 1, axis.stride if axis else 1, *strides, 1),
+    ).view({8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}[word])[..., 0]
+    if group.kind == "state":
+        array = array[:, 0]
+    lo = part.held[0] if axis else 0
+    units = (np.arange(axis.size if axis else 1, dtype=np.uint64) + np.uint64(lo)) * AXIS_STEP
+    inner = (np.arange(math.prod(sizes), dtype=np.uint64) * DIM_STEP).reshape(sizes)
+    places = units.reshape(-1, *[1] * len(sizes)) + inner
+    name = zlib.crc32(f"{view.layer}/{part.name}".encode())
+    token_bytes = (axis.size if axis else 1) * math.prod(sizes) * word
+    return _Field(view.group, name, array, np.uint64(64 - 8 * word), places, token_bytes)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from asynckv.bench.models import Geometry
 from asynckv.core.types import Endpoint
+from asynckv.models import Model
 
 __all__ = [
     "Ended",
@@ -27,9 +27,21 @@ __all__ = [
     "Prepare",
     "Report",
     "Setup",
+    "Side",
     "Stop",
     "Work",
 ]
+
+
+class Side(Struct, frozen=True, kw_only=True):
+    """How one of the two engines is cut and laid out."""
+
+    tp: int = 1
+    pp: int = 1
+    block_size: int = 16
+    ratio: int = 1
+    order: str = "nhd"
+    conv_order: str = "channel"
 
 
 class Setup(Struct, tag=True, kw_only=True):
@@ -37,11 +49,10 @@ class Setup(Struct, tag=True, kw_only=True):
 
     role: str
     tp_rank: int
-    tp_size: int
-    geometry: Geometry
-    order: str
-    block_size: int
-    num_blocks: int
+    pp_stage: int
+    side: Side
+    model: Model
+    num_blocks: list[int]
     seed: int
     verify: str
     lease_s: float
@@ -62,7 +73,8 @@ class Work(Struct):
     """One request of a wave, as one side sees it."""
 
     number: int
-    blocks: list[int]
+    lists: list[tuple[int, list[int | None]]]
+    """Per group the first token and the blocks."""
     tokens: int
     params: dict[str, Any]
 
@@ -121,6 +133,8 @@ class Verified(Struct, tag=True):
     """What the comparison found."""
 
     num_bytes: int
+    wanted: int
+    """Bytes of the completed requests in all."""
     wrong: int
     wrong_requests: list[int]
 

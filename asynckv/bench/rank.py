@@ -25,6 +25,7 @@ from asynckv.bench.memory import Pool
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
+from asynckv.layouts import model_layout
 from asynckv.observe import log
 
 __all__ = ["main"]
@@ -83,12 +84,16 @@ class Worker:
 
     def _fill(self, works: list[p.Work]) -> None:
         for work in works:
-            self.pool.fill(work.number, work.blocks)
+            self.pool.fill(work.number, work.lists, work.tokens)
 
     async def prepare(self, works: list[p.Work]) -> None:
         self.works, self.outcomes = works, []
         if self.setup.verify != "off":
-            await anyio.to_thread.run_sync(self.pool.poison, [b for w in works for b in w.blocks])
+            await anyio.to_thread.run_sync(self._poison, works)
+
+    def _poison(self, works: list[p.Work]) -> None:
+        for work in works:
+            self.pool.poison(work.lists)
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave in a closed loop."""
@@ -120,7 +125,7 @@ class Worker:
         start = time.perf_counter()
         try:
             result = await self.engine.pull(
-                f"decode-{work.number}", [(0, work.blocks)], work.params, timeout_s=self.setup.timeout_s
+                f"decode-{work.number}", work.lists, work.params, timeout_s=self.setup.timeout_s
             )
         except PullError as exc:
             return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - start)
@@ -141,23 +146,23 @@ class Worker:
             self.engine.cancel(f"decode-{work.number}")
 
     def verify(self) -> p.Verified:
-        """Compare every block, or a sample that holds each request's first and last."""
+        """Compare every token, or those in a sample of blocks that holds each request's first and last."""
         done = {o.number for o in self.outcomes if not o.error}
-        size = self.pool.block_bytes * len(self.pool.registration.layout.views)
-        compared = wrong = 0
+        compared = wanted = wrong = 0
         bad = []
         for work in self.works:
-            if work.number not in done or self.setup.verify == "off":
+            if work.number not in done:
                 continue
-            only = None
-            if self.setup.verify == "sample":
-                only = sorted({0, len(work.blocks) - 1, *range(work.number % SAMPLE, len(work.blocks), SAMPLE)})
-            found = self.pool.count_wrong(work.number, work.blocks, only)
-            compared += size * len(work.blocks if only is None else only)
+            wanted += self.pool.wanted(work.lists, work.tokens)
+            if self.setup.verify == "off":
+                continue
+            every = SAMPLE if self.setup.verify == "sample" else 1
+            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, every=every)
+            compared += looked_at
             wrong += found
             if found:
                 bad.append(work.number)
-        return p.Verified(compared, wrong, bad)
+        return p.Verified(compared, wanted, wrong, bad)
 
     async def finish(self, patience_s: float) -> p.Ended:
         """Wait for the leases of the wave."""
@@ -168,7 +173,7 @@ class Worker:
                 causes[(await lent.wait_released()).cause] += 1
         for work, lent in self.lent:
             if not lent.is_over:
-                leaked += len(work.blocks)
+                leaked += sum(b is not None for _, blocks in work.lists for b in blocks)
                 causes["leaked"] += 1
         self.lent = []
         return p.Ended(dict(causes), leaked, self.sampler.stop(), time.process_time())
@@ -198,9 +203,20 @@ async def _run(pipe: p.Pipe) -> None:
     stream = open(setup.log_path, "a", buffering=1, encoding="utf-8") if setup.log_path else sys.stderr  # noqa: ASYNC230, SIM115
     log.configure(setup.log_level, form="json", stream=stream)
     try:
-        pool = Pool(
-            setup.geometry, setup.order, setup.tp_rank, setup.tp_size, setup.block_size, setup.num_blocks, setup.seed
+        side = setup.side
+        layout = model_layout(
+            setup.model,
+            tp_rank=setup.tp_rank,
+            tp_size=side.tp,
+            pp_stage=setup.pp_stage,
+            pp_size=side.pp,
+            block_size=side.block_size,
+            ratio=side.ratio,
+            num_blocks=setup.num_blocks,
+            order=side.order,
+            conv_order=side.conv_order,
         )
+        pool = Pool(layout, setup.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.role,
