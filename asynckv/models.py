@@ -361,7 +361,7 @@ def _family(c: _Config) -> list[Layer]:
         )
         return [net if k == "linear_attention" else _heads(c) for k in kinds]
     if strange := sorted(k for k in c if k.startswith(_RECURRENT) and c[k] not in (None, False, 0, [])):
-        raise ConfigError(f"model_type {kind!r} has {strange[0]}, so it keeps states, but how is not known")
+        raise ConfigError(f"model_type {kind!r} has {strange[0]}, so it keeps more than KV, but what is not known")
     if c.get("kv_lora_rank") is not None:
         return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
     if kind == "falcon" and c.get("multi_query") and not c.get("new_decoder_architecture"):
@@ -369,11 +369,32 @@ def _family(c: _Config) -> list[Layer]:
     return _attention(c, kind)
 
 
-_RECURRENT = ("mamba", "ssm", "linear_", "conv_kernel", "state_size", "rwkv", "lru_width", "time_mix")
+_RECURRENT = (
+    "index_head_dim",
+    "mamba",
+    "ssm",
+    "linear_",
+    "conv_kernel",
+    "conv_L",
+    "state_size",
+    "rwkv",
+    "lru_width",
+    "time_mix",
+)
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
     depth = _depth(c)
+    if c.get("layer_types") is not None:
+        strange = sorted(set(c.texts("layer_types", depth)) - {"full_attention", "sliding_attention"})
+        if strange:
+            raise ConfigError(f"layer_types has {strange[0]!r}, and what such a layer keeps is not known")
+    # The last layers of some models read what earlier ones keep.
+    kept = depth - c.number("num_kv_shared_layers", default=0, least=0)
+    return _windows(c, kind, depth)[: max(kept, 0)]
+
+
+def _windows(c: _Config, kind: str, depth: int) -> list[Layer]:
     window = c.number("sliding_window", default=0, least=0)
     if c.get("use_sliding_window") is False:
         window = 0
@@ -381,8 +402,6 @@ def _attention(c: _Config, kind: str) -> list[Layer]:
         return [_heads(c)] * depth
     if c.get("layer_types") is not None:
         kinds = c.texts("layer_types", depth)
-        if strange := sorted(set(kinds) - {"full_attention", "sliding_attention", "chunked_attention"}):
-            raise ConfigError(f"layer_types has {strange[0]!r}, which is not known")
         return [_heads(c, window if k == "sliding_attention" else 0) for k in kinds]
     pattern = c.number(
         "sliding_window_pattern", default={"gemma2": 2, "cohere2": 4, "gpt_oss": 2}.get(kind, 0), least=0
@@ -406,7 +425,10 @@ def _nemotron_h(c: _Config) -> list[Layer]:
     kinds = c.get("layers_block_type")
     if not isinstance(kinds, list):
         raise ConfigError("hybrid_override_pattern is missing")
-    return [_heads(c) if k == "attention" else state for k in kinds[:MOST] if k in ("attention", "mamba")]
+    known = {"attention", "full_attention", "mamba", "linear_attention", "mlp", "moe"}
+    if strange := [k for k in kinds[:MOST] if k not in known]:
+        raise ConfigError(f"layers_block_type has {strange[0]!r}; {', '.join(sorted(known))} are known")
+    return [_heads(c) if "attention" in k and k[0] != "l" else state for k in kinds[:MOST] if k not in ("mlp", "moe")]
 
 
 def _mamba2_of(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
@@ -418,7 +440,12 @@ def _mamba2_of(c: _Config, heads: str, head_dim: str, groups: str, state: str, k
         size = hidden // num
     else:
         size = c.number(head_dim)
-    return _mamba2(num, size, c.number(groups, default=1, least=0), c.number(state), c.number(kernel))
+    made = _mamba2(num, size, c.number(groups, default=1, least=0), c.number(state), c.number(kernel))
+    # Kept in float32 where the configuration says so (vLLM reads the same field).
+    dtype = c.get("mamba_ssm_cache_dtype")
+    return (
+        msgspec.structs.replace(made, dtype=dtype_named(dtype)) if isinstance(dtype, str) and dtype != "auto" else made
+    )
 
 
 def _expanded(c: _Config, key: str) -> int:

@@ -13,13 +13,14 @@ import time
 
 from asynckv import Engine, EngineConfig, PrefillGroup
 from asynckv.bench.memory import Pool
-from asynckv.bench.models import Geometry
+from asynckv.layouts import model_layout
+from asynckv.models import Heads, Model
 
 
 async def measure(seconds: float) -> float:
     """Return CPU seconds per second, both engines together."""
-    geometry = Geometry("idle", 2, 2, 64)
-    pools = [Pool(geometry, "nhd", 0, 1, 16, 64, seed) for seed in (1, 2)]
+    layout = model_layout(Model("idle", (Heads(2, 64),) * 2), num_blocks=64)
+    pools = [Pool(layout, seed) for seed in (1, 2)]
     prefill, decode = (
         Engine(EngineConfig(engine_id=name), pool.registration)
         for name, pool in zip(("prefill", "decode"), pools, strict=True)

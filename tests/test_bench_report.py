@@ -11,16 +11,16 @@ from rich.console import Console
 
 from asynckv.bench import report
 from asynckv.bench.driver import Measured, Options
-from asynckv.bench.models import Geometry
-from asynckv.bench.protocol import Outcome
+from asynckv.bench.protocol import Outcome, Side
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
+from asynckv.models import Heads, Model
 
-GEOMETRY = Geometry("tiny", 2, 4, 16)
+MODEL = Model("tiny", (Heads(4, 16),) * 2)
 
 
 def options(tp: int = 1, **changes: Any) -> Options:
-    return Options(geometry=GEOMETRY, workload=Workload("fixed 32", (32, 32)), tp=tp, **changes)
+    return Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), decode=Side(tp=tp), **changes)
 
 
 def outcome(number: int, seconds: float = 0.1, **changes: Any) -> Outcome:
@@ -35,14 +35,14 @@ def measured(*outcomes: Outcome, **changes: Any) -> Measured:
 
 
 def good() -> Measured:
-    return measured(outcome(0), outcome(1, 0.3), bytes_verified=200)
+    return measured(outcome(0), outcome(1, 0.3), bytes_verified=200, bytes_wanted=200)
 
 
 def test_a_clean_run_is_good() -> None:
     result = report.make(options(), good())
     assert report.is_good(result)
     assert result["requests"] == {"submitted": 2, "completed": 2, "failed": 0, "cancelled": 0}
-    assert result["bytes"] == {"moved": 200, "verified": 200, "wrong": 0}
+    assert result["bytes"] == {"moved": 200, "wanted": 200, "verified": 200, "wrong": 0}
     assert result["throughput"] == {"gbytes_per_s": 200 / 1e9, "requests_per_s": 2.0}
     assert result["latency_s"]["max"] == 0.3
     assert result["descriptors"] == {"planned": 16, "posted": 4}
@@ -69,10 +69,11 @@ def test_the_report_has_every_promised_key_and_is_json() -> None:
         {"quarantined": 1},
         {"problems": ["decode/tp0 was killed"]},
         {"bytes_verified": 199},
+        {"bytes_verified": 201, "bytes_wanted": 201},
     ],
 )
 def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
-    found = measured(outcome(0), outcome(1), **{"bytes_verified": 200, **changes})
+    found = measured(outcome(0), outcome(1), **{"bytes_verified": 200, "bytes_wanted": 200, **changes})
     assert not report.is_good(report.make(options(), found))
 
 
@@ -98,7 +99,7 @@ def test_nothing_measured_divides_by_nothing() -> None:
 
 
 def test_the_table_names_capped_prompts_and_errors() -> None:
-    capped = Options(geometry=GEOMETRY, workload=Workload("trace", (32, 32), 1))
+    capped = Options(model=MODEL, workload=Workload("trace", (32, 32), 1))
     result = report.make(capped, measured(outcome(0), outcome(1, error="[gone]", reason="peer_lost")))
     stream = io.StringIO()
     report.show(result, Console(file=stream, width=200))
@@ -110,8 +111,8 @@ def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
     def blocks(requests: int, concurrency: int) -> int:
         work = Workload("fixed 16384", (16384,) * requests)
         return Options(
-            geometry=Geometry("small", 2, 8, 128), workload=work, concurrency=concurrency, pool_mb=8192
-        ).num_blocks()
+            model=Model("small", (Heads(8, 128),) * 2), workload=work, concurrency=concurrency, pool_mb=8192
+        ).num_blocks()["decode"][0]
 
     assert blocks(100, 4) == blocks(10_000, 4)
     assert blocks(100, 8) == 2 * blocks(100, 4)
@@ -119,4 +120,4 @@ def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
 
 def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
     with pytest.raises(ConfigError, match=r"--max-prompt-tokens.*--layers.*--pool-mb"):
-        Options(geometry=GEOMETRY, workload=Workload("x", (1 << 20,)), pool_mb=1).num_blocks()
+        Options(model=MODEL, workload=Workload("x", (1 << 20,)), pool_mb=1).num_blocks()

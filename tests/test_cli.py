@@ -44,7 +44,14 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--concurrency", "0"], "--concurrency 0"),
         (["--block-size", "0"], "--block-size 0"),
         (["--tp", "0"], "--tp 0"),
-        (["--tp", "3"], "--tp 3 cannot share 8 KV heads"),
+        (["--tp", "3"], "--prefill-tp 3: 8 heads cannot be cut evenly over tp_size 3"),
+        (["--decode-tp", "0"], "--tp 0 of the decode side"),
+        (["--prefill-block-size", "0"], "--block-size 0 of the prefill side"),
+        (["--ratio", "3"], "block_size 16 is not a positive multiple of the ratio 3"),
+        (["--prefix-hit", "101%"], "--prefix-hit '101%'"),
+        (["--prefix-hit", "-1"], "--prefix-hit '-1'"),
+        (["--prefill-pp", "99"], "pp_size 99 does not exist for 32 layers"),
+        (["--model", "deepseek-v3", "--kv-heads", "2"], "--kv-heads 2: deepseek-v3"),
         (["--seed", "-1"], "--seed -1"),
         (["--lease-s", "nan"], "lease_s"),
         (["--lease-s", "1"], "lease_s 1.0"),
@@ -87,19 +94,27 @@ def test_help_loads_nothing_heavy() -> None:
 
 @pytest.mark.nixl
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", ["1", "2"])
-def test_a_small_run_verifies_every_byte(tp: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, []),
+        (4, ["--tp", "2"]),
+        (3, ["--prefill-tp", "2", "--order", "hnd", "--prefix-hit", "37", "--prefill-block-size", "48"]),
+        (3, ["--model", "nemotron-h-8b", "--decode-tp", "2", "--prefix-hit", "30%", "--conv-order", "row"]),
+    ],
+)
+def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    done = asynckv(*SMALL, "--requests", "30", "--tp", tp, "--json", "-", "--log", str(log))
+    done = asynckv(*SMALL, "--requests", "30", *options, "--json", "-", "--log", str(log))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # nothing else on stdout
     assert report["requests"] == {"submitted": 30, "completed": 30, "failed": 0, "cancelled": 0}
-    assert report["bytes"]["moved"] == report["bytes"]["verified"] > 0
+    assert report["bytes"]["moved"] >= report["bytes"]["wanted"] == report["bytes"]["verified"] > 0
     assert report["bytes"]["wrong"] == 0
     assert not any(report["blocks"].values())
     events = [json.loads(line) for line in log.read_text().splitlines()]
     started = next(e for e in events if e["event"] == "workers_started")
-    assert len(set(started["pids"].values())) == 2 * int(tp)
+    assert len(set(started["pids"].values())) == ranks
     assert all(not os.path.exists(f"/proc/{pid}") for pid in started["pids"].values())
 
 

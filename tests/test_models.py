@@ -1,0 +1,217 @@
+"""What models keep: presets, and what is believed of a config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv.errors import ConfigError
+from asynckv.models import (
+    PRESETS,
+    Heads,
+    Latent,
+    Model,
+    Projection,
+    State,
+    dtype_named,
+    model_of_config,
+    preset,
+    read_hf_config,
+)
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def config(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in {**LLAMA, **changes}.items() if v is not ...}))
+    return path
+
+
+def shape(model: Model) -> tuple[int, int, int, str]:
+    [layer] = set(model.layers)
+    assert isinstance(layer, Heads)
+    return len(model.layers), layer.num_heads, layer.head_dim, model.dtype
+
+
+def test_a_preset_is_found_in_any_case() -> None:
+    assert preset("Llama-3.1-8B") is PRESETS["llama-3.1-8b"]
+    assert {"llama-3.1-8b", "llama-3.1-70b", "qwen3-8b", "qwen3-32b"} <= PRESETS.keys()
+
+
+def test_an_unknown_model_names_the_nearest_and_all() -> None:
+    with pytest.raises(ConfigError, match=r"'lama-3.1-8b' is unknown; did you mean llama-3.1-8b\?.*qwen3-32b"):
+        preset("lama-3.1-8b")
+
+
+def test_a_token_takes_keys_and_values_in_every_layer() -> None:
+    assert preset("llama-3.1-8b").token_bytes() == 2 * 32 * 8 * 128 * 2
+
+
+def test_head_dim_and_kv_heads_fall_back(tmp_path: Path) -> None:
+    assert shape(read_hf_config(config(tmp_path))) == (32, 8, 128, "bfloat16")
+    assert shape(read_hf_config(config(tmp_path, num_key_value_heads=...))) == (32, 32, 128, "bfloat16")
+    assert shape(read_hf_config(config(tmp_path, head_dim=64, dtype="float16"))) == (32, 8, 64, "float16")
+
+
+def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
+    assert shape(read_hf_config(tmp_path)) == (32, 8, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True"),
+        ({"hidden_size": 4097}, "no multiple of 32"),
+        ({"torch_dtype": "int3"}, "dtype 'int3' is unknown"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"num_key_value_heads": 64}, "64 are more than the 32"),
+        ({"sliding_window": 9, "layer_types": ["x"] * 32}, "layer_types has 'x'"),
+        ({"sliding_window": 9, "layer_types": ["full_attention"]}, "layer_types is not a list of 32"),
+        ({"model_type": "rwkv9", "time_mix_extra": 3}, "'rwkv9' has time_mix_extra"),
+        ({"model_type": "zamba9", "mamba_d_state": 3}, "'zamba9' has mamba_d_state"),
+        ({"model_type": "mamba2"}, "num_heads is missing"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "is missing"),
+        ({"num_hidden_layers": 5000}, "more than 4096"),
+    ],
+)
+def test_a_wrong_config_names_file_and_field(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(config(tmp_path, **changes))
+    assert "config.json" in str(caught.value)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_what_is_no_config_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: [^\n]+$"):
+        read_hf_config(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hf_config(tmp_path / "none.json")
+
+
+def test_dtypes_have_short_names() -> None:
+    assert [dtype_named(x) for x in ("bf16", "torch.float16", "FP8")] == ["bfloat16", "float16", "float8_e4m3fn"]
+
+
+def kinds(**fields: Any) -> list[Any]:
+    return list(model_of_config({**LLAMA, "num_hidden_layers": 8, **fields}, "m").layers)
+
+
+FULL, NEAR = Heads(8, 128), Heads(8, 128, window=512)
+MAMBA2 = {"state_size": 64, "n_groups": 2, "num_heads": 16, "head_dim": 32, "conv_kernel": 4}
+TWO = State((Projection("x", 16, 32), Projection("b", 2, 64), Projection("c", 2, 64)), 3, 16, (32, 64))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"model_type": "mistral", "sliding_window": 512}, [NEAR] * 8),
+        ({"model_type": "mistral", "sliding_window": None}, [FULL] * 8),
+        ({"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": False}, [FULL] * 8),
+        (
+            {"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 6},
+            [FULL] * 6 + [NEAR] * 2,
+        ),
+        ({"model_type": "gemma2", "sliding_window": 512}, [NEAR, FULL] * 4),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, [NEAR] * 5 + [FULL] + [NEAR] * 2),
+        (
+            {
+                "model_type": "gpt_oss",
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention"] * 4,
+            },
+            [NEAR, FULL] * 4,
+        ),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [Latent(512, 64)] * 8),
+        ({"model_type": "falcon", "multi_query": True, "num_key_value_heads": None}, [Heads(1, 128)] * 8),
+        ({"model_type": "mamba2", **MAMBA2}, [TWO] * 8),
+        (
+            {"model_type": "falcon_mamba", "intermediate_size": 512, "state_size": 16, "conv_kernel": 4},
+            [State((Projection("x", 512, 1),), 3, 512, (16,))] * 8,
+        ),
+        (
+            {
+                "model_type": "jamba",
+                "attn_layer_period": 4,
+                "attn_layer_offset": 2,
+                "mamba_expand": 2,
+                "mamba_d_state": 16,
+                "mamba_d_conv": 4,
+            },
+            [FULL if i % 4 == 2 else State((Projection("x", 8192, 1),), 3, 8192, (16,)) for i in range(8)],
+        ),
+        (
+            {
+                "model_type": "bamba",
+                "attn_layer_indices": [1],
+                "mamba_n_heads": 16,
+                "mamba_d_head": 32,
+                "mamba_n_groups": 2,
+                "mamba_d_state": 64,
+                "mamba_d_conv": 4,
+            },
+            [TWO, FULL, *[TWO] * 6],
+        ),
+        (
+            {
+                "model_type": "nemotron_h",
+                "hybrid_override_pattern": "M-M*-M",
+                "mamba_num_heads": 16,
+                "mamba_head_dim": 32,
+                "n_groups": 2,
+                "ssm_state_size": 64,
+                "conv_kernel": 4,
+            },
+            [TWO, TWO, FULL, TWO],
+        ),
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_hidden_layers": 4,
+                "linear_num_key_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_num_value_heads": 8,
+                "linear_value_head_dim": 16,
+                "linear_conv_kernel_dim": 4,
+            },
+            [State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 8, 16)), 3, 8, (8, 16))] * 3 + [FULL],
+        ),
+    ],
+)
+def test_every_family_says_what_its_layers_keep(fields: dict[str, Any], layers: list[Any]) -> None:
+    assert kinds(**fields) == layers
+
+
+def test_a_smaller_model_keeps_one_layer_of_every_kind() -> None:
+    small = preset("nemotron-h-8b").resized(layers=3)
+    assert [type(layer).__name__ for layer in small.layers] == ["State", "State", "Heads"]
+    assert len(preset("gpt-oss-20b").resized(layers=30).layers) == 30
+    assert preset("gpt-oss-20b").resized(layers=30).layers[:24] == preset("gpt-oss-20b").layers
+    assert preset("qwen3-8b").resized(kv_heads=2, head_dim=64, dtype="fp8").layers[0] == Heads(2, 64)
+    with pytest.raises(ConfigError, match="--kv-heads 2: deepseek-v3 keeps no keys"):
+        preset("deepseek-v3").resized(kv_heads=2)
+    with pytest.raises(ConfigError, match="--layers 0"):
+        preset("deepseek-v3").resized(layers=0)
+
+
+def test_what_a_request_takes() -> None:
+    model = preset("bamba-9b")
+    assert model.token_bytes() == 3 * 2 * 8 * 128 * 2
+    assert model.state_bytes() == 29 * ((128 * 64 + 2 * 256) * 3 + 128 * 64 * 256) * 2
