@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asynckv.config import EngineConfig, LeaseConfig, LogConfig, NixlConfig, PullConfig
     from asynckv.core.group import PrefillGroup
-    from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, attention_view, shard
+    from asynckv.core.layout import (
+        ONE_PER_REQUEST,
+        Dim,
+        Group,
+        Layout,
+        Memory,
+        Part,
+        View,
+        attention_view,
+        dense_part,
+        shard,
+    )
     from asynckv.core.types import Endpoint, Params
-    from asynckv.edges.torch import register_tensors
+    from asynckv.edges.torch import TensorPart, register_parts, register_tensors
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
         AsyncKVError,
@@ -44,9 +55,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "asynckv.config": "EngineConfig LeaseConfig LogConfig NixlConfig PullConfig",
     "asynckv.core.group": "PrefillGroup",
-    "asynckv.core.layout": "Dim Group Layout Memory Part View attention_view shard",
+    "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
-    "asynckv.edges.torch": "register_tensors",
+    "asynckv.edges.torch": "TensorPart register_parts register_tensors",
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError ConfigError EngineClosed GeometryRefused LayoutError LeaseLost LeaseRefused "
@@ -61,6 +72,7 @@ _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
+    "ONE_PER_REQUEST",
     "AsyncKVError",
     "BackendError",
     "ConfigError",
@@ -99,10 +111,13 @@ __all__ = [
     "RemoteProtocolError",
     "RemoteTooShort",
     "Statistics",
+    "TensorPart",
     "View",
     "attention_view",
     "configure_logging",
+    "dense_part",
     "register_memory",
+    "register_parts",
     "register_tensors",
     "shard",
 ]

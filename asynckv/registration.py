@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from asynckv.core.layout import Layout, check_layout
+from asynckv.errors import LayoutError
 
 __all__ = ["Registration", "register_memory"]
 
@@ -32,5 +35,10 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
     Raises:
         LayoutError: Naming the field, both numbers and the remedy.
     """
+    try:
+        # Ours is held to the same bounds as a stranger's.
+        msgspec.convert(msgspec.to_builtins(layout), Layout)
+    except (msgspec.ValidationError, TypeError, OverflowError) as exc:
+        raise LayoutError(f"the layout cannot be described: {exc}") from exc
     check_layout(layout)
     return Registration(layout, owners)

@@ -478,7 +478,7 @@ def test_the_remote_may_group_layers_otherwise() -> None:
         (attention(4, dim=2), attention(4, dim=3), "dims", ("dim=2, head, token", "dim=3, head, token")),
         (attention(4, window=0), attention(4, window=8), "window", ("none", "8")),
         (attention(4, window=9), attention(4, window=8), "window", ("9", "8")),
-        (attention(4), LayerSpec("attn", mamba2().parts, "state"), "kind", ("tokens", "state")),
+        (attention(4), LayerSpec("attn", attention(4).parts, "state"), "kind", ("tokens", "state")),
         (attention(4), attention(4, "other"), "layers only on one side", (["attn"], ["other"])),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers or n_layer is missing"),
         ({"num_hidden_layers": "32"}, "num_hidden_layers is '32'"),
         ({"num_key_value_heads": True}, "num_key_value_heads is True"),
         ({"hidden_size": 4097}, "no multiple of 32"),

@@ -140,7 +140,7 @@ class View(Struct, frozen=True, array_like=True):
     Attributes:
         memory: Index of the memory.
         group: Index of the group.
-        layer: Matched by name between engines.
+        layer: Matched by name between engines. A layer whose parts lie in several memories has a view in each.
         offset: Bytes from the memory's base to kernel block 0.
         stride: Bytes from one kernel block to the next.
         parts: What a kernel block consists of.
@@ -389,9 +389,10 @@ def check_layout(layout: Layout) -> None:
             )
         if group.num_kernel_blocks > MAX_BLOCK_ID:
             raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
-    twice = [f"{layer!r}" for layer, n in Counter(view.layer for view in layout.views).items() if n > 1]
+    parts = Counter((view.layer, part.name) for view in layout.views for part in view.parts)
+    twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
     if twice:
-        raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every layer needs one view")
+        raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every part of a layer has one place")
     pieces = 0
     for view in layout.views:
         _check_view(layout, view)
@@ -409,8 +410,6 @@ def _check_view(layout: Layout, view: View) -> None:
         raise LayoutError(f"{where}: memory {view.memory} is not among the {len(layout.memories)} memories")
     if view.group >= len(layout.groups):
         raise LayoutError(f"{where}: group {view.group} is not among the {len(layout.groups)} groups")
-    if len({part.name for part in view.parts}) != len(view.parts):
-        raise LayoutError(f"{where}: two parts have the same name")
     group, memory = layout.groups[view.group], layout.memories[view.memory]
     for part in view.parts:
         _check_part(where, part, group)

@@ -63,18 +63,30 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     out: list[Difference] = []
     if local.model and remote.model and local.model != remote.model:
         out.append(Difference("model", local.model, remote.model))
-    ours, theirs = {v.layer: v for v in local.views}, {v.layer: v for v in remote.views}
+    ours, theirs = _places(local), _places(remote)
     if local.pp_size == remote.pp_size == 1:
         out += _layers(ours, theirs)
     for layer in ours:
         if layer in theirs:
-            a, b = ours[layer], theirs[layer]
-            for field, here, there in _compare_views(a, b, local.groups[a.group], remote.groups[b.group]):
+            for field, here, there in _compare_layers(ours[layer], theirs[layer], local, remote):
                 found.setdefault((field, str(here), str(there)), []).append(layer)
     for (field, here, there), layers in found.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         out.append(Difference(f"{field} of layer {layers[0]!r}{more}", here, there))
     return tuple(out[:MAX_DIFFERENCES])
+
+
+_Parts = dict[str, tuple[View, Part]]
+
+
+def _places(layout: Layout) -> dict[str, _Parts]:
+    """Layer -> part -> where it is. A layer may lie in several views, each with parts of its own."""
+    out: dict[str, _Parts] = {}
+    for view in layout.views:
+        parts = out.setdefault(view.layer, {})
+        for part in view.parts:
+            parts[part.name] = (view, part)
+    return out
 
 
 def _layers(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[Difference]:
@@ -83,24 +95,32 @@ def _layers(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[Difference]:
         yield Difference("layers only on one side", _some(mine - other), _some(other - mine))
 
 
-def _some(names: Iterable[str]) -> list[str]:
+def _some(names: Iterable[str]) -> object:
     names = sorted(names)
-    return names if len(names) <= 8 else [*names[:8], f"... {len(names) - 8} more"]
+    return (names if len(names) <= 8 else [*names[:8], f"... {len(names) - 8} more"]) or "none"
 
 
-def _compare_views(a: View, b: View, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
-    if here.kind != there.kind:
-        yield "kind", here.kind, there.kind
-        return
-    if there.window and not 0 < here.window <= there.window:
-        yield "window", here.window or "none", there.window
-    parts, others = {p.name: p for p in a.parts}, {p.name: p for p in b.parts}
-    if parts.keys() != others.keys():
-        yield "parts", sorted(parts), sorted(others)
-    for name, part in parts.items():
-        if name in others:
-            for field, mine, theirs in _compare_parts(part, others[name], here, there):
-                yield f"{field} of part {name!r}", mine, theirs
+def _compare_layers(
+    ours: _Parts, theirs: _Parts, local: Layout, remote: Layout
+) -> Iterator[tuple[str, object, object]]:
+    if ours.keys() != theirs.keys():
+        yield "parts", sorted(ours), sorted(theirs)
+    told = set()
+    for name in ours:
+        if name not in theirs:
+            continue
+        (a_view, a), (b_view, b) = ours[name], theirs[name]
+        here, there = local.groups[a_view.group], remote.groups[b_view.group]
+        pair = (a_view.group, b_view.group)
+        if here.kind != there.kind:
+            if pair not in told:
+                yield "kind", here.kind, there.kind
+        elif there.window and not 0 < here.window <= there.window and pair not in told:
+            yield "window", here.window or "none", there.window
+        told.add(pair)
+        if here.kind == there.kind:
+            for field, mine, other in _compare_parts(a, b, here, there):
+                yield f"{field} of part {name!r}", mine, other
 
 
 def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
@@ -176,17 +196,17 @@ def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
     Raises:
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
-    theirs = [{v.layer: v for v in remote.views} for remote in remotes]
+    theirs = [_places(remote) for remote in remotes]
     out: list[list[Share]] = [[] for _ in remotes]
-    missing: list[str] = []
+    missing: dict[str, None] = {}
     gaps: dict[tuple[str, str], list[str]] = {}
     for view in local.views:
-        holders = [(i, views[view.layer]) for i, views in enumerate(theirs) if view.layer in views]
-        if not holders:
-            missing.append(view.layer)
-            continue
         for part in view.parts:
-            twins = [(i, v, p) for i, v in holders for p in v.parts if p.name == part.name]
+            spots = ((i, places.get(view.layer, {}).get(part.name)) for i, places in enumerate(theirs))
+            twins = [(i, *spot) for i, spot in spots if spot is not None]
+            if not twins:
+                missing[view.layer] = None
+                continue
             if not part.axis:
                 i, there, twin = twins[0]
                 out[i].append(Share(view, there, part, twin, 0, 0))
@@ -204,7 +224,7 @@ def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
     if local.pp_size == 1 and not missing:
-        differences += _layers([v.layer for v in local.views], {layer for views in theirs for layer in views})
+        differences += _layers([v.layer for v in local.views], {layer for places in theirs for layer in places})
     if differences:
         raise NotCovered(differences[:MAX_DIFFERENCES])
     return [tuple(shares) for shares in out]

@@ -2,17 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from asynckv.core.layout import TOKEN, Group, Layout, Memory, attention_view
+from asynckv.core.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
 from asynckv.errors import LayoutError
 from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["register_tensors"]
+__all__ = ["TensorPart", "register_parts", "register_tensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """One part of one layer, as a tensor: the whole of it, or a slice or view of a larger one.
+
+    Attributes:
+        layer, name: By which both engines know it.
+        tensor: Slices, permutations and `as_strided` views will do: their storage is registered.
+        order: Names of the tensor's dims. One is `block` (kernel blocks, or states); `token` counts entries
+            along the tokens; the others must be the same on both sides, whatever their order.
+        group: Index of the group.
+        axis: The dim that tensor parallelism cuts; empty if every rank holds the same.
+        held, extent: Which range of the whole model's axis this rank holds.
+        tokens_per_entry: Tokens that one entry along `token` covers.
+    """
+
+    layer: str
+    name: str
+    tensor: torch.Tensor
+    order: Sequence[str]
+    group: int = 0
+    axis: str = ""
+    held: tuple[int, int] = (0, 0)
+    extent: int = 0
+    tokens_per_entry: int = 1
+
+
+def register_parts(
+    parts: Iterable[TensorPart],
+    *,
+    groups: Sequence[Group],
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    pp_stage: int = 0,
+    pp_size: int = 1,
+    model: str = "",
+) -> Registration:
+    """Register the tensors of any model: attention of several kinds, latents, convolutions, states, scales.
+
+    Args:
+        parts: Every part of every layer of this rank.
+        groups: The cache groups, as the engine's configuration says; the same list on all ranks.
+        tp_rank, tp_size, pp_stage, pp_size: This rank's place.
+        model: Name that both engines must agree on; empty to not compare.
+
+    Raises:
+        LayoutError: Naming the layer, both numbers and the remedy.
+    """
+    memories: dict[int, tuple[int, Memory]] = {}
+    views, owners = [], []
+    for part in parts:
+        where = f"layer {part.layer!r} part {part.name!r} of shape {tuple(part.tensor.shape)}"
+        if not 0 <= part.group < len(groups):
+            raise LayoutError(f"{where}: group {part.group} is not among the {len(groups)} groups")
+        sizes = _sizes(where, part.tensor, part.order, {}, groups[part.group].num_kernel_blocks)
+        memory, offset = _memory(where, part.tensor, memories)
+        dtype = str(part.tensor.dtype).removeprefix("torch.")
+        if dtype not in ITEMSIZE:
+            raise LayoutError(f"{where}: dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+        itemsize = part.tensor.element_size()
+        strides = dict(zip(part.order, (max(s, 1) * itemsize for s in part.tensor.stride()), strict=True))
+        dims = tuple(Dim(n, sizes[n], strides[n]) for n in part.order if n != "block")
+        made = Part(part.name, dtype, itemsize, 0, dims, part.axis, part.held, part.extent, part.tokens_per_entry)
+        views.append(View(memory, part.group, part.layer, offset, strides["block"], (made,)))
+        owners.append(part.tensor)
+    if not views:
+        raise LayoutError("no tensors were given; pass every part of every layer")
+    layout = Layout(
+        model=model,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_stage=pp_stage,
+        pp_size=pp_size,
+        memories=tuple(memory for _, memory in memories.values()),
+        groups=tuple(groups),
+        views=tuple(views),
+    )
+    return register_memory(layout, tuple(owners))
+
+
+def _memory(where: str, tensor: torch.Tensor, memories: dict[int, tuple[int, Memory]]) -> tuple[int, int]:
+    """Index of the memory that holds a tensor, and the tensor's offset in it."""
+    storage = tensor.untyped_storage()
+    base, length = storage.data_ptr(), storage.nbytes()
+    if base == 0 or length == 0:
+        raise LayoutError(f"{where}: its storage is empty or freed; register tensors that hold memory")
+    if base not in memories:
+        memories[base] = (len(memories), Memory(base, length, *_kind(where, tensor)))
+    return memories[base][0], tensor.data_ptr() - base
 
 
 def register_tensors(
@@ -21,8 +112,8 @@ def register_tensors(
     order: Sequence[str],
     block_size: int,
     num_blocks: int,
-    heads: tuple[int, int],
-    num_heads: int,
+    heads: tuple[int, int] = (0, 0),
+    num_heads: int = 0,
     ratio: int = 1,
     tp_rank: int = 0,
     tp_size: int = 1,
@@ -33,7 +124,8 @@ def register_tensors(
     Args:
         tensors: Layer name -> tensor. Tensors may share a storage; they may be permuted or padded.
         order: Names of the tensors' dims: `kv` (2: keys, values), `block`, `head`, `token`, `dim`.
-            Without `kv` a tensor is one part (keys and values packed in `dim`, or a latent).
+            Without `kv` a tensor is one part (keys and values packed in `dim`, or a latent); without
+            `head` every rank holds the same (a latent).
         block_size: Tokens per block.
         num_blocks: Blocks, as the engine's configuration says. Tensors may hold more.
         heads: `[lo, hi)` of the model's KV heads that this rank holds (`asynckv.shard`).
@@ -53,14 +145,9 @@ def register_tensors(
     memories: dict[int, tuple[int, Memory]] = {}
     views = []
     for layer, tensor in tensors.items():
-        sizes = _sizes(layer, tensor, order, expected, num_blocks * ratio)
-        storage = tensor.untyped_storage()
-        base, length = storage.data_ptr(), storage.nbytes()
-        if base == 0 or length == 0:
-            raise LayoutError(f"layer {layer!r}: its storage is empty or freed; register tensors that hold memory")
-        if base not in memories:
-            kind, device = _kind(layer, tensor)
-            memories[base] = (len(memories), Memory(base, length, kind, device))
+        where = f"layer {layer!r} of shape {tuple(tensor.shape)}"
+        sizes = _sizes(where, tensor, order, expected, num_blocks * ratio)
+        memory, offset = _memory(where, tensor, memories)
         itemsize = tensor.element_size()
         views.append(
             attention_view(
@@ -72,8 +159,8 @@ def register_tensors(
                 num_heads=num_heads,
                 # A dim of one entry has any stride in torch; it is never stepped along.
                 strides={n: max(s, 1) * itemsize for n, s in zip(order, tensor.stride(), strict=True)},
-                memory=memories[base][0],
-                offset=tensor.data_ptr() - base,
+                memory=memory,
+                offset=offset,
             )
         )
     layout = Layout(
@@ -88,13 +175,14 @@ def register_tensors(
 
 
 def _sizes(
-    layer: str, tensor: torch.Tensor, order: Sequence[str], expected: Mapping[str, int], num_blocks: int
+    where: str, tensor: torch.Tensor, order: Sequence[str], expected: Mapping[str, int], num_blocks: int
 ) -> dict[str, int]:
-    where = f"layer {layer!r} of shape {tuple(tensor.shape)}"
     if tensor.device.type == "meta":
         raise LayoutError(f"{where}: is on the meta device and holds no memory; allocate it first")
-    if tensor.ndim != len(order):
-        raise LayoutError(f"{where}: has {tensor.ndim} dims, but the order {tuple(order)!r} names {len(order)}")
+    if tensor.ndim != len(order) or len(set(order)) != len(order):
+        raise LayoutError(
+            f"{where}: has {tensor.ndim} dims, but the order {tuple(order)!r} names {len(set(order))} different ones"
+        )
     sizes = dict(zip(order, tensor.shape, strict=True))
     for name, want in expected.items():
         if name in sizes and sizes[name] != want:
@@ -113,11 +201,11 @@ def _sizes(
     return sizes
 
 
-def _kind(layer: str, tensor: torch.Tensor) -> tuple[Literal["cpu", "cuda"], int]:
+def _kind(where: str, tensor: torch.Tensor) -> tuple[Literal["cpu", "cuda"], int]:
     match tensor.device.type:
         case "cpu":
             return "cpu", 0
         case "cuda":
             return "cuda", tensor.device.index or 0
         case _:
-            raise LayoutError(f"layer {layer!r}: device {tensor.device} is not supported; use cpu or cuda memory")
+            raise LayoutError(f"{where}: device {tensor.device} is not supported; use cpu or cuda memory")
