@@ -8,11 +8,18 @@ import sys
 
 import pytest
 
+from scripts import draw_geometry
 from scripts.draw_states import TARGET, page
 
 
 def test_the_states_page_is_fresh() -> None:
     assert TARGET.read_text() == page(), "run python -m scripts.draw_states"
+
+
+def test_the_pictures_are_fresh() -> None:
+    drawn = draw_geometry.pictures()
+    found = {path.name: path.read_text() for path in draw_geometry.TARGET.iterdir()}
+    assert found == drawn, "run python -m scripts.draw_geometry"
 
 
 @pytest.mark.nixl
