@@ -317,7 +317,8 @@ class Engine:
         *,
         timeout_s: float | None = None,
         cohort_id: str = "",
-        hashes: Sequence[str] = (),
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
     ) -> PullResult:
         """Fill blocks with a lent request's KV; on every decode rank.
 
@@ -335,6 +336,7 @@ class Engine:
             hashes: This side's hashes of the prompt, one per `hash_tokens` of the params and each covering
                 all tokens before it. Only tokens on which both sides agree are read; the result's
                 `num_tokens` says how many that are.
+            num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
 
         Returns:
             What was moved, once it is proven to be what was lent.
@@ -348,7 +350,7 @@ class Engine:
         """
         node = self._node
         timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
-        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes)
+        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes, num_tokens)
         if pull.planned_at == pull.called_at:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())

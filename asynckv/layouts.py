@@ -6,6 +6,7 @@ capacity planning, `asynckv.plan`), and an example of every kind of declaration.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -64,7 +65,7 @@ def model_layout(
     order: str = "nhd",
     conv_order: str = "channel",
 ) -> Layout:
-    """Lay out one rank's share of a model, with memories that start at address 0.
+    """Lay out one rank's share of a model, with memories one after another from address 0 on.
 
     Args:
         model: What every layer keeps.
@@ -120,15 +121,19 @@ def model_layout(
         for n in here:
             views.append(View(len(memories), index, f"layers.{n}", 0, size, parts))
             memories.append(Memory(0, length))
-    return Layout(
-        model=model.name,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_stage=pp_stage,
-        pp_size=pp_size,
-        memories=tuple(memories),
-        groups=tuple(groups),
-        views=tuple(views),
+    bases = itertools.accumulate((-(-m.length // 4096) * 4096 for m in memories), initial=0)
+    return with_addresses(
+        Layout(
+            model=model.name,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            pp_stage=pp_stage,
+            pp_size=pp_size,
+            memories=tuple(memories),
+            groups=tuple(groups),
+            views=tuple(views),
+        ),
+        [base for base, _ in zip(bases, memories, strict=False)],
     )
 
 

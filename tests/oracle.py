@@ -282,7 +282,7 @@ def execute(
     return total
 
 
-def offers(engine: Engine, lists: Lists) -> list[BlockRuns]:
+def offers(lists: Lists) -> list[BlockRuns]:
     """The prefill side's lists as they travel."""
     return [BlockRuns(first, runs_of(list(ids))) for first, ids in lists]
 
@@ -316,7 +316,7 @@ def check_transfer(
     answered = peers_of(local, remotes)
     lists = BlockLists(
         [(f, np.array([NULL if b is None else b for b in ids], np.int64)) for f, ids in mine],
-        offers(answered[0].engine, theirs),
+        offers(theirs),
         wanted,
         tokens,
     )

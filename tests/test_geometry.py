@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core.layout import ONE_PER_REQUEST, Layout
-from asynckv.core.plan import BlockLists, check_block_ids, common_prefix
+from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, check_blocks, common_prefix, plan_read
 from asynckv.core.sources import NotCovered, assign, compare, predicted
 from asynckv.core.topology import remote_ranks
 from asynckv.errors import PlanRefused, RemoteTooShort
@@ -484,7 +484,10 @@ def test_the_remote_may_group_layers_otherwise() -> None:
 )
 def test_what_cannot_be_planned_is_named_with_both_values(here: Any, there: Any, field: str, values: Any) -> None:
     orders = dict.fromkeys(("conv_x",), ("head", "dim", "row")) | dict.fromkeys("kv", ("token", "head", "dim"))
-    a, b = (Rank(engine((layer,), orders=orders), 0).layout for layer in (here, there))
+    a, b = (
+        Rank(engine((layer,), orders=orders if layer.kind == "tokens" or layer.name == "ssm" else {}), 0).layout
+        for layer in (here, there)
+    )
     [found, *_] = compare(a, b)
     assert field in found.field
     mine, theirs = values
@@ -560,9 +563,110 @@ def test_the_engine_may_have_a_placeholder_id_of_its_own() -> None:
     assert ids.tolist() == [-1, -1, 7, -1]
 
 
+def test_a_window_inside_a_block_needs_no_more_than_is_lent() -> None:
+    e = engine((attention(2, window=5),), sizes=[4])
+    plan = one(e, e, [(14, [3, 4])], [(12, [5, 6])], 18)
+    assert sorted(pairs(plan)) == [(5, 3), (6, 4)]
+    with pytest.raises(RemoteTooShort, match=r"token 14 on.*lent from token 15"):
+        one(e, e, [(15, [3, 4])], [(12, [5, 6])], 18)
+
+
+def test_neither_sides_placeholder_becomes_an_address() -> None:
+    def ours(layout: Layout, null: int) -> Layout:
+        return msgspec.structs.replace(
+            layout, groups=tuple(msgspec.structs.replace(g, null_block=null) for g in layout.groups)
+        )
+
+    local, remote = Rank(engine((attention(2), mamba2())), 0), Rank(engine((attention(2), mamba2())), 0, base=1 << 41)
+    remote.layout = ours(remote.layout, 9)
+    for offer in ([(0, [9, 5]), (0, [2, 3])], [(0, [4, 5]), (0, [2, 9])]):
+        [peer] = oracle.maps(local, [remote])
+        assert peer is not None
+        lists = BlockLists(check_block_ids(local.layout, [(0, [1, 2]), (0, [3, 4])]), oracle.offers(offer), 8)
+        with pytest.raises(RemoteTooShort):
+            plan_read(peer, lists)
+    [(_, ids), _] = check_block_ids(ours(local.layout, 9), [(0, [9, 5]), (0, [2, 3])])
+    assert ids.tolist() == [-1, 5]
+    with pytest.raises(PlanRefused, match="names block 9, which is its placeholder; give None"):
+        check_blocks("group 0", remote.layout.groups[0], np.array([9]))
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([(0, (b for b in (1, 2)))], "flat list of integers"),
+        ([(0, {1, 2})], "flat list of integers"),
+        ([(0, "12")], "flat list of integers"),
+        ([(0, [[1], [2, 3]])], "flat list of integers"),
+        ([(0, [1 << 70])], "flat list of integers|not a block"),
+        ([(0, None)], "flat list of integers"),
+        ([(0,)], "give one .first_token, block_ids. per group"),
+        ([7], "give one .first_token, block_ids. per group"),
+        (5, "give one .first_token, block_ids. per group"),
+        ([("0", [1])], "first_token '0' is not a number"),
+        ([(True, [1])], "first_token True is not a number"),
+        ([(1 << 60, [1])], "is not a number from 0"),
+        ([(0, [1])], "1 blocks of 4 tokens from token 0 on end at token 4, but 7 are wanted; give all blocks"),
+        ([(4, [])], ""),
+        ([(np.int64(4), np.array([1]))], ""),
+        ([(7, [1])], ""),
+        ([(0, range(2))], ""),
+    ],
+)
+def test_lists_of_any_kind_are_taken_or_refused(groups: Any, message: str) -> None:
+    layout = Rank(engine((attention(2),)), 0).layout
+    if not message:
+        check_block_ids(layout, groups, 7)
+        return
+    with pytest.raises(PlanRefused, match=message):
+        check_block_ids(layout, groups, 7)
+
+
+def test_the_last_blocks_of_any_size_use_the_tables_of_the_handshake() -> None:
+    for here, there in [(4, 4), (48, 32), (12, 16)]:
+        local, remote = (Rank(engine((attention(2),), sizes=[s]), 0, base=b << 41) for s, b in ((here, 1), (there, 2)))
+        [peer] = oracle.maps(local, [remote])
+        assert peer is not None
+        known = {table.table_id for table in peer.regular}
+        for tokens in (1, 47, 50, 95):
+            lists: Lists = [(0, list(range(math.ceil(tokens / here))))]
+            offer = oracle.offers([(0, list(range(math.ceil(tokens / there))))])
+            plan = plan_read(peer, BlockLists(check_block_ids(local.layout, lists), offer, tokens))
+            assert {s.table.table_id for s in plan.sections} <= known
+
+
+def test_pieces_of_different_memories_are_not_joined() -> None:
+    # Adjacent here, in two memories there, at offsets that continue each other.
+    layers = (attention(2, "a"), attention(2, "b"))
+    here = Rank(
+        Engine(layers, (GroupSpec((0, 1), 4),), style="cross", orders=dict.fromkeys("kv", ("token", "head", "dim"))), 0
+    )
+    there = Rank(Engine(layers, (GroupSpec((0, 1), 4),), orders=dict.fromkeys("kv", ("token", "head", "dim"))), 0)
+    size = there.layout.views[0].stride
+    second = msgspec.structs.replace(there.layout.views[1], offset=size)
+    memory = msgspec.structs.replace(there.layout.memories[1], base=1 << 43, length=9 * size)
+    layout = msgspec.structs.replace(
+        there.layout, views=(there.layout.views[0], second), memories=(there.layout.memories[0], memory)
+    )
+    [shares] = assign(here.layout, [layout])
+    [table] = PeerMap(here.layout, layout, shares, iter(range(9))).regular
+    assert table.remote[:, 0].tolist() == [0, 1]
+    assert table.length.tolist() == [size, size]
+
+
+def test_placeholders_in_a_row_are_none_of_them_blocks() -> None:
+    e = engine((attention(2),))
+    with pytest.raises(RemoteTooShort, match="token 8 on of 16"):
+        one(e, e, [(0, [0, None, None, 1])], [(8, [5, 6])], 16)
+
+
 def test_hashes_end_the_prefix_where_they_first_differ() -> None:
     ours, theirs = [str(i) for i in range(10)], [*map(str, range(7)), "x", "8", "9"]
     assert common_prefix(ours, theirs, 4, 40) == 28
     assert common_prefix(ours, ours, 4, 42) == 42  # the last, partial block is in no hash
     assert common_prefix(ours[:5], ours, 4, 42) == 20
     assert common_prefix(["other"], ours, 4, 42) == 0
+    assert common_prefix([], ours, 4, 42) == 0
+    assert common_prefix([], [], 4, 3) == 3
+    assert common_prefix([], [], 4, 7) == 0
+    assert common_prefix(ours[:1], ours[:1], 4, 9) == 4

@@ -28,6 +28,7 @@ CORE_MAY_IMPORT = {
     "math",
     "msgspec",
     "numpy",
+    "operator",
     "typing",
 }
 # Minting keys needs randomness; only the scheduler's module may have it.

@@ -41,6 +41,22 @@ def layout(*parts: Part, stride: int = 64, length: int = 640, **fields: Any) -> 
     return Layout(**{**given, **fields})
 
 
+def test_memories_that_overlap_are_refused() -> None:
+    one = layout()
+    twice = change(one, memories=(Memory(1 << 30, 640), Memory((1 << 30) + 32, 640)))
+    with pytest.raises(LayoutError, match="memories 0 and 1 overlap"):
+        check_layout(twice)
+    check_layout(change(one, memories=(Memory(1 << 30, 640), Memory((1 << 30) + 640, 640))))
+    check_layout(change(one, memories=(Memory(1 << 30, 640), Memory(1 << 30, 640, "cuda"))))
+
+
+@pytest.mark.timeout(10)
+def test_a_hostile_number_of_interleaved_parts_is_checked_in_time() -> None:
+    n = 16_384
+    views = tuple(View(0, 0, f"l{i}", i, n, (Part("k", "int8", 1, 0, (Dim("token", 1, 1),)),)) for i in range(n))
+    check_layout(layout(memories=(Memory(1 << 30, 10 * n),), groups=(Group("g", 1, 10),), views=views))
+
+
 def test_a_plain_layout_is_fine() -> None:
     check_layout(layout())
     check_layout(layout(part(), part(name="v", offset=640), length=1280))  # keys, then values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
@@ -11,7 +12,8 @@ from asynckv.core.layout import Layout
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
-from asynckv.core.types import Outcome, Params, Reason
+from asynckv.core.types import BlockRuns, Outcome, Params, Reason
+from asynckv.errors import LocalProtocolError
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
 from tests.world import Buffers, Rank, World, make_layout, reason
@@ -270,6 +272,70 @@ def test_if_nobody_else_holds_it_the_missing_rank_is_the_cause() -> None:
         world.run(0.1)
     assert pull.reason is Reason.UNREACHABLE
     assert "p3" in pull.detail
+
+
+def staged() -> tuple[World, list[Rank], Rank]:
+    layers = (
+        LayerSpec("a", (PartSpec("kv", (("head", 2),), "head"),)),
+        LayerSpec("b", (PartSpec("kv", (("head", 2),), "head"),)),
+    )
+    world = World(CONFIG)
+    there = Engine(layers, (GroupSpec((0, 1), 4),), 1, 2)
+    prefill = [
+        world.add(f"p{s}", oracle.Rank(there, 0, s, base=(s + 1) << 40).layout, engine_id="prefill", seed=s)
+        for s in range(2)
+    ]
+    here = Engine(layers, (GroupSpec((0, 1), 4),), 1)
+    return world, prefill, world.add("d0", oracle.Rank(here, 0, base=1 << 50).layout, engine_id="decode", seed=99)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("missing", [["p0"], ["p1"], ["p0", "p1"]])
+def test_stages_that_are_missing_fail_the_pull_and_never_complete_it(missing: list[str], announced: bool) -> None:
+    world, prefill, decode = staged()
+    params = world.params(prefill, "req", [3], 4, written=True)
+    for rank in prefill:
+        world.lend(rank, params)
+    for name in missing:
+        del world.ranks[name]
+    for i in range(3):
+        now = world.time(decode)
+        if announced:
+            decode.node.announce(f"d{i}", params, "", 60.0, now)
+            world.settle(decode)
+            for _ in range(25):
+                world.run(0.1)
+        try:
+            pull = world.pull(decode, f"d{i}", [5 + i], params)
+        except LocalProtocolError:
+            continue
+        for _ in range(25):
+            world.run(0.1)
+        # A failed attempt strikes its reader off on the ranks that are there.
+        assert pull.reason in (Reason.UNREACHABLE, *([Reason.CONSUMED] if i else []))
+        assert pull.published_at - pull.called_at <= 2.1
+    world.check()
+
+
+def test_stages_that_are_there_are_read_for_what_they_have() -> None:
+    world, prefill, decode = staged()
+    params = world.params(prefill, "req", [3], 4, written=True)
+    leases = [world.lend(rank, params) for rank in prefill]
+    pull = world.pull(decode, "d", [5], params)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert pull.num_bytes == 2 * 4 * 2 * 2
+    assert all(lease.state is LeaseState.RELEASED for lease in leases)
+
+
+def test_other_params_under_the_same_key_are_refused() -> None:
+    it = Pair(1, 1)
+    params, _ = it.lend([3], 4)
+    [decode] = it.decode
+    decode.node.announce("req-D", params, "", 60.0, it.world.time(decode))
+    other = msgspec.structs.replace(params, groups=(BlockRuns(0, ((6, 1),)),))
+    with pytest.raises(LocalProtocolError, match="announced with other params"):
+        it.world.pull(decode, "req-D", [9], other)
 
 
 def test_a_gap_is_refused_at_the_handshake_with_the_ranges() -> None:

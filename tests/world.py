@@ -209,7 +209,8 @@ class World:
         roster = [r.endpoint for r in ranks]
         names = "+".join(e.incarnation for e in roster)
         if names not in self.groups:
-            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, roster)
+            layout = ranks[0].node.identity.layout
+            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, roster, pp_size=layout.pp_size)
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 

@@ -100,8 +100,8 @@ class PrefillGroup:
             ConfigError: A value is out of range; the message names it.
         """
         lease_s = self.lease.lease_s if lease_s is None else lease_s
-        if bool(hashes) != (hash_tokens > 0):
-            raise ConfigError(f"{len(hashes)} hashes of {hash_tokens} tokens each; give both, or neither")
+        if hashes and hash_tokens < 1:
+            raise ConfigError(f"{len(hashes)} hashes were given of {hash_tokens} tokens each; give hash_tokens as well")
         try:
             blocks = tuple(BlockRuns(f, runs_of(as_block_ids(ids, self.null_block))) for f, ids in groups)
         except LayoutError as exc:

@@ -393,6 +393,7 @@ def check_layout(layout: Layout) -> None:
     twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
     if twice:
         raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every part of a layer has one place")
+    _check_memories(layout)
     pieces = 0
     for view in layout.views:
         _check_view(layout, view)
@@ -402,6 +403,17 @@ def check_layout(layout: Layout) -> None:
                 f"the views fall into more than {MAX_ALL_PIECES} contiguous pieces per block; use a denser memory order"
             )
     _check_overlap(layout)
+
+
+def _check_memories(layout: Layout) -> None:
+    """No byte is in two memories."""
+    spots = sorted((m.kind, m.device, m.base, m.base + m.length, i) for i, m in enumerate(layout.memories))
+    for (kind, device, lo, end, i), (other, number, start, _, j) in pairwise(spots):
+        if (kind, device) == (other, number) and start < end:
+            raise LayoutError(
+                f"memories {i} and {j} overlap: {i} is [{lo:#x}, {end:#x}) and {j} begins at {start:#x}; register the "
+                f"whole range once, with views at their offsets"
+            )
 
 
 def _check_view(layout: Layout, view: View) -> None:
@@ -511,7 +523,7 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
                 f"{cluster[0][2]} and {name} overlap in memory {view.memory} with different strides "
                 f"{view.stride} and {other.stride}; place them apart or give them one stride"
             )
-    starts, lengths, owners = [], [], []
+    starts, lengths, owners, total = [], [], [], 0
     for i, (lo, _, name, _, part) in enumerate(cluster):
         offsets, _, size = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
         if size > view.stride:
@@ -519,7 +531,8 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
         starts.append((lo + offsets) % view.stride)
         lengths.append(np.full(len(offsets), size))
         owners.append(np.full(len(offsets), i))
-        if sum(map(len, starts)) > 16 * MAX_PIECES:
+        total += len(offsets)
+        if total > 16 * MAX_PIECES:
             raise LayoutError(f"{cluster[0][2]}: too many pieces interleave to check; use a denser memory order")
     start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
@@ -537,6 +550,8 @@ def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block
     Raises:
         LayoutError: An id is no integer, or negative.
     """
+    if isinstance(ids, str) or not (isinstance(ids, Sequence) or hasattr(ids, "__array__")):
+        raise LayoutError("block ids must be a flat list of integers")
     try:
         array = np.asarray(ids)
         if array.dtype == object:

@@ -47,11 +47,13 @@ from asynckv.core.pulling import Pulling
 from asynckv.core.sources import predicted
 from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
-from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError
+from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError, RemoteTooShort
 
 __all__ = ["Identity", "Node"]
 
 MAX_READERS = 65_536
+MAX_LEGS = 1024
+"""Most remote ranks that one pull answers for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +167,17 @@ class Node:
             )
         layout, pull_config = self.identity.layout, self.config.pull
         ranks = remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
-        sources = self._sources(ranks, params.tp_size) if reads else ()
+        if len(ranks) * params.pp_size > MAX_LEGS:
+            raise PlanRefused(
+                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
+                f"ranks, more than {MAX_LEGS}",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        staged = params.pp_size > 1
+        sources = self._sources(ranks, params.tp_size) if reads else ()
         legs = [
-            Leg(rank, Address(e.address), e.incarnation, rank in sources, stage, staged and rank in sources)
+            Leg(rank, Address(e.address), e.incarnation, rank in sources, stage, rank in sources)
             for stage in range(params.pp_size)
             for rank in ranks
             for e in (roster[stage, rank],)
@@ -188,6 +196,7 @@ class Node:
             claim_retry_s=pull_config.claim_retry_s,
             release_retry_s=pull_config.release_retry_s,
             release_timeout_s=pull_config.release_timeout_s,
+            is_hit=not reads,
             max_post_bytes=pull_config.max_post_bytes,
             max_post_descriptors=pull_config.max_post_descriptors,
         )
@@ -202,29 +211,44 @@ class Node:
         cohort_id: str,
         timeout_s: float,
         now: float,
-        hashes: Sequence[str] = (),
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
 
         Raises:
             EngineClosed: Nothing new is pulled.
-            PlanRefused: The blocks do not fit the layout, or the roster is not a whole group.
+            PlanRefused: The blocks do not fit the layout or the tokens, or the roster is not a whole group.
+            RemoteTooShort: More tokens are wanted than are lent.
             LocalProtocolError: The request is being pulled already, or a block is in use.
         """
         self._check_open()
-        blocks = check_block_ids(self.identity.layout, groups)
+        wanted = params.num_tokens if num_tokens is None else num_tokens
+        if not 0 <= wanted <= params.num_tokens:
+            raise RemoteTooShort(
+                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
+                request_id=request_id,
+                reason=Reason.REMOTE_TOO_SHORT,
+            )
+        if hashes is not None:
+            if not params.hash_tokens:
+                raise PlanRefused(
+                    f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
+                    f"give hashes and hash_tokens to make_params",
+                    request_id=request_id,
+                    reason=Reason.UNPLANNABLE,
+                )
+            wanted = common_prefix(hashes, params.hashes, params.hash_tokens, wanted)
+        blocks = check_block_ids(self.identity.layout, groups, wanted)
         # Before anything is started: a caller who got a block wrong may ask again with another.
         self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
-        wanted = params.num_tokens
-        if hashes and params.hashes:
-            wanted = common_prefix(hashes, params.hashes, params.hash_tokens, wanted)
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         pull = self.pulling.by_request.get(RequestId(request_id))
         if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
             pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=not lists.is_empty)
-        elif pull.params.key != params.key:
-            raise LocalProtocolError(f"request {request_id!r} was announced with other params; cancel it first")
+        elif pull.params != params:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was announced with other params; cancel it first")
         if pull.reason is None:
             self.pulling.begin(pull, lists, now + timeout_s, now)
         return pull

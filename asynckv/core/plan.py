@@ -17,6 +17,7 @@ cut, the whole.
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from asynckv.core.layout import (
     strided_pieces,
 )
 from asynckv.core.sources import Share
-from asynckv.core.types import NULL, BlockRuns
+from asynckv.core.types import MAX_TOKENS, NULL, BlockRuns
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 
 __all__ = [
@@ -392,9 +393,18 @@ class BlockLists:
         self._pairs: dict[tuple[object, ...], tuple[Pairs, ...]] = {}
 
     @property
+    def wanted(self) -> tuple[int, ...]:
+        """Our groups in which something is to be filled."""
+        return tuple(
+            group
+            for group, (first, ids) in enumerate(self.local)
+            if first < self.num_tokens and len(ids) and ids.max() > NULL
+        )
+
+    @property
     def is_empty(self) -> bool:
         """No block is to be filled: a full prefix hit."""
-        return self.num_tokens == 0 or not any(len(ids) and ids.max() > NULL for _, ids in self.local)
+        return not self.wanted
 
     def pairs(self, peer: PeerMap, group: int, remote_group: int) -> tuple[Pairs, ...]:
         """Pair one group of ours with one of theirs.
@@ -443,7 +453,8 @@ class BlockLists:
         if here.window:
             # To the start of its block, where that is one on both sides: fewer kinds of cuts.
             inside = max(0, self.num_tokens - here.window + 1)
-            first = max(first, inside - inside % (mine if mine == theirs else entry))
+            rounded = inside - inside % (mine if mine == theirs else entry)
+            first = max(first, rounded if rounded >= offer.first_token else inside - inside % entry)
         end = min((self.local[group][0] // here.block_size + len(ids)) * here.block_size, self.num_tokens)
         if first >= end:
             return
@@ -470,6 +481,7 @@ class BlockLists:
         if start[0] < offer.first_token:
             raise self._too_short(group, here, int(start[0]), f"lent from token {offer.first_token} on")
         block = offer.lookup(source // there.ratio - offer.first_token // there.block_size)
+        block[block == there.null_block] = NULL
         if (absent := np.flatnonzero(block == NULL)).size:
             raise self._too_short(
                 group,
@@ -498,7 +510,7 @@ class BlockLists:
             raise self._too_short(group, here, tokens, f"states are kept every {there.block_size} tokens only")
         place = (tokens - 1) // there.block_size - offer.first_token // there.block_size
         block = int(offer.lookup(np.array([place]))[0])
-        if block == NULL:
+        if block in (NULL, there.null_block):
             raise self._too_short(group, here, tokens - 1, f"no state was lent in place {place} of {offer.num_blocks}")
         if block >= there.num_blocks:
             raise _no_such_block(group, here, block, there)
@@ -600,41 +612,58 @@ def common_prefix(local: Sequence[str], remote: Sequence[str], hash_tokens: int,
     """Count the tokens at the start of a prompt on which two chains of hashes agree.
 
     Every hash covers all tokens before it as well, so the first that differs ends the prefix. Tokens
-    after the last whole hash are taken on trust only if every hash agrees.
+    after the last whole hash are in none: they are taken on trust if both chains are the same.
     """
-    same = 0
-    for a, b in zip(local, remote, strict=False):
-        if a != b:
-            return min(same * hash_tokens, num_tokens)
-        same += 1
-    covered = same * hash_tokens
-    return num_tokens if num_tokens - covered < hash_tokens else covered
+    same = next(
+        (i for i, (a, b) in enumerate(zip(local, remote, strict=False)) if a != b), min(len(local), len(remote))
+    )
+    whole = same == len(local) == len(remote) and num_tokens - same * hash_tokens < hash_tokens
+    return num_tokens if whole else min(same * hash_tokens, num_tokens)
 
 
 def check_block_ids(
-    layout: Layout, groups: Sequence[tuple[int, Sequence[int | None] | Int64s]]
+    layout: Layout, groups: Sequence[tuple[int, Sequence[int | None] | Int64s]], num_tokens: int | None = None
 ) -> tuple[BlockList, ...]:
     """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
 
+    Args:
+        layout: Ours.
+        groups: Per group the first token, and the blocks from the one on that holds it.
+        num_tokens: Tokens that a list has to reach, if it has any block.
+
     Raises:
-        PlanRefused: A group is missing, or an id is negative, too large or given twice.
+        PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
-    if len(groups) != len(layout.groups):
+    try:
+        pairs = [(first, ids) for first, ids in groups]
+    except (TypeError, ValueError):
+        raise PlanRefused(f"groups is {groups!r:.200}; give one (first_token, block_ids) per group") from None
+    if len(pairs) != len(layout.groups):
         raise PlanRefused(
-            f"{len(groups)} groups of blocks were given, but the layout has {len(layout.groups)} "
+            f"{len(pairs)} groups of blocks were given, but the layout has {len(layout.groups)} "
             f"({', '.join(repr(g.name) for g in layout.groups)}); give one (first_token, block_ids) per group"
         )
     out = []
-    for index, (group, (first, ids)) in enumerate(zip(layout.groups, groups, strict=True)):
+    for index, (group, (first, ids)) in enumerate(zip(layout.groups, pairs, strict=True)):
         where = f"group {index} ({group.name!r})"
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise PlanRefused(f"{where}: first_token {first!r} is not a number of 0 or more")
+        try:
+            begin = operator.index(first)
+        except TypeError:
+            begin = -1
+        if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
+            raise PlanRefused(f"{where}: first_token {first!r} is not a number from 0 to {MAX_TOKENS}")
         try:
             array = as_block_ids(ids, group.null_block)
         except LayoutError as exc:
             raise PlanRefused(f"{where}: {exc}") from None
         check_blocks(where, group, array)
-        out.append((first, array))
+        end = (begin // group.block_size + len(array)) * group.block_size
+        if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
+            raise PlanRefused(
+                f"{where}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end at token {end}, "
+                f"but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a smaller num_tokens"
+            )
+        out.append((begin, array))
     return tuple(out)
 
 
@@ -647,6 +676,11 @@ def check_blocks(where: str, group: Group, ids: Int64s) -> None:
     real = ids[ids != NULL]
     if not len(real):
         return
+    if group.null_block != NULL and (real == group.null_block).any():
+        raise PlanRefused(
+            f"{where}: names block {group.null_block}, which is its placeholder; give None there, or null_block to "
+            f"PrefillGroup"
+        )
     if (most := int(real.max())) >= group.num_blocks:
         raise PlanRefused(f"{where}: block id {most} is outside [0, {group.num_blocks}), the declared num_blocks")
     ordered = np.sort(real)

@@ -154,8 +154,8 @@ class Leg:
     reads: bool
     """This rank is a source, as far as is known. What it is read *of* is known once all sources are met."""
     pp_stage: int = 0
-    is_optional: bool = False
-    """It is met to learn what it holds; if it cannot be, others may hold the same."""
+    was_met: bool = False
+    """It was asked what it holds, or is being asked."""
 
     map: PeerMap | None = None
     """What is read of it, once all sources are met."""
@@ -248,6 +248,8 @@ class Pull:
     """The outcome, once there is one (COMPLETE or why not)."""
     detail: str = ""
     failure: tuple[Reason, str] | None = None
+    is_hit: bool = False
+    """Nothing is to be filled: everybody is only released."""
     unmet: tuple[Reason, str] | None = None
     """Why a rank that might have been read was not met."""
     drain_by: float = math.inf
@@ -330,6 +332,10 @@ class Pull:
         """Attach the blocks to fill; from here on the caller waits."""
         after = self._allow(E.BEGUN)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
+        if lists.is_empty:
+            self.is_hit = True
+            for leg in self.legs:
+                leg.reads = False
         self._enter(after, now)
         self._advance(now)
 
@@ -440,6 +446,9 @@ class Pull:
         """The claim or renewal to send now, if one is due; `now` was read before it is sent."""
         if now < leg.claim_at:
             return None
+        if not leg.reads:
+            leg.claim_at = math.inf
+            return None
         if self.state in (S.NOTIFYING, S.HELD, S.RELEASED):
             leg.claim_at = math.inf
             return None
@@ -525,7 +534,7 @@ class Pull:
             leg.covered_until, leg.confirmed, leg.claim_at = -math.inf, False, now
             return
         leg.claim_at = math.inf
-        if leg.proven:
+        if leg.proven or not leg.reads:
             self._note(now, f"{leg.name} grants no more: {answer.reason}")
             return
         reason = Reason.LEASE_LOST if leg.lent_before < math.inf else answer.reason
@@ -564,7 +573,9 @@ class Pull:
     def _step(self, now: float) -> bool:
         match self.state:
             case S.CONNECTING:
-                if all(leg.plan is not None or not leg.reads for leg in self.legs):
+                reading = [leg for leg in self.legs if leg.reads]
+                # Nobody to read is the end only if nothing is wanted.
+                if (reading or self.is_hit) and all(leg.plan is not None for leg in reading):
                     self._enter(S.READING, now)
                     return True
             case S.READING:

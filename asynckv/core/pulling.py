@@ -62,6 +62,8 @@ __all__ = ["News", "Pulling"]
 
 E, S = PeerEvent, PeerState
 
+MAX_ROUTES = 4096
+
 TOMBSTONE_S = 60.0
 """How long a peer that is gone is remembered, so that late requests fail with the same cause."""
 
@@ -109,8 +111,9 @@ class Pulling:
         self._layout, self._cohort, self._config = layout, cohort, config
         self._ledger, self._desk, self._timers, self._nonces = ledger, desk, timers, nonces
         self._hellos: dict[int, Peer] = {}
-        self._routes: dict[tuple[_Place, ...], tuple[PeerMap | None, ...] | str] = {}
-        """Ranks that were met together -> what is read of each, or why that is not enough."""
+        self._routes: dict[tuple[tuple[_Place, ...], tuple[int, ...]], tuple[PeerMap | None, ...] | str] = {}
+        """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why
+        these ranks are not enough."""
         self._turns: deque[Peer] = deque()
         self._ids = itertools.count(1)
 
@@ -130,7 +133,7 @@ class Pulling:
                 peer.watched_at = now
             peer.pulls.add(pull.pull_id)
         for leg in pull.legs:
-            if leg.reads and not pull.failure:
+            if leg.reads:
                 self._meet(pull, leg, now)
         self._route(pull, now)
         self._after(pull, now)
@@ -143,10 +146,6 @@ class Pulling:
         """
         blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
         self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
-        if lists.is_empty:
-            # A full prefix hit: nobody is read, everybody is released.
-            for leg in pull.legs:
-                leg.reads = False
         pull.begin(lists, deadline, now)
         self._route(pull, now)
         self._after(pull, now)
@@ -224,6 +223,7 @@ class Pulling:
         if peer.state is not S.LOADING:
             # Lost, or given up, while it was being loaded.
             self._desk.commands.append(RemovePeer(peer))
+            self._wake(peer)
             return
         peer.loaded, peer.failures, peer.heard_at = True, 0, now
         self._change(peer, E.LOADED)
@@ -238,6 +238,7 @@ class Pulling:
         peer.is_loading = False
         if peer.state is S.LOADING:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
+        self._wake(peer)
 
     def table_failed(self, peer: Peer, cause: str, now: float) -> None:
         """The data plane could not prepare a table."""
@@ -265,6 +266,10 @@ class Pulling:
                 self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
             if silent >= config.suspect_s and peer.state is S.READY:
                 self._change(peer, E.SILENT)
+        elif peer.state is S.NEW and not peer.pulls and not peer.is_loading and now >= peer.not_before:
+            # It was only released, or could not be met: nothing is known of it that is worth keeping.
+            self._drop(peer)
+            return
         elif peer.state in (S.READY, S.SUSPECT) and now >= peer.unused_at + config.idle_s:
             self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.name} for {config.idle_s:g} s", now)
             peer.not_before = now
@@ -358,7 +363,6 @@ class Pulling:
                 if not peer.pulls:
                     peer.unused_at = now
                     if peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
-                        # It was only released: nothing is known of it that is worth keeping.
                         self._drop(peer)
                         continue
                 self._reap(peer)
@@ -443,10 +447,10 @@ class Pulling:
         self._wake(peer)
 
     def _unmet(self, pull: Pull, leg: Leg, reason: Reason, detail: str, now: float) -> None:
-        """A rank that was to be read cannot be: the end of the pull, unless others may hold the same."""
-        if leg.is_optional and leg.map is None:
+        """A rank that was to be read cannot be: the end of the pull, unless others hold the same."""
+        if leg.map is None:
             leg.reads = False
-            pull.unmet = (reason, detail)
+            pull.unmet = pull.unmet or (reason, detail)
         elif not leg.proven:
             pull.fail(reason, detail, now)
 
@@ -514,38 +518,52 @@ class Pulling:
         """Once every rank that may be read is ready: decide what is read of which, claim, and plan."""
         while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
             legs = [leg for leg in pull.legs if leg.reads]
-            peers = [self.peers[leg.address, leg.incarnation] for leg in legs]
-            if not all(peer.is_usable for peer in peers):
+            if not legs:
+                if pull.is_hit:
+                    return
+                if not self._widen(pull, now):
+                    pull.fail(*(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
+                continue
+            known = [leg for leg in legs if self.peers[leg.address, leg.incarnation].loaded]
+            for leg in known:
+                pull.want_claim(leg, now)
+            if pull.lists is None or pull.state is not PullState.CONNECTING:
                 return
             if any(leg.map is None for leg in legs):
-                maps = self._maps(legs, peers)
+                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for.
+                maps = self._maps(known, pull.lists.wanted) if known else ""
                 if isinstance(maps, str):
-                    # Not what the usual rule led us to expect: ask everybody, and come back.
-                    others = [leg for leg in pull.legs if not leg.reads and not leg.is_optional]
-                    for leg in others:
-                        leg.reads = leg.is_optional = True
-                        self._meet(pull, leg, now)
-                    if not others:
-                        reason, detail = pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")
-                        pull.fail(reason, detail, now)
+                    if len(known) < len(legs):
+                        return
+                    if not self._widen(pull, now):
+                        pull.fail(*(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")), now)
                     continue
-                for leg, found in zip(legs, maps, strict=True):
-                    leg.map, leg.reads = found, found is not None
-            if pull.lists is not None and pull.state is PullState.CONNECTING:
-                self._plan(pull, now)
-            for leg in pull.legs:
-                if leg.reads and not pull.failure:
-                    pull.want_claim(leg, now)
+                found = dict(zip(map(id, known), maps, strict=True))
+                for leg in legs:
+                    leg.map = found.get(id(leg))
+                    leg.reads = leg.map is not None
+            self._plan(pull, now)
             return
 
-    def _maps(self, legs: list[Leg], peers: list[Peer]) -> tuple[PeerMap | None, ...] | str:
+    def _widen(self, pull: Pull, now: float) -> bool:
+        """Meet all ranks that were not met yet; False if there are none."""
+        others = [leg for leg in pull.legs if not leg.was_met]
+        for leg in others:
+            leg.reads = leg.was_met = True
+        for leg in others:
+            self._meet(pull, leg, now)
+        return bool(others)
+
+    def _maps(self, legs: list[Leg], groups: tuple[int, ...]) -> tuple[PeerMap | None, ...] | str:
         """Say what is read of each of these ranks, or why they are not enough."""
         places = tuple((leg.address, leg.incarnation) for leg in legs)
-        if (known := self._routes.get(places)) is not None:
+        if (known := self._routes.get((places, groups))) is not None:
             return known
+        peers = [self.peers[place] for place in places]
         found: list[PeerMap | None] = []
         try:
-            for peer, shares in zip(peers, assign(self._layout, [_known(p) for p in peers]), strict=True):
+            shared = assign(self._layout, [_known(peer) for peer in peers], groups)
+            for peer, shares in zip(peers, shared, strict=True):
                 key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
                 if shares and key not in peer.maps:
                     peer.maps[key] = PeerMap(self._layout, _known(peer), shares, peer.table_ids)
@@ -555,10 +573,13 @@ class Pulling:
                         self._add_table(peer, table)
                 found.append(peer.maps[key] if shares else None)
         except (NotCovered, LayoutError) as exc:
-            self._routes[places] = str(exc)
+            route: tuple[PeerMap | None, ...] | str = str(exc)
         else:
-            self._routes[places] = tuple(found)
-        return self._routes[places]
+            route = tuple(found)
+        if len(self._routes) >= MAX_ROUTES:
+            del self._routes[next(iter(self._routes))]
+        self._routes[places, groups] = route
+        return route
 
     def _plan(self, pull: Pull, now: float) -> None:
         assert pull.lists is not None
@@ -653,8 +674,8 @@ class Pulling:
         if peer.state is S.GONE and peer.maps:
             peer.maps.clear()
             place = (peer.address, peer.incarnation)
-            for places in [places for places in self._routes if place in places]:
-                del self._routes[places]
+            for route in [route for route in self._routes if place in route[0]]:
+                del self._routes[route]
         if peer.state is S.GONE:
             self._wake(peer)
 
@@ -677,6 +698,8 @@ class Pulling:
                 self._timers.wake(peer, self._ping_at(peer))
             case S.READY | S.SUSPECT:
                 self._timers.wake(peer, peer.unused_at + self._config.idle_s)
+            case S.NEW if not peer.pulls and not peer.is_loading:
+                self._timers.wake(peer, max(peer.not_before, peer.unused_at))
             case S.GONE if not peer.pulls and not peer.transfers:
                 # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
                 self._timers.wake(peer, peer.gone_at + TOMBSTONE_S)

@@ -11,7 +11,7 @@ cut otherwise, all are asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asynckv.core.layout import TOKEN, Group, Layout, Part, View, shard
@@ -186,12 +186,13 @@ def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[
         lo = reach
 
 
-def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
+def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | None = None) -> list[tuple[Share, ...]]:
     """Cover everything that this rank holds by what the remote ranks hold; per remote rank what is read of it.
 
     Args:
         local: Our layout, checked.
         remotes: Layouts of the remote ranks that we answer for, checked, and each found comparable.
+        groups: Our groups of which something is wanted; all if left out.
 
     Raises:
         NotCovered: A layer, or a range of a part, is held by none of them.
@@ -201,6 +202,8 @@ def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
     missing: dict[str, None] = {}
     gaps: dict[tuple[str, str], list[str]] = {}
     for view in local.views:
+        if groups is not None and view.group not in groups:
+            continue
         for part in view.parts:
             spots = ((i, places.get(view.layer, {}).get(part.name)) for i, places in enumerate(theirs))
             twins = [(i, *spot) for i, spot in spots if spot is not None]
@@ -223,7 +226,8 @@ def assign(local: Layout, remotes: Sequence[Layout]) -> list[tuple[Share, ...]]:
     for (gap, ranks), layers in gaps.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
-    if local.pp_size == 1 and not missing:
+    stages = {remote.pp_stage for remote in remotes}
+    if local.pp_size == 1 and not missing and len(stages) == remotes[0].pp_size:
         differences += _layers([v.layer for v in local.views], {layer for places in theirs for layer in places})
     if differences:
         raise NotCovered(differences[:MAX_DIFFERENCES])
