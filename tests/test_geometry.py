@@ -15,7 +15,7 @@ from asynckv.core.layout import ONE_PER_REQUEST, Layout
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, check_blocks, common_prefix, plan_read
 from asynckv.core.sources import NotCovered, assign, compare, predicted
 from asynckv.core.topology import remote_ranks
-from asynckv.errors import PlanRefused, RemoteTooShort
+from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
 
@@ -296,12 +296,17 @@ def test_a17_only_blocks_inside_the_window_are_read(here: Any, there: Any) -> No
         ids = listed or list(range(math.ceil(1000 / mine) - gone))
         plan = one(prefill, decode, theirs, [(0 if listed else gone * mine, ids)], 1000)
         assert min(b for _, b in pairs(plan)) >= 0
-        assert plan.num_bytes < (128 + mine + size) * 2 * 2 * 2 * 2
+        assert plan.num_bytes < (129 + mine + size) * 2 * 2 * 2 * 2
 
 
 def test_a17_a_window_is_enough_where_all_blocks_are_listed() -> None:
     e = engine((attention(2, window=5),), num_blocks=99)
-    assert pairs(one(e, e, [(0, range(25))], [(0, range(50, 75))], 100)) == [(74, 24)]
+    assert sorted(pairs(one(e, e, [(0, range(25))], [(0, range(50, 75))], 101 - 1))) == [(73, 23), (74, 24)]
+    # The token before the window is for engines that compute the last token again; it may be gone.
+    gone = [(0, [None] * 24 + [24])]
+    assert pairs(one(e, e, gone, [(0, range(50, 75))], 100)) == [(74, 24)]
+    with pytest.raises(RemoteTooShort, match="token 92 on of 99"):
+        one(e, e, gone, [(0, range(50, 75))], 99)
 
 
 def test_a19_only_tokens_on_which_the_hashes_agree() -> None:
@@ -652,6 +657,19 @@ def test_pieces_of_different_memories_are_not_joined() -> None:
     [table] = PeerMap(here.layout, layout, shares, iter(range(9))).regular
     assert table.remote[:, 0].tolist() == [0, 1]
     assert table.length.tolist() == [size, size]
+
+
+@pytest.mark.parametrize(("here", "there"), [(16, 10007), (16, 1 << 20), (4093, 4099)])
+def test_sizes_that_share_no_boundary_are_refused_before_any_table(here: int, there: int) -> None:
+    local, remote = (
+        Rank(engine((latent(),), sizes=[s], num_blocks=2), 0, base=b << 41) for s, b in ((here, 1), (there, 2))
+    )
+    if math.lcm(here, there) == max(here, there):
+        with pytest.raises(LayoutError, match="kinds of cuts"):
+            oracle.maps(local, [remote])
+        return
+    with pytest.raises(LayoutError, match=f"kernel blocks of {here} tokens here and {there} there .*common factor"):
+        oracle.maps(local, [remote])
 
 
 def test_placeholders_in_a_row_are_none_of_them_blocks() -> None:

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, attention_view, check_layout, runs_of, shard
+from asynckv.core.layout import (
+    Dim,
+    Group,
+    Layout,
+    Memory,
+    Part,
+    View,
+    attention_view,
+    check_layout,
+    pools,
+    runs_of,
+    shard,
+)
 from asynckv.core.topology import owed_readers, remote_ranks
 from asynckv.errors import LayoutError
 from tests.world import make_layout
@@ -48,6 +60,29 @@ def test_memories_that_overlap_are_refused() -> None:
         check_layout(twice)
     check_layout(change(one, memories=(Memory(1 << 30, 640), Memory((1 << 30) + 640, 640))))
     check_layout(change(one, memories=(Memory(1 << 30, 640), Memory(1 << 30, 640, "cuda"))))
+
+
+def test_keys_of_all_blocks_then_values_may_be_one_part() -> None:
+    dims = (Dim("kv", 2, 640), Dim("token", 4, 16), Dim("head", 2, 8), Dim("dim", 4, 2))
+    check_layout(layout(part(dims=dims), length=1280))
+    with pytest.raises(LayoutError, match="overlap"):
+        check_layout(layout(part(dims=(Dim("kv", 2, 639), *dims[1:])), length=1280))
+
+
+def test_groups_that_see_the_same_pages_share_a_pool() -> None:
+    def two(stride: int, offset: int = 0, ratio: int = 1) -> Layout:
+        groups = (Group("a", 4, 10), Group("b", 4, 10), Group("c", 4 * ratio, 10 // ratio, ratio))
+        other = View(0, 2, "m", offset, stride, (part(),))
+        apart = View(1, 1, "n", 0, 64, (part(),))
+        memories = (Memory(1 << 30, 1280 + 640), Memory(1 << 31, 640))
+        return layout(memories=memories, groups=groups, views=(View(0, 0, "l", 0, 64, (part(),)), apart, other))
+
+    assert pools(two(64)) == (0, 1, 0)
+    assert pools(two(64, 640)) == (0, 1, 2)
+    with pytest.raises(LayoutError, match="groups 0 and 2 overlap in memory 0 with pages of 64 and 128 bytes"):
+        check_layout(two(128))
+    with pytest.raises(LayoutError, match="pages of 64 and 128 bytes"):
+        check_layout(two(64, ratio=2))
 
 
 @pytest.mark.timeout(10)

@@ -114,5 +114,5 @@ def test_params_are_validated() -> None:
 
 def test_the_digest_tells_blocks_apart() -> None:
     a, b = BlockRuns(0, ((1, 2),)), BlockRuns(0, ((1, 3),))
-    assert m.blocks_digest([a]) == m.blocks_digest([BlockRuns(0, ((1, 2),))])
-    assert m.blocks_digest([a]) != m.blocks_digest([b])
+    assert m.blocks_digest([a], 3, True) == m.blocks_digest([BlockRuns(0, ((1, 2),))], 3, True)
+    assert len({m.blocks_digest([x], n, w) for x in (a, b) for n in (3, 4) for w in (True, False)}) == 8

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
-from asynckv.core.types import BlockRuns, Outcome, Params, Reason
-from asynckv.errors import LocalProtocolError
+from asynckv.core.types import BlockRuns, Endpoint, Outcome, Params, Reason, decode_params
+from asynckv.errors import LocalProtocolError, PlanRefused
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
 from tests.world import Buffers, Rank, World, make_layout, reason
@@ -326,6 +328,87 @@ def test_stages_that_are_there_are_read_for_what_they_have() -> None:
     assert pull.reason is Reason.COMPLETE
     assert pull.num_bytes == 2 * 4 * 2 * 2
     assert all(lease.state is LeaseState.RELEASED for lease in leases)
+
+
+def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None:
+    layers = tuple(LayerSpec(n, (PartSpec("kv", (("head", 2),), "head"),)) for n in "ab")
+    groups = (GroupSpec((0,), 4), GroupSpec((1,), 4))
+    world = World(CONFIG)
+    there = Engine(layers, groups, 1, 2)
+    prefill = [
+        world.add(f"p{s}", oracle.Rank(there, 0, s, base=(s + 1) << 40).layout, engine_id="prefill", seed=s)
+        for s in range(2)
+    ]
+    decode = world.add("d0", oracle.Rank(Engine(layers, groups), 0, base=1 << 50).layout, engine_id="decode", seed=99)
+    key = PrefillGroup("prefill", [p.endpoint for p in prefill], pp_size=2)
+    del world.ranks["p1"]
+    for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
+        params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
+        world.lend(prefill[0], params)
+        pull = decode.node.pull(f"d{i}", wanted, params, "", 30.0, world.time(decode))
+        world.settle(decode)
+        world.run()
+        # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.
+        assert pull.reason is Reason.COMPLETE
+        assert world.now == 0.0
+    world.check()
+
+
+def test_a_replica_stands_in_for_one_that_is_dead() -> None:
+    it = Pair(4, 1, heads=2)
+    params, _ = it.lend([3], 4)
+    del it.world.ranks["p0"]
+    [pull] = it.pull([9], params)
+    for _ in range(25):
+        it.world.run(0.1)
+    assert pull.reason is Reason.COMPLETE
+    assert [leg.tp_rank for leg in pull.legs if leg.reads] == [1, 2]
+    it.check([9])
+
+
+def test_peers_that_could_not_be_met_are_forgotten_with_their_links() -> None:
+    it = Pair(2, 1)
+    for rank in it.prefill:
+        rank.node.close(0.0)
+    for i in range(5):
+        params = it.world.params(it.prefill, f"req{i}", [3], 4)
+        it.world.pull(it.decode[0], f"d{i}", [9], params)
+        it.world.run()
+    for _ in range(100):
+        it.world.run(40.0)
+    assert it.decode[0].node.is_idle
+    assert not it.decode[0].node.pulling.peers
+
+
+def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
+    it = Pair(2, 1)
+    for i in range(2):
+        params, _ = it.lend([3 + i], 4)
+        [pull] = [it.world.pull(it.decode[0], f"d{i}", [9], params)]
+        it.world.run()
+        assert pull.reason is Reason.COMPLETE
+        assert len(it.decode[0].peers) == 2
+        for _ in range(14):
+            it.world.run(50.0)
+        assert not it.decode[0].node.pulling.peers
+        assert not it.decode[0].peers
+
+
+def test_too_many_ranks_are_refused_at_once() -> None:
+    it = Pair(1, 1)
+    params, _ = it.lend([3], 4)
+    crowd = tuple(Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(2000))
+    with pytest.raises(PlanRefused, match="2000 x 1 prefill ranks, more than 1024"):
+        it.world.pull(it.decode[0], "d", [9], msgspec.structs.replace(params, tp_size=2000, roster=crowd))
+
+
+@pytest.mark.parametrize("lie", [{"num_tokens": 8}, {"written": True}])
+def test_params_that_were_changed_on_the_way_prove_nothing(lie: dict[str, Any]) -> None:
+    it = Pair(1, 1)
+    params, _ = it.lend([3, 4], 5, written=False)
+    pull = it.world.pull(it.decode[0], "d", [8, 9], msgspec.structs.replace(params, **lie))
+    it.world.run()
+    assert pull.reason is Reason.BLOCKS_DIFFER
 
 
 def test_other_params_under_the_same_key_are_refused() -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "dense_part",
     "fingerprint",
     "num_pieces",
+    "pools",
     "runs_of",
     "shard",
     "strided_pieces",
@@ -403,6 +404,7 @@ def check_layout(layout: Layout) -> None:
                 f"the views fall into more than {MAX_ALL_PIECES} contiguous pieces per block; use a denser memory order"
             )
     _check_overlap(layout)
+    pools(layout)
 
 
 def _check_memories(layout: Layout) -> None:
@@ -515,20 +517,21 @@ def _check_overlap(layout: Layout) -> None:
 def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part]]) -> None:
     """Parts that interleave must share one block stride; then one block's bytes, folded by it, decide."""
     view = cluster[0][3]
-    if len(cluster) == 1 and layout.groups[view.group].num_kernel_blocks == 1:
+    blocks = layout.groups[view.group].num_kernel_blocks
+    if len(cluster) == 1 and blocks == 1:
         return
-    for _, _, name, other, _ in cluster:
-        if other.stride != view.stride:
+    stride = view.stride
+    starts, lengths, owners, total = [], [], [], 0
+    for i, (lo, _, name, other, part) in enumerate(cluster):
+        if other.stride != stride and blocks > 1:
             raise LayoutError(
                 f"{cluster[0][2]} and {name} overlap in memory {view.memory} with different strides "
-                f"{view.stride} and {other.stride}; place them apart or give them one stride"
+                f"{stride} and {other.stride}; place them apart or give them one stride"
             )
-    starts, lengths, owners, total = [], [], [], 0
-    for i, (lo, _, name, _, part) in enumerate(cluster):
         offsets, _, size = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
-        if size > view.stride:
-            raise LayoutError(f"{name}: a block has {size} contiguous bytes, more than the stride {view.stride}")
-        starts.append((lo + offsets) % view.stride)
+        if size > stride and blocks > 1:
+            raise LayoutError(f"{name}: a block has {size} contiguous bytes, more than the stride {stride}")
+        starts.append(lo + offsets)
         lengths.append(np.full(len(offsets), size))
         owners.append(np.full(len(offsets), i))
         total += len(offsets)
@@ -536,12 +539,61 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
             raise LayoutError(f"{cluster[0][2]}: too many pieces interleave to check; use a denser memory order")
     start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
-    start, end, owner = start[order], (start + length)[order], owner[order]
+    start, length, owner = start[order], length[order], owner[order]
+    # Pieces that all blocks together keep apart (keys of all blocks, then values) are no neighbours.
+    reach = np.maximum.accumulate(start + length + (blocks - 1) * stride)
+    run = np.concatenate(([0], np.cumsum(start[1:] >= reach[:-1])))
+    if blocks > 1:
+        start = start % stride
+        order = np.lexsort((start, run))
+        start, length, owner, run = start[order], length[order], owner[order], run[order]
+    last = np.append(run[1:] != run[:-1], True)
+    first = np.flatnonzero(np.append(True, last[:-1]))
     # Closing the circle: the last piece may reach round into the first of the next block.
-    next_start = np.append(start[1:], start[0] + view.stride)
-    if (bad := np.flatnonzero(end > next_start)).size:
-        one, two = owner[bad[0]], owner[(bad[0] + 1) % len(owner)]
+    following = np.append(start[1:], 0)
+    following[last] = start[first] + stride if blocks > 1 else (1 << 62)
+    if (bad := np.flatnonzero(start + length > following)).size:
+        at = int(bad[0])
+        one, two = owner[at], owner[first[run[at] - run[0]] if last[at] else at + 1]
         raise LayoutError(f"{cluster[one][2]} and {cluster[two][2]} overlap in memory {view.memory}")
+
+
+def pools(layout: Layout) -> tuple[int, ...]:
+    """Say which groups share memory: per group the number of its pool, the lowest group's in it.
+
+    Groups of one pool see the same pages, so that a block id means the same memory in each.
+
+    Raises:
+        LayoutError: Two groups overlap with pages of different sizes.
+    """
+    pool = list(range(len(layout.groups)))
+    spots: dict[int, list[tuple[int, int, int, int]]] = {}
+    for view in layout.views:
+        group = layout.groups[view.group]
+        page = view.stride * group.ratio
+        for part in view.parts:
+            lo = view.offset + part.offset
+            hi = lo + view.stride * (group.num_kernel_blocks - 1) + _span(part)
+            spots.setdefault(view.memory, []).append((lo, hi, view.group, page))
+    for memory, rows in spots.items():
+        rows.sort()
+        ends: dict[int, tuple[int, int]] = {}
+        """Group -> where what was seen of it ends, and its page."""
+        for lo, hi, index, page in rows:
+            for other, (end, size) in list(ends.items()):
+                if end <= lo:
+                    del ends[other]
+                elif other != index and size != page:
+                    raise LayoutError(
+                        f"groups {other} and {index} overlap in memory {memory} with pages of {size} and {page} bytes; "
+                        f"give them one page size, or place them apart"
+                    )
+                elif other != index:
+                    old, new = sorted((pool[other], pool[index]), reverse=True)
+                    pool = [new if x == old else x for x in pool]
+            if index not in ends or ends[index][0] < hi:
+                ends[index] = (hi, page)
+    return tuple(pool)
 
 
 def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL) -> Int64s:

@@ -76,6 +76,7 @@ class Lent:
     request_id: RequestId
     groups: tuple[BlockRuns, ...]
     num_tokens: int
+    written: bool
     lease_s: float
     grant_s: float
     """Length of one promise."""
@@ -138,7 +139,7 @@ class Lease:
 
     def __post_init__(self) -> None:
         self.expires_at = self.lent_at + self.lent.lease_s
-        self.digest = blocks_digest(self.lent.groups)
+        self.digest = blocks_digest(self.lent.groups, self.lent.num_tokens, self.lent.written)
         self._note((self.lent_at, "lent"))
 
     @property
@@ -242,7 +243,9 @@ class Lease:
         if self.state is not L.LENT:
             return _refused(claim, self.cause)
         if claim.digest != self.digest:
-            return _refused(claim, Reason.BLOCKS_DIFFER, "the params name other blocks than were lent under this key")
+            return _refused(
+                claim, Reason.BLOCKS_DIFFER, "the params name other blocks or tokens than were lent under this key"
+            )
         if claim.pull_id in self.final:
             return _refused(claim, Reason.RELEASED_ALREADY)
         hold = self.held.get(PullId(claim.pull_id))

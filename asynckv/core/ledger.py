@@ -41,12 +41,21 @@ class Hold:
 
 
 class Ledger:
-    """Every block's holders. `num_blocks` gives each group's number of blocks, as declared."""
+    """Every block's holders.
 
-    def __init__(self, num_blocks: Sequence[int]) -> None:
+    Args:
+        num_blocks: Each group's number of blocks, as declared.
+        pools: Each group's pool: groups that see the same pages share one, and an id there is one block.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], pools: Sequence[int] = ()) -> None:
         self._holds: dict[str, Hold] = {}
-        self._lent = [np.zeros(n, np.int32) for n in num_blocks]
-        self._writing = [np.zeros(n, np.bool_) for n in num_blocks]
+        self._pools = tuple(pools) or tuple(range(len(num_blocks)))
+        most = [max(n for n, q in zip(num_blocks, self._pools, strict=True) if q == p) for p in self._pools]
+        lent = {p: np.zeros(n, np.int32) for p, n in zip(self._pools, most, strict=True)}
+        writing = {p: np.zeros(n, np.bool_) for p, n in zip(self._pools, most, strict=True)}
+        self._lent = [lent[p] for p in self._pools]
+        self._writing = [writing[p] for p in self._pools]
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -61,7 +70,7 @@ class Ledger:
     def num_held(self, kind: Literal["lent", "writing"]) -> int:
         """Blocks with at least one holder of this kind."""
         arrays = self._lent if kind == "lent" else self._writing
-        return sum(int(np.count_nonzero(a)) for a in arrays)
+        return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
 
     def take(
         self,
@@ -98,6 +107,13 @@ class Ledger:
         blocks = {g: real for g, ids in arrays.items() if len(real := ids[ids != NULL])}
         for group, ids in blocks.items():
             self._check(kind, group, ids)
+        for pool in {self._pools[g] for g in blocks}:
+            shared = [ids for g, ids in blocks.items() if self._pools[g] == pool]
+            ids = np.sort(np.concatenate(shared)) if len(shared) > 1 else shared[0]
+            if len(shared) > 1 and (twice := np.flatnonzero(ids[1:] == ids[:-1])).size:
+                raise LocalProtocolError(
+                    f"block {int(ids[twice[0]])} is named in two groups that share its page; every page holds one thing"
+                )
         return blocks
 
     def drop(self, holder: str) -> None:
@@ -113,13 +129,13 @@ class Ledger:
 
     def audit(self) -> list[str]:
         """Recount everything from the holds; a list of what does not add up."""
-        lent = [np.zeros_like(a) for a in self._lent]
-        writers = [np.zeros(len(a), np.int32) for a in self._writing]
+        lent = {p: np.zeros_like(self._lent[p]) for p in self._pools}
+        writers = {p: np.zeros(len(self._writing[p]), np.int32) for p in self._pools}
         for hold in self._holds.values():
             for group, ids in hold.blocks.items():
-                np.add.at(lent[group] if hold.kind == "lent" else writers[group], ids, 1)
+                np.add.at((lent if hold.kind == "lent" else writers)[self._pools[group]], ids, 1)
         wrong = []
-        for group in range(len(lent)):
+        for group in sorted(lent):
             if (bad := np.flatnonzero(lent[group] != self._lent[group])).size:
                 wrong.append(f"group {group}: lent index is wrong for blocks {bad[:8].tolist()}")
             if (bad := np.flatnonzero((writers[group] > 0) != self._writing[group])).size:
@@ -136,7 +152,10 @@ class Ledger:
             self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
 
     def _conflict(self, kind: str, group: int, block: int, other: str) -> None:
-        holders = [h for h in self._holds.values() if h.kind == other and block in h.blocks.get(group, ())]
+        groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
+        holders = [
+            h for h in self._holds.values() if h.kind == other and any(block in h.blocks.get(g, ()) for g in groups)
+        ]
         names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
         what = "be lent" if kind == "lent" else "be filled"
         held = "is still being written by a pull" if other == "writing" else "is lent to"

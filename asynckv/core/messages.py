@@ -278,10 +278,10 @@ def _other_major(data: bytes) -> str:
     return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
 
 
-def blocks_digest(groups: Sequence[BlockRuns]) -> bytes:
-    """Digest of lent blocks, by which owner and reader know that they speak of the same ones.
+def blocks_digest(groups: Sequence[BlockRuns], num_tokens: int, written: bool) -> bytes:
+    """Digest of lent blocks and tokens, by which owner and reader know that they speak of the same ones.
 
     It covers all blocks that the params name, not only those that one pull reads, so that it is known
     when a pull is announced and is computed once per request.
     """
-    return hashlib.sha256(_encoder.encode(tuple(groups))).digest()[:16]
+    return hashlib.sha256(_encoder.encode((tuple(groups), num_tokens, written))).digest()[:16]

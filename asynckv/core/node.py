@@ -17,7 +17,7 @@ import msgspec
 
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.commands import Desk, Timers
-from asynckv.core.layout import Layout, check_layout
+from asynckv.core.layout import Layout, check_layout, pools
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.lending import Lending
@@ -88,7 +88,7 @@ class Node:
         self.identity, self.config = identity, config
         self.desk = Desk(identity.incarnation)
         self.timers = Timers()
-        self.ledger = Ledger([g.num_blocks for g in layout.groups])
+        self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         self.lending = Lending(
@@ -130,6 +130,7 @@ class Node:
             request_id=RequestId(params.request_id),
             groups=params.groups,
             num_tokens=params.num_tokens,
+            written=params.written,
             lease_s=params.lease_s,
             grant_s=min(self.config.lease.grant_s, params.lease_s),
             max_lease_s=self.config.lease.max_lease_s,
@@ -188,7 +189,7 @@ class Node:
             request_id=RequestId(request_id),
             params=params,
             cohort=cohort,
-            digest=blocks_digest(params.groups),
+            digest=blocks_digest(params.groups, params.num_tokens, params.written),
             legs=legs,
             called_at=now,
             deadline=now + wait_s,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,11 +61,14 @@ BlockList = tuple[int, Int64s]
 MAX_CUTS = 1024
 """Most tables kept per peer; the least recently used go first."""
 
-MAX_REGULAR = 64
-"""Most tables that are made for two block sizes before any request needs them."""
+MAX_KINDS = 1024
+"""Most kinds of cuts of two block sizes; sizes that share no boundary for longer are refused."""
 
-MAX_ROWS = 1 << 18
-"""Most pieces of one table: the remote side's strides have a say in it."""
+MAX_REGULAR = 64
+"""Most tables that are made for a pair of groups before any request needs them."""
+
+MAX_ROWS = 1 << 19
+"""Most pieces of all tables made for a peer beforehand, and of one made later: the remote strides decide it."""
 
 WARN_PIECES = 64
 
@@ -242,7 +245,14 @@ class PeerMap:
             pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in self._shares.items()
         }
         """Tokens of which the first token to be read must be a multiple, per pair of groups."""
-        self.regular = [self.table(cut) for pair in self._shares for cut in self._regular_cuts(*pair)]
+        cuts = [cut for pair in self._shares for cut in self._regular_cuts(*pair)]
+        if (pieces := sum(map(self._num_pieces, cuts))) > MAX_ROWS:
+            raise LayoutError(
+                f"{pieces} pieces would be needed for {len(cuts)} kinds of cuts, more than {MAX_ROWS}; use the same "
+                f"memory order and block size on both sides"
+            )
+        kinds = Counter(cut[:2] for cut in cuts)
+        self.regular = [self.table(cut) for cut in cuts if kinds[cut[:2]] <= MAX_REGULAR]
         """Tables of the cuts that aligned requests use, to be prepared before the first."""
         for table in self.regular:
             self._warn(table)
@@ -258,8 +268,11 @@ class PeerMap:
             return [Cut(group, remote_group, 0, 0, 0)]
         mine, theirs = here.kernel_size, there.kernel_size
         period = math.lcm(mine, theirs)
-        if period // mine + period // theirs > MAX_REGULAR:
-            return []
+        if period // mine + period // theirs > MAX_KINDS:
+            raise LayoutError(
+                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there share a boundary only every "
+                f"{period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common factor"
+            )
         edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
         ends = [*edges[1:], period]
         cuts = (Cut(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
@@ -299,10 +312,13 @@ class PeerMap:
             del self._tables[table.cut]
         return out
 
+    def _num_pieces(self, cut: Cut) -> int:
+        shapes = Counter(_spot(cut, share)[2:] for share in self._shares[cut.group, cut.remote_group])
+        return sum(n * num_pieces(*shape) for shape, n in shapes.items())
+
     def _compile(self, cut: Cut) -> PieceTable:
         pair = cut.group, cut.remote_group
-        spots = [_spot(cut, share) for share in self._shares[pair]]
-        count = sum(num_pieces(itemsize, dims) for _, _, itemsize, dims in spots)
+        count = self._num_pieces(cut)
         local_blocks = self.local.groups[cut.group].num_kernel_blocks
         remote_blocks = self.remote.groups[cut.remote_group].num_kernel_blocks
         if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
@@ -310,13 +326,14 @@ class PeerMap:
                 f"group {cut.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
                 f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
             )
-        blocks = [_rows(share, *spot) for share, spot in zip(self._shares[pair], spots, strict=True)]
-        rows = _merge(np.concatenate(blocks))
+        # Layers are much alike: what is the same shape is cut once.
+        shapes: dict[_Shape, tuple[Int64s, Int64s, int]] = {}
+        rows = _merge(np.concatenate([_rows(share, cut, shapes) for share in self._shares[pair]]))
         return PieceTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
 
 
-Spot = tuple[int, int, int, list[tuple[int, int, int]]]
-"""Byte offsets of kernel block 0 here and there, bytes per element, and `(entries, stride, stride)` per dim."""
+_Shape = tuple[int, tuple[tuple[int, int, int], ...]]
+"""Bytes per element, and `(entries, stride, stride)` per dim."""
 
 
 def _entry(share: Share, here: Group) -> int:
@@ -326,7 +343,8 @@ def _entry(share: Share, here: Group) -> int:
     return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
 
 
-def _spot(cut: Cut, share: Share) -> Spot:
+def _spot(cut: Cut, share: Share) -> tuple[int, int, int, tuple[tuple[int, int, int], ...]]:
+    """Where a cut of a part begins in kernel block 0 here and there, and its shape."""
     here, there, a, b, lo, hi = share
     twins = {d.name: d for d in b.dims}
     start_a, start_b = here.offset + a.offset, there.offset + b.offset
@@ -342,12 +360,16 @@ def _spot(cut: Cut, share: Share) -> Spot:
             start_b += (lo - b.held[0]) * twin.stride
             size = hi - lo
         dims.append((size, dim.stride, twin.stride))
-    return start_a, start_b, a.itemsize, dims
+    return start_a, start_b, a.itemsize, tuple(dims)
 
 
-def _rows(share: Share, start_a: int, start_b: int, itemsize: int, dims: list[tuple[int, int, int]]) -> Int64s:
+def _rows(share: Share, cut: Cut, shapes: dict[_Shape, tuple[Int64s, Int64s, int]]) -> Int64s:
     """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one part."""
-    in_a, in_b, length = strided_pieces(itemsize, dims)
+    start_a, start_b, itemsize, dims = _spot(cut, share)
+    shape = (itemsize, dims)
+    if (pieces := shapes.get(shape)) is None:
+        pieces = shapes[shape] = strided_pieces(*shape)
+    in_a, in_b, length = pieces
     rows = np.empty((len(in_a), 7), np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = share.here.memory, start_a + in_a, share.here.stride
     rows[:, 3], rows[:, 4], rows[:, 5] = share.there.memory, start_b + in_b, share.there.stride
@@ -450,11 +472,16 @@ class BlockLists:
     def _pair_tokens(self, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Iterator[Pairs]:
         (first, ids), offer = self.local[group], self._remote[remote_group]
         mine, theirs = here.kernel_size, there.kernel_size
+        inside = first
         if here.window:
             # To the start of its block, where that is one on both sides: fewer kinds of cuts.
+            # One token more than the next one needs, where it is there: an engine that computes the last token
+            # again needs it (vLLM does after a full hit).
             inside = max(0, self.num_tokens - here.window + 1)
-            rounded = inside - inside % (mine if mine == theirs else entry)
-            first = max(first, rounded if rounded >= offer.first_token else inside - inside % entry)
+            wider = max(0, inside - 1)
+            wider -= wider % (mine if mine == theirs else entry)
+            inside = max(first, inside - inside % entry)
+            first = max(first, wider if wider >= offer.first_token else inside)
         end = min((self.local[group][0] // here.block_size + len(ids)) * here.block_size, self.num_tokens)
         if first >= end:
             return
@@ -482,6 +509,10 @@ class BlockLists:
             raise self._too_short(group, here, int(start[0]), f"lent from token {offer.first_token} on")
         block = offer.lookup(source // there.ratio - offer.first_token // there.block_size)
         block[block == there.null_block] = NULL
+        if here.window and block[0] == NULL:
+            needed = (block != NULL) | (start + tokens > inside)
+            start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
+            source, block = source[needed], block[needed]
         if (absent := np.flatnonzero(block == NULL)).size:
             raise self._too_short(
                 group,
@@ -577,18 +608,18 @@ def _by_cut(
     group: int, remote_group: int, here: Int64s, there: Int64s, tokens: Int64s, local: Int64s, remote: Int64s
 ) -> Iterator[Pairs]:
     """Sort block pairs into those that share a cut."""
-    cuts = np.stack((here, there, tokens), axis=1)
-    if (cuts == cuts[0]).all():
-        kinds, which = cuts[:1], np.zeros(len(cuts), np.int64)
+    mine, theirs = local.astype(np.int32), remote.astype(np.int32)
+    if (tokens == tokens[0]).all() and (here == here[0]).all() and (there == there[0]).all():
+        kinds = [np.arange(len(mine))]
     else:
-        kinds, which = np.unique(cuts, axis=0, return_inverse=True)
-    for kind, cut in enumerate(kinds.tolist()):
-        chosen = which.ravel() == kind if len(kinds) > 1 else slice(None)
-        a, b = local[chosen].astype(np.int32), remote[chosen].astype(np.int32)
-        if len(b) > 1 and (b[1:] < b[:-1]).any():
-            order = np.argsort(b, kind="stable")
-            a, b = a[order], b[order]
-        yield Pairs(Cut(group, remote_group, *cut), a, b)
+        order = np.lexsort((tokens, there, here))
+        cuts = np.stack((here[order], there[order], tokens[order]))
+        kinds = np.split(order, np.flatnonzero((cuts[:, 1:] != cuts[:, :-1]).any(axis=0)) + 1)
+    for chosen in kinds:
+        ascending = chosen[np.argsort(theirs[chosen], kind="stable")]
+        at = chosen[0]
+        cut = Cut(group, remote_group, int(here[at]), int(there[at]), int(tokens[at]))
+        yield Pairs(cut, mine[ascending], theirs[ascending])
 
 
 def plan_read(peer: PeerMap, lists: BlockLists) -> Plan:
