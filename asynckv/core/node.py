@@ -248,8 +248,10 @@ class Node:
         if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
             pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=not lists.is_empty)
-        elif pull.params != params:
-            raise LocalProtocolError(f"request {request_id[:200]!r} was announced with other params; cancel it first")
+        elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
+            raise LocalProtocolError(
+                f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
+            )
         if pull.reason is None:
             self.pulling.begin(pull, lists, now + timeout_s, now)
         return pull

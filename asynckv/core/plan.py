@@ -190,14 +190,16 @@ def _section_posts(section: Section, max_bytes: int, max_descriptors: int) -> It
     runs, dense, length = section.num_runs, table.dense, table.length
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
+    size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
     row = 0
     while row < table.num_rows:
-        size = np.cumsum(length[row:] * blocks)
-        descs = np.cumsum(per_row[row:])
-        fit = int(np.count_nonzero((size <= max_bytes) & (descs <= max_descriptors)))
-        if fit:
-            yield _expand(section, row, row + fit, 0, blocks, int(size[fit - 1]), int(descs[fit - 1]))
-            row += fit
+        ends = (
+            int(np.searchsorted(total, total[row] + most, side="right")) - 1
+            for total, most in ((size, max_bytes), (descs, max_descriptors))
+        )
+        if (end := min(ends)) > row:
+            yield _expand(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
+            row = end
             continue
         one = int(length[row])
         step = max(1, min(max_bytes // one, max_descriptors * blocks // int(per_row[row]), blocks))
