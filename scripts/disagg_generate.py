@@ -1,0 +1,529 @@
+"""Real models, prefilled in one process and decoded in another: `python -m scripts.disagg_generate --help`.
+
+A small, randomly initialised Hugging Face model of each kind is prefilled in a process of its own. Its KV
+cache and states are cut over tensor-parallel ranks into paged memory, moved by asynckv to the ranks of a
+decode engine of another size (in two pulls: a prefix first, then the rest), gathered there, and generation
+goes on. Judged against one process alone: every cache tensor and every logit must be equal bit by bit.
+
+The controls show that the judge is awake: with any one kind of part set to zero, the logits must differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
+from asynckv.core.layout import Layout, Part, View
+from asynckv.layouts import model_groups, model_layout, with_addresses
+from asynckv.models import Heads, Latent, Model, State, model_of_config
+
+ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "vocab_size": 128}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, **ATTENTION},
+    "deepseek_v3": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 128,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "gemma3_text": {
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        **ATTENTION,
+    },
+    "gpt_oss": {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "sliding_window": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        **ATTENTION,
+    },
+    "bamba": {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 12,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        **ATTENTION,
+    },
+    "nemotron_h": {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 12,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        **ATTENTION,
+    },
+    "falcon_mamba": {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "state_size": 8,
+        "expand": 2,
+        "conv_kernel": 4,
+        "time_step_rank": 8,
+    },
+    "jamba": {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "vocab_size": 128,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_dt_rank": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "use_mamba_kernels": False,
+    },
+    "qwen3_next": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_num_value_heads": 12,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        **ATTENTION,
+    },
+}
+NUM_BLOCKS = 24
+
+
+class Numbers(msgspec.Struct):
+    """What both processes have to agree on."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    prefill_tp: int
+    decode_tp: int
+    prefill_block_size: int
+    block_size: int
+    seed: int
+
+    def side(self, role: str) -> tuple[int, int, str, str]:
+        """TP size, block size and memory orders of one side; the two sides are laid out differently."""
+        if role == "prefill":
+            return self.prefill_tp, self.prefill_block_size, "cross-hnd", "channel"
+        return self.decode_tp, self.block_size, "nhd", "row"
+
+
+# -- models --------------------------------------------------------------------------------------------------
+
+
+def load() -> Any:
+    """Import transformers, or say how to get it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+    except ImportError:
+        sys.exit("disagg_generate: transformers is not installed; run: pip install 'transformers==5.23.0'")
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+class Subject:
+    """A model with random weights, the same in every process."""
+
+    def __init__(self, family: str, seed: int) -> None:
+        transformers = load()
+        torch.manual_seed(seed)
+        self.config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+        self.model = transformers.AutoModelForCausalLM.from_config(
+            self.config, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.ndim == 2:
+                    weight *= 5  # else tokens hardly depend on what came before
+        self.dynamic_cache = transformers.DynamicCache
+        kept = model_of_config(self.config.to_dict(), family)
+        # transformers keeps one column more than a convolution needs.
+        layers = [
+            msgspec.structs.replace(x, columns=x.columns + 1, dtype="") if isinstance(x, State) else x
+            for x in kept.layers
+        ]
+        self.kept = Model(family, tuple(layers), "float32")
+
+    @torch.no_grad()
+    def step(self, tokens: torch.Tensor, cache: Any = None, position: int = 0) -> tuple[torch.Tensor, Any]:
+        """Run the model on more tokens; the last logits and the cache."""
+        name = "cache_params" if self.config.model_type in ("falcon_mamba", "mamba", "mamba2") else "past_key_values"
+        given = {} if cache is None else {name: cache}
+        if cache is not None and name == "past_key_values":
+            given["position_ids"] = torch.arange(position, position + tokens.shape[1])[None]
+        out = self.model(tokens, use_cache=True, **given)
+        return out.logits[:, -1].clone(), getattr(out, name)
+
+    def generate(self, first: torch.Tensor, cache: Any, tokens: int, count: int) -> tuple[torch.Tensor, list[int]]:
+        """Go on greedily from logits and a cache; all logits, and the tokens chosen."""
+        logits, chosen = [], []
+        token = first.argmax(-1, keepdim=True)
+        for i in range(count):
+            chosen.append(int(token))
+            out, cache = self.step(token, cache, tokens + i)
+            logits.append(out)
+            token = out.argmax(-1, keepdim=True)
+        return torch.cat(logits), chosen
+
+    def take_apart(self, cache: Any, tokens: int) -> list[dict[str, torch.Tensor]]:
+        """The cache as the parts that `asynckv.models` says it keeps: `[token, unit, ...]`, states `[unit, ...]`."""
+        out = []
+        for layer, held in zip(self.kept.layers, _real(cache), strict=True):
+            match layer:
+                case Heads():
+                    out.append({"k": held.keys[0].transpose(0, 1), "v": held.values[0].transpose(0, 1)})
+                case Latent():
+                    out.append({"latent": torch.cat((held.keys[0, 0], held.values[0, 0]), -1)})
+                case State():
+                    conv, parts, at = held.conv_states[0][0], {}, 0
+                    for p in layer.conv:
+                        rows = conv[at : at + p.units * p.width]
+                        parts[f"conv_{p.name}"] = rows.reshape(p.units, p.width, layer.columns)
+                        at += p.units * p.width
+                    assert at == len(conv)
+                    out.append({**parts, "state": held.recurrent_states[0][0].reshape(layer.units, *layer.shape)})
+        return out
+
+    def put_together(self, parts: Sequence[Mapping[str, torch.Tensor]], tokens: int) -> Any:
+        """A new cache of the parts."""
+        cache = self.dynamic_cache(config=self.config)
+        numbers = [i for i, held in enumerate(cache.layers) if type(held).__name__ != "DummyLayer"]
+        for number, layer, found in zip(numbers, self.kept.layers, parts, strict=True):
+            held = cache.layers[number]
+            match layer:
+                case Heads():
+                    held.update(found["k"].transpose(0, 1)[None], found["v"].transpose(0, 1)[None])
+                case Latent():
+                    held.update(
+                        found["latent"][None, None, :, : layer.rank], found["latent"][None, None, :, layer.rank :]
+                    )
+                case State():
+                    conv = [found[f"conv_{p.name}"].reshape(-1, layer.columns) for p in layer.conv]
+                    cache.update_conv_state(torch.cat(conv)[None], number)
+                    shape = (layer.units, *layer.shape)
+                    cache.update_recurrent_state(found["state"].reshape(1, *shape), number)
+            if hasattr(held, "cumulative_length"):
+                held.cumulative_length = tokens
+        return cache
+
+
+def _real(cache: Any) -> list[Any]:
+    return [held for held in cache.layers if type(held).__name__ != "DummyLayer"]
+
+
+def prompt(numbers: Numbers) -> torch.Tensor:
+    """The same in every process."""
+    return torch.randint(0, 128, (1, numbers.prompt_tokens), generator=torch.Generator().manual_seed(numbers.seed + 1))
+
+
+# -- paged memory ---------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank's paged memory and its engine."""
+
+    def __init__(self, subject: Subject, role: str, tp_rank: int, numbers: Numbers) -> None:
+        tp, block_size, order, conv_order = numbers.side(role)
+        layout = model_layout(
+            subject.kept,
+            tp_rank=tp_rank,
+            tp_size=tp,
+            block_size=block_size,
+            num_blocks=NUM_BLOCKS,
+            order=order,
+            conv_order=conv_order,
+        )
+        self.buffers = [torch.full((m.length,), 0xAB, dtype=torch.uint8) for m in layout.memories]
+        self.layout = with_addresses(layout, [b.data_ptr() for b in self.buffers])
+        registration = register_memory(self.layout, tuple(self.buffers))
+        self.engine = Engine(EngineConfig(engine_id=role), registration)
+
+    def tensors(self) -> Iterator[tuple[int, View, Part, torch.Tensor]]:
+        """Every part as a tensor `[block, (token,) (unit,) dims ...]`, with the number of its layer."""
+        for view in self.layout.views:
+            for part in view.parts:
+                names = ["token", part.axis, *(d.name for d in part.dims)]
+                dims = {d.name: d for d in part.dims}
+                order = [dims[n] for n in dict.fromkeys(names) if n in dims]
+                whole = self.buffers[view.memory].view(torch.float32)
+                size = (self.layout.groups[view.group].num_kernel_blocks, *(d.size for d in order))
+                stride = (view.stride // 4, *(d.stride // 4 for d in order))
+                at = (view.offset + part.offset) // 4
+                yield int(view.layer.split(".")[1]), view, part, whole.as_strided(size, stride, at)
+
+
+def lists(subject: Subject, numbers: Numbers, role: str, tokens: int) -> list[tuple[int, list[int | None]]]:
+    """Blocks of the request in every group, anywhere, as the engine's allocator would have chosen them."""
+    _, size, _, _ = numbers.side(role)
+    out: list[tuple[int, list[int | None]]] = []
+    for group, (layer, _) in enumerate(model_groups(subject.kept)):
+        generator = torch.Generator().manual_seed(100 * group + len(role))
+        ids = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
+        if isinstance(layer, State):
+            out.append((0, ids[:1]))
+            continue
+        gone = max(0, tokens - layer.window + 1) // size if layer.window and role == "prefill" else 0
+        out.append((0, [None if i < gone else ids[i] for i in range(-(-tokens // size))]))
+    return out
+
+
+def store(
+    rank: Rank, apart: list[dict[str, torch.Tensor]], blocks: list[tuple[int, list[int | None]]], tokens: int
+) -> None:
+    """Write a rank's share of the cache into its pages."""
+    for number, view, part, tensor in rank.tensors():
+        value = apart[number][part.name]
+        cut = slice(*part.held) if part.axis else slice(None)
+        group, ids = rank.layout.groups[view.group], blocks[view.group][1]
+        if group.kind == "state":
+            tensor[ids[0]] = value[cut]
+            continue
+        for place, token in enumerate(range(tokens - len(value), tokens)):
+            row = value[place]
+            tensor[ids[token // group.block_size], token % group.block_size] = row[cut] if part.axis else row
+
+
+def gather(
+    ranks: list[Rank], subject: Subject, blocks: list[tuple[int, list[int | None]]], tokens: int
+) -> list[dict[str, torch.Tensor]]:
+    """Read all ranks' pages and join their shares."""
+    out: list[dict[str, torch.Tensor]] = [{} for _ in subject.kept.layers]
+    for rank in ranks:
+        for number, view, part, tensor in rank.tensors():
+            layer = subject.kept.layers[number]
+            group, ids = rank.layout.groups[view.group], blocks[view.group][1]
+            if group.kind == "state":
+                value = tensor[ids[0]]
+            else:
+                window = 0 if isinstance(layer, State) else layer.window
+                first = max(0, tokens - window + 1) if window else 0
+                value = torch.stack(
+                    [tensor[ids[t // group.block_size], t % group.block_size] for t in range(first, tokens)]
+                )
+            axis = 0 if group.kind == "state" else 1
+            if not part.axis:
+                out[number][part.name] = value
+                continue
+            if part.name not in out[number]:
+                shape = list(value.shape)
+                shape[axis] = part.extent
+                out[number][part.name] = torch.full(shape, float("nan"))
+            out[number][part.name].narrow(axis, part.held[0], part.held[1] - part.held[0]).copy_(value)
+    return out
+
+
+# -- the two processes ----------------------------------------------------------------------------------------
+
+
+async def prefill_process(families: list[str], numbers: Numbers) -> None:
+    """Prefill each family, lend it twice, and wait until everybody has read."""
+    for family in families:
+        subject = Subject(family, numbers.seed)
+        tokens = numbers.prompt_tokens
+        logits, cache = subject.step(prompt(numbers))
+        blocks = lists(subject, numbers, "prefill", tokens)
+        ranks = [Rank(subject, "prefill", r, numbers) for r in range(numbers.prefill_tp)]
+        apart = subject.take_apart(cache, tokens)
+        for rank in ranks:
+            store(rank, apart, blocks, tokens)
+        async with contextlib.AsyncExitStack() as stack:
+            for rank in ranks:
+                await stack.enter_async_context(rank.engine)
+            group = PrefillGroup("prefill", [rank.engine.endpoint for rank in ranks])
+            params = [group.make_params(f"{family}-P{i}", blocks, tokens, written=True) for i in range(2)]
+            lent = [rank.engine.lend(each) for each in params for rank in ranks]
+            print(json.dumps({"family": family, "params": params, "first": int(logits.argmax())}), flush=True)
+            ends = [await each.wait_released() for each in lent]
+        print(json.dumps({"family": family, "causes": sorted({end.cause for end in ends})}), flush=True)
+
+
+async def decode_family(family: str, numbers: Numbers, hear: Any) -> dict[str, Any]:
+    """Pull a family's cache, go on generating, and compare with a process that did it all alone."""
+    subject = Subject(family, numbers.seed)
+    tokens, cached = numbers.prompt_tokens, numbers.cached_tokens
+    told = await hear()
+    ranks = [Rank(subject, "decode", r, numbers) for r in range(numbers.decode_tp)]
+    blocks = lists(subject, numbers, "decode", tokens)
+    size = numbers.block_size
+    # First the prefix of the layers that look at all tokens, then everything else: as if an earlier request had
+    # shared the prefix. States and windows are of the last tokens, so nothing of theirs can be shared.
+    full = [not isinstance(layer, State) and not layer.window for layer, _ in model_groups(subject.kept)]
+    before = [(0, ids[: -(-cached // size)] if x else []) for x, (_, ids) in zip(full, blocks, strict=True)]
+    after = [(cached, ids[cached // size :]) if x else (0, ids) for x, (_, ids) in zip(full, blocks, strict=True)]
+    moved = []
+    async with contextlib.AsyncExitStack() as stack:
+        for rank in ranks:
+            await stack.enter_async_context(rank.engine)
+            first = await rank.engine.pull("prefix", before, told["params"][0], num_tokens=cached)
+            rest = await rank.engine.pull("rest", after, told["params"][1])
+            moved.append((first.num_bytes, rest.num_bytes))
+        ended = await hear()
+        found = gather(ranks, subject, blocks, tokens)
+
+    logits, alone = subject.step(prompt(numbers))
+    wanted = subject.take_apart(alone, tokens)
+    tensors_equal = all(torch.equal(a[name], b[name]) for a, b in zip(found, wanted, strict=True) for name in b)
+    want_logits, want_tokens = subject.generate(logits, alone, tokens, numbers.new_tokens)
+
+    def again(parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, list[int]]:
+        cache = subject.put_together(parts, tokens)
+        return subject.generate(
+            torch.nn.functional.one_hot(torch.tensor([told["first"]]), 128), cache, tokens, numbers.new_tokens
+        )
+
+    got_logits, got_tokens = again([{k: v.clone() for k, v in layer.items()} for layer in found])
+    controls = {}
+    for name in dict.fromkeys(name for layer in found for name in layer):
+        zeroed = [{k: torch.zeros_like(v) if k == name else v.clone() for k, v in layer.items()} for layer in found]
+        controls[name] = not torch.equal(again(zeroed)[0], want_logits)
+    return {
+        "family": family,
+        "prefill_tp": numbers.prefill_tp,
+        "decode_tp": numbers.decode_tp,
+        "bytes": moved,
+        "tensors": sum(len(layer) for layer in wanted),
+        "tensors_equal": tensors_equal,
+        "logits_equal": torch.equal(got_logits, want_logits),
+        "tokens": got_tokens,
+        "tokens_equal": got_tokens == want_tokens,
+        "controls_see": controls,
+        "leases": ended["causes"],
+    }
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Everything equal, every control awake, every block given back."""
+    return (
+        row["tensors_equal"]
+        and row["logits_equal"]
+        and row["tokens_equal"]
+        and all(row["controls_see"].values())
+        and row["leases"] == ["released"]
+    )
+
+
+async def decode_process(families: list[str], numbers: Numbers) -> bool:
+    """Start the prefill process, and judge each family."""
+    argv = [sys.executable, "-m", "scripts.disagg_generate", "--role", "prefill", "--numbers"]
+    plain = json.dumps(msgspec.to_builtins(numbers))
+    child = await asyncio.create_subprocess_exec(*argv, plain, *families, stdout=subprocess.PIPE, limit=1 << 26)
+    assert child.stdout is not None
+    stream = child.stdout
+
+    async def hear() -> Any:
+        while line := await asyncio.wait_for(stream.readline(), 120):
+            if line.startswith(b"{"):
+                return json.loads(line)
+        raise SystemExit(f"disagg_generate: the prefill process ended with status {await child.wait()}")
+
+    good = True
+    try:
+        for family in families:
+            row = await decode_family(family, numbers, hear)
+            good &= is_good(row)
+            print(json.dumps(row), flush=True)
+        await child.wait()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    return good
+
+
+def main() -> int:
+    """Run both processes; 0 if all is equal, 1 if not, 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="disagg_generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", default=[], help=f"of {', '.join(FAMILIES)}; all if left out")
+    parser.add_argument("--prefill-tp", type=int, default=3, help="ranks of the prefill engine (a divisor of 6)")
+    parser.add_argument("--decode-tp", type=int, default=2, help="ranks of the decode engine (a divisor of 6)")
+    parser.add_argument("--prefill-block-size", type=int, default=12)
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=45)
+    parser.add_argument("--cached-tokens", type=int, default=21, help="pulled first, as a prefix")
+    parser.add_argument("--new-tokens", type=int, default=4, help="to generate after the transfer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--role", choices=["decode", "prefill"], default="decode", help=argparse.SUPPRESS)
+    parser.add_argument("--numbers", default="", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    families = given.families or list(FAMILIES)
+    if strange := [f for f in families if f not in FAMILIES]:
+        parser.error(f"family {strange[0]!r} is unknown; choose from {', '.join(FAMILIES)}")
+    torch.set_num_threads(1)
+    load()
+    if given.role == "prefill":
+        asyncio.run(prefill_process(families, msgspec.json.decode(given.numbers, type=Numbers)))
+        return 0
+    for name in ("prefill_tp", "decode_tp"):
+        if getattr(given, name) not in (1, 2, 3, 6):
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} does not divide the models' 6 KV heads")
+    for name in ("prefill_block_size", "block_size", "prompt_tokens", "new_tokens"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be 1 or more")
+    if not 0 <= given.cached_tokens < given.prompt_tokens:
+        parser.error(f"--cached-tokens {given.cached_tokens} must be less than the {given.prompt_tokens} of the prompt")
+    least = min(given.block_size, given.prefill_block_size)
+    if -(-given.prompt_tokens // least) > NUM_BLOCKS:
+        parser.error(f"--prompt-tokens {given.prompt_tokens} need more than {NUM_BLOCKS} blocks of {least} tokens")
+    numbers = Numbers(**{f: getattr(given, f) for f in Numbers.__struct_fields__})
+    return 0 if asyncio.run(decode_process(families, numbers)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
