@@ -83,6 +83,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
+MOST = 1 << 20
 GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
 
@@ -280,6 +281,171 @@ def bench(
         log_level=(log_level or (LogLevel.info if log else LogLevel.error)).value,
     )
     raise typer.Exit(_bench(options, json))
+
+
+LAYOUT_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json
+
+  asynckv layout --hf-config config.json --tp 2 --rank 1 --block-size 32 --order hnd -o decode-1.json
+
+[bold]Exit status[/bold]  0 written, 2 bad input
+"""
+
+PLAN_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv layout --model llama-3.1-8b --tp 4 -o prefill.json; asynckv layout --model llama-3.1-8b --tp 2 -o decode.json
+
+  asynckv plan decode.json prefill.json --tokens 4096 --prefix-hit 25%
+
+  asynckv plan decode.json prefill.json --json - | jq .ranks
+
+[bold]Exit status[/bold]  0 can be planned, 1 refused, 2 bad input
+"""
+
+
+@app.command(epilog=LAYOUT_EPILOG)
+def layout(
+    model: Annotated[
+        str, typer.Option(help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY)
+    ] = "llama-3.1-8b",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="Layers, instead of the model's; one of every kind is kept.", rich_help_panel=GEOMETRY),
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
+    ratio: Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)] = 1,
+    num_blocks: Annotated[
+        int, typer.Option(help="Blocks in every group, as the engine declares them.", rich_help_panel=GEOMETRY)
+    ] = 4096,
+    order: Annotated[Order, typer.Option(help="Memory order, as for bench.", rich_help_panel=GEOMETRY)] = Order.nhd,
+    conv_order: Annotated[
+        ConvOrder, typer.Option(help="Order of a convolution's state.", rich_help_panel=GEOMETRY)
+    ] = ConvOrder.channel,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", rich_help_panel=GEOMETRY)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", rich_help_panel=GEOMETRY)] = 1,
+    rank: Annotated[
+        int | None, typer.Option(help="Only this tensor-parallel rank; all if left out.", rich_help_panel=OUT)
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="Only this pipeline stage; all if left out.", rich_help_panel=OUT)
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Where to write; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = "-",
+) -> None:
+    """Write the layout of an engine's ranks: what each holds, and where it would lie.
+
+    The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
+    """
+    from asynckv import models
+    from asynckv.errors import LayoutError
+    from asynckv.layout_file import dump_layouts
+    from asynckv.layouts import model_layout
+
+    chosen = models.read_hf_config(hf_config) if hf_config else models.preset(model)
+    chosen = chosen.resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
+        if number is not None and not 0 <= number < size:
+            raise ConfigError(f"{name} {number} is outside its group of {size}; use 0 ... {size - 1}")
+    for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
+        if not 1 <= number <= MOST:
+            raise ConfigError(f"{name} {number} is outside 1 ... {MOST}")
+    try:
+        made = [
+            model_layout(
+                chosen,
+                tp_rank=r,
+                tp_size=tp,
+                pp_stage=s,
+                pp_size=pp,
+                block_size=block_size,
+                ratio=ratio,
+                num_blocks=num_blocks,
+                order=order.value,
+                conv_order=conv_order.value,
+            )
+            for s in (range(pp) if stage is None else [stage])
+            for r in (range(tp) if rank is None else [rank])
+        ]
+    except LayoutError as exc:
+        raise ConfigError(f"--tp {tp}: {exc}") from exc
+    _write("--output", output, dump_layouts(made))
+
+
+@app.command(epilog=PLAN_EPILOG)
+def plan(
+    local: Annotated[Path, typer.Argument(help="Layouts of the decode ranks, from asynckv layout or an engine.")],
+    remote: Annotated[Path, typer.Argument(help="Layouts of the prefill ranks.")],
+    tokens: Annotated[int, typer.Option(help="Length of the request.", rich_help_panel=WORK)] = 1024,
+    prefix_hit: Annotated[
+        str,
+        typer.Option(
+            help="How much of it the decode side has already: tokens (512) or a share (50%).", rich_help_panel=WORK
+        ),
+    ] = "0",
+    json: Annotated[
+        str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Draw who reads what from whom, as SVG; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+) -> None:
+    """Explain a transfer before anything runs: who reads what from whom, who releases whom, and how many pieces.
+
+    Runs the planner of a running engine on two files. Give all ranks of both engines to see the whole group.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from asynckv import explain
+    from asynckv.bench.workload import cached_tokens
+    from asynckv.layout_file import load_layouts
+    from asynckv.observe.pictures import to_svg
+
+    if not 1 <= tokens <= 1 << 30:
+        raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 30}")
+    if json == "-" and picture == "-":
+        raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
+    mine, theirs = load_layouts(local), load_layouts(remote)
+    report = explain.explain(mine, theirs, tokens, cached_tokens(prefix_hit, tokens))
+    if json is not None:
+        _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    console = Console(stderr="-" in (json, picture))
+    explain.show(report, console)
+    if report["plannable"]:
+        drawn = list(explain.pictures(mine, theirs))
+        if picture is not None:
+            _write("--picture", picture, to_svg(*drawn, name="asynckv-plan"))
+        for each in drawn:
+            console.print(each, highlight=False)
+    raise typer.Exit(0 if report["plannable"] else 1)
+
+
+def _write(option: str, target: str, text: str) -> None:
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 
 
 def _log_path(path: Path | None) -> str:

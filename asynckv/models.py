@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ __all__ = [
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 MOST = 1 << 20
 MOST_LAYERS = 4096
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 80
 
 
 class Heads(Struct, frozen=True, tag="heads"):
@@ -154,40 +159,52 @@ class Model(Struct, frozen=True):
             made = _pick(made, layers)
         return Model(self.name, made, self.dtype if dtype is None else dtype_named(dtype))
 
+    def truncated(self, num_layers: int) -> Model:
+        """Take fewer layers, one of every kind as far as they reach; or more, repeating the pattern.
+
+        Raises:
+            ConfigError: `num_layers` is out of range.
+        """
+        return self.resized(layers=num_layers)
+
 
 def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
-    """Take so many layers: the first of every kind, then whatever comes first; or repeat the pattern."""
+    """Take so many layers: the first of every kind, of every shape, then whatever comes first; or repeat."""
     if count >= len(layers):
         return tuple(layers[i % len(layers)] for i in range(count))
-    first = list(dict.fromkeys(layers.index(layer) for layer in layers))[:count]
-    rest = [i for i in range(len(layers)) if i not in first][: count - len(first)]
-    return tuple(layers[i] for i in sorted(first + rest))
+    kinds: dict[tuple[type[Layer], int], int] = {}
+    for i, layer in enumerate(layers):
+        kinds.setdefault((type(layer), 0 if isinstance(layer, State) else layer.window), i)
+    shapes = {layer: i for i, layer in reversed(list(enumerate(layers)))}
+    order = dict.fromkeys([*kinds.values(), *sorted(shapes.values()), *range(len(layers))])
+    return tuple(layers[i] for i in sorted(list(order)[:count]))
 
 
 def _mamba1(channels: int, state: int, kernel: int) -> State:
     return State((Projection("x", channels, 1),), kernel - 1, channels, (state,))
 
 
-def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int) -> State:
+def _mamba2(heads: int, head_dim: int, groups: int, state: int, kernel: int, dtype: str = "") -> State:
     conv = [Projection("x", heads, head_dim)]
     if groups and state:
         conv += [Projection("b", groups, state), Projection("c", groups, state)]
-    return State(tuple(conv), kernel - 1, heads, (head_dim, state))
+    return State(tuple(conv), kernel - 1, heads, (head_dim, state), dtype)
 
 
-def _delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int) -> State:
+def _delta_net(k_heads: int, k_dim: int, v_heads: int, v_dim: int, kernel: int, dtype: str = "") -> State:
     conv = (Projection("q", k_heads, k_dim), Projection("k", k_heads, k_dim), Projection("v", v_heads, v_dim))
-    return State(conv, kernel - 1, v_heads, (k_dim, v_dim))
+    return State(conv, kernel - 1, v_heads, (k_dim, v_dim), dtype)
 
 
 def _pattern(pattern: str, **kinds: Layer) -> tuple[Layer, ...]:
     return tuple(kinds[c] for c in pattern)
 
 
+_GEMMA2: dict[str, Layer] = {"s": Heads(8, 256, window=4096), "f": Heads(8, 256)}
 _GEMMA3: dict[str, Layer] = {"s": Heads(4, 256, window=1024), "f": Heads(4, 256)}
 _GPT_OSS: dict[str, Layer] = {"s": Heads(8, 64, window=128), "f": Heads(8, 64)}
 _BAMBA: dict[str, Layer] = {"m": _mamba2(128, 64, 1, 256, 4), "a": Heads(8, 128)}
-_NEMOTRON: dict[str, Layer] = {"M": _mamba2(128, 64, 8, 128, 4), "A": Heads(8, 128)}
+_NEMOTRON: dict[str, Layer] = {"M": _mamba2(128, 64, 8, 128, 4, "float32"), "*": Heads(8, 128)}
 _JAMBA: dict[str, Layer] = {"m": _mamba1(8192, 16, 4), "a": Heads(8, 128)}
 _QWEN3_NEXT: dict[str, Layer] = {"l": _delta_net(16, 128, 32, 128, 4), "f": Heads(2, 256)}
 
@@ -202,14 +219,15 @@ PRESETS = {
         Model("qwen3-8b", (Heads(8, 128),) * 36),
         Model("qwen3-32b", (Heads(8, 128),) * 64),
         Model("mistral-7b-v0.1", (Heads(8, 128, window=4096),) * 32),
+        Model("gemma-2-9b", _pattern("sf" * 21, **_GEMMA2)),
         Model("gemma-3-4b", _pattern("sssssf" * 5 + "ssss", **_GEMMA3)),
         Model("gpt-oss-20b", _pattern("sf" * 12, **_GPT_OSS)),
         Model("deepseek-v3", (Latent(512, 64),) * 61),
         Model("mamba2-2.7b", (_mamba2(80, 64, 1, 128, 4),) * 64, "float16"),
         Model("falcon-mamba-7b", (_mamba1(8192, 16, 4),) * 64),
         Model("bamba-9b", tuple(_BAMBA["a" if i in (9, 18, 27) else "m"] for i in range(32))),
-        # M-M-M-MM-M-M-M*-M-... : its MLP layers keep nothing.
-        Model("nemotron-h-8b", _pattern("MMMMMMMAMMMMMAMMMMMAMMMMMAMMMM", **_NEMOTRON)),
+        # 52 layers; the 24 MLP layers among them keep nothing.
+        Model("nemotron-h-8b", _pattern("MMMM*MMMMM*MMMMM*MMMMM*MMMMM", **_NEMOTRON)),
         Model("jamba-v0.1", tuple(_JAMBA["a" if i % 8 == 4 else "m"] for i in range(32))),
         Model("qwen3-next-80b-a3b", _pattern("lllf" * 12, **_QWEN3_NEXT)),
     )
@@ -240,7 +258,7 @@ def dtype_named(name: str) -> str:
     plain = name.lower().removeprefix("torch.")
     plain = _ALIASES.get(plain, plain)
     if plain not in ITEMSIZE:
-        raise ConfigError(f"dtype {name!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+        raise ConfigError(f"dtype {_shown.repr(name)} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
     return plain
 
 
@@ -253,8 +271,8 @@ def read_hf_config(path: Path) -> Model:
     Raises:
         ConfigError: Names the file, the field and what is wrong with it.
     """
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ConfigError(f"--hf-config {path}: {exc.strerror or exc}") from exc
@@ -277,12 +295,50 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     """
     # Multimodal models keep the language model's own configuration one level down.
     text = config.get("text_config")
-    inner = _Config({**config, **text} if isinstance(text, dict) else dict(config))
-    layers = _family(inner)
+    if text is not None and not isinstance(text, dict):
+        raise ConfigError(f"text_config is {_shown.repr(text)}, not an object")
+    kind = (text or {}).get("model_type") or config.get("model_type") or ""
+    if not isinstance(kind, str):
+        raise ConfigError(f"model_type is {_shown.repr(kind)}, not a name")
+    kind = kind.removesuffix("_text")
+    defaults = _DEFAULTS.get(kind, {})
+    if text is None:
+        defaults = {"head_dim": defaults["head_dim"]} if "head_dim" in defaults else {}
+    inner = _Config({**defaults, **config, **(text or {})})
+    layers = _family(inner, kind)
     if not layers:
         raise ConfigError("describes no layer that keeps a cache")
-    dtype = inner.get("dtype") or inner.get("torch_dtype") or "bfloat16"
-    return Model(name, tuple(layers), dtype_named(str(dtype)))
+    return Model(name, tuple(layers), inner.dtype("dtype", "torch_dtype") or "bfloat16")
+
+
+# Transformers leaves out of a `text_config` what is its class's default, and derives no `head_dim` for these.
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    kind: {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **more,
+    }
+    for kind, layers, hidden, heads, kv_heads, more in (
+        ("mistral", 32, 4096, 32, 8, {"sliding_window": 4096}),
+        ("qwen2", 32, 4096, 32, 32, {}),
+        ("qwen3", 32, 4096, 32, 32, {"head_dim": 128}),
+        ("gemma", 28, 3072, 16, 16, {"head_dim": 256}),
+        ("gemma2", 26, 2304, 8, 4, {"head_dim": 256, "sliding_window": 4096}),
+        ("gemma3", 26, 2304, 8, 4, {"head_dim": 256, "sliding_window": 4096}),
+        ("gemma3n", 35, 2048, 8, 2, {"head_dim": 256, "sliding_window": 512, "num_kv_shared_layers": 15}),
+        ("gemma4", 30, 2304, 8, 4, {"head_dim": 256, "sliding_window": 512}),
+        ("gpt_oss", 36, 2880, 64, 8, {"head_dim": 64, "sliding_window": 128}),
+        ("qwen3_next", 48, 2048, 16, 2, {"head_dim": 256}),
+        ("qwen3_5", 32, 4096, 16, 4, {"head_dim": 256}),
+        ("qwen3_5_moe", 40, 2048, 16, 2, {"head_dim": 256}),
+    )
+} | {"llama": {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}}
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
+"""What layers were called before Transformers 5."""
 
 
 class _Config(dict[str, Any]):
@@ -294,15 +350,41 @@ class _Config(dict[str, Any]):
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
-            what = "is missing" if value is None else f"is {value!r}, not a number from {least} to {MOST}"
+            what = "is missing" if value is None else f"is {_shown.repr(value)}, not a number from {least} to {MOST}"
             raise ConfigError(f"{' or '.join(keys) if value is None else key} {what}")
         return value
 
-    def texts(self, key: str, length: int) -> list[str]:
+    def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
-        if not isinstance(value, list) or len(value) != length or not all(isinstance(x, str) for x in value):
-            raise ConfigError(f"{key} is not a list of {length} names, one per layer")
-        return value
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{key} is {_shown.repr(value)}, not true or false")
+        return default if value is None else value
+
+    def dtype(self, *keys: str) -> str:
+        key = next((k for k in keys if self.get(k) not in (None, "", "auto")), "")
+        if not key:
+            return ""
+        if not isinstance(self[key], str):
+            raise ConfigError(f"{key} is {_shown.repr(self[key])}, not a name")
+        try:
+            return dtype_named(self[key])
+        except ConfigError as exc:
+            raise ConfigError(f"{key.removesuffix('dtype')}{exc}") from None
+
+    def kinds(self, *keys: str, known: tuple[str, ...], length: int = 0) -> list[str]:
+        """Read what kind each layer is; as many as `length`, if that is given."""
+        key = next((k for k in keys if self.get(k) is not None), keys[0])
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"{' or '.join(keys)} is missing")
+        if not isinstance(value, list) or not all(isinstance(x, str) for x in value) or length not in (0, len(value)):
+            raise ConfigError(f"{key} is not a list of {length or 'all'} names, one per layer")
+        if len(value) > MOST_LAYERS:
+            raise ConfigError(f"{key} names {len(value)} layers, more than {MOST_LAYERS}")
+        if strange := sorted({x for x in value if _OLD_NAMES.get(x, x) not in known}):
+            raise ConfigError(f"{key} has {_shown.repr(strange[0])}, and what such a layer keeps is not known")
+        names: list[str] = value
+        return [_OLD_NAMES.get(x, x) for x in names]
 
 
 def _heads(c: _Config, window: int = 0) -> Heads:
@@ -316,140 +398,230 @@ def _heads(c: _Config, window: int = 0) -> Heads:
     kv_heads = c.number("num_key_value_heads", "num_kv_heads", default=heads)
     if kv_heads > heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
-    return Heads(kv_heads, head_dim, window=window)
+    v_head_dim = c.number("v_head_dim", default=0, least=0)
+    return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, window)
 
 
-def _family(c: _Config) -> list[Layer]:
-    kind = str(c.get("model_type", ""))
-    if kind in ("mamba", "falcon_mamba"):
-        channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
-        return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel"))] * _depth(c)
-    if kind == "mamba2":
-        return [_mamba2_of(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c)
-    if kind == "jamba":
-        state = _mamba1(_expanded(c, "mamba_expand"), c.number("mamba_d_state"), c.number("mamba_d_conv"))
-        period, offset = c.number("attn_layer_period"), c.number("attn_layer_offset", least=0)
-        return [_heads(c) if i % period == offset else state for i in range(_depth(c))]
-    if kind in ("bamba", "granitemoehybrid"):
-        state2 = _mamba2_of(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
-        kinds = c.get("layer_types") or c.get("layers_block_type")
-        if isinstance(kinds, list):
-            return [_heads(c) if k in ("attention", "full_attention") else state2 for k in kinds[:MOST]]
-        chosen = c.get("attn_layer_indices")
-        if chosen is not None and not isinstance(chosen, list):
-            raise ConfigError(f"attn_layer_indices is {chosen!r}, not a list")
-        return [_heads(c) if i in (chosen or []) else state2 for i in range(_depth(c))]
-    if kind == "falcon_h1":
-        state2 = _mamba2_of(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
-        return [layer for _ in range(_depth(c)) for layer in (_heads(c), state2)]
-    if kind == "nemotron_h":
-        return _nemotron_h(c)
-    if kind in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"):
-        net = _delta_net(
-            c.number("linear_num_key_heads"),
-            c.number("linear_key_head_dim"),
-            c.number("linear_num_value_heads"),
-            c.number("linear_value_head_dim"),
-            c.number("linear_conv_kernel_dim"),
-        )
-        depth = _depth(c)
-        every = c.number("full_attention_interval", default=4)
-        kinds = (
-            c.texts("layer_types", depth)
-            if c.get("layer_types")
-            else ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(depth)]
-        )
-        return [net if k == "linear_attention" else _heads(c) for k in kinds]
-    if strange := sorted(k for k in c if k.startswith(_RECURRENT) and c[k] not in (None, False, 0, [])):
-        raise ConfigError(f"model_type {kind!r} has {strange[0]}, so it keeps more than KV, but what is not known")
+def _family(c: _Config, kind: str) -> list[Layer]:
+    match kind:
+        case "mamba" | "falcon_mamba":
+            channels = c.number("intermediate_size", default=0, least=0) or _expanded(c, "expand")
+            return [_mamba1(channels, c.number("state_size"), c.number("conv_kernel", least=2))] * _depth(c)
+        case "mamba2":
+            return [_mamba2_of(c, "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel")] * _depth(c)
+        case "jamba":
+            return _jamba(c)
+        case "bamba" | "granitemoehybrid":
+            return _bamba(c)
+        case "falcon_h1":
+            return [layer for _ in range(_depth(c)) for layer in (_heads(c), _bamba_state(c))]
+        case "nemotron_h":
+            return _nemotron_h(c)
+        case "qwen3_next" | "qwen3_5" | "qwen3_5_moe":
+            return _qwen3_next(c)
+        case _:
+            pass
+    _refuse_unknown(c, kind)
     if c.get("kv_lora_rank") is not None:
         return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
-    if kind == "falcon" and c.get("multi_query") and not c.get("new_decoder_architecture"):
-        return [msgspec.structs.replace(_heads(c), num_heads=1)] * _depth(c)
+    # These have one KV head unless they say otherwise.
+    if c.flag("multi_query", kind in ("falcon", "gpt_bigcode")) and not c.flag("new_decoder_architecture", False):
+        return [_heads(_Config(c, num_key_value_heads=1))] * _depth(c)
     return _attention(c, kind)
 
 
-_RECURRENT = (
-    "index_head_dim",
-    "mamba",
-    "ssm",
-    "linear_",
-    "conv_kernel",
+_STRANGE = (
+    "attn_type_list",
+    "block_configs",
+    "cla_",
+    "compress_ratio",
     "conv_L",
-    "state_size",
-    "rwkv",
+    "conv_kernel",
+    "hybrid_layer_pattern",
+    "index_head_dim",
+    "linear_",
     "lru_width",
+    "mamba",
+    "rwkv",
+    "ssm",
+    "state_size",
+    "swa_",
     "time_mix",
 )
+"""How fields begin that tell of something else than keys and values, alike in all layers of one window."""
+
+_RECURRENT = re.compile(
+    r"rwkv|mamba|ssm|lstm|retnet|hyena|recurrent|griffin|lfm|jamba|zamba|hymba|samba|linear|delta_?net|hgrn|hybrid|"
+    r"minimax_?text|minimax_?m1"
+)
+
+
+def _refuse_unknown(c: _Config, kind: str) -> None:
+    """Models that keep something unknown are never taken for plain attention."""
+    for key in sorted(k for k in c if k.startswith(_STRANGE)):
+        value = c[key]
+        plain = key == "attn_type_list" and isinstance(value, list) and all(x == 1 for x in value)
+        if value not in (None, False, 0, []) and not plain:
+            raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so what its layers keep is not known")
+    names = c.get("architectures")
+    for name in (kind, *(names if isinstance(names, list) else [])):
+        if isinstance(name, str) and _RECURRENT.search(name.lower()):
+            raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, and what it keeps is not known")
 
 
 def _attention(c: _Config, kind: str) -> list[Layer]:
     depth = _depth(c)
-    if c.get("layer_types") is not None:
-        strange = sorted(set(c.texts("layer_types", depth)) - {"full_attention", "sliding_attention"})
-        if strange:
-            raise ConfigError(f"layer_types has {strange[0]!r}, and what such a layer keeps is not known")
-    # The last layers of some models read what earlier ones keep.
-    kept = depth - c.number("num_kv_shared_layers", default=0, least=0)
-    return _windows(c, kind, depth)[: max(kept, 0)]
-
-
-def _windows(c: _Config, kind: str, depth: int) -> list[Layer]:
     window = c.number("sliding_window", default=0, least=0)
-    if c.get("use_sliding_window") is False:
-        window = 0
-    if not window:
-        return [_heads(c)] * depth
+    # Qwen has windows only where it says so.
+    used = c.flag("use_sliding_window", not kind.startswith("qwen"))
+    window = window if used else 0
+    kinds = _kinds(c, kind, depth, window)
+    if used and SLIDING in kinds and not window:
+        raise ConfigError(f"layer_types has {SLIDING!r}, but sliding_window is missing")
+    made: list[Layer] = []
+    for i, name in enumerate(kinds):
+        layer = _Config(c, **_override(c, kind, i, name))
+        made.append(_heads(layer, window if name == SLIDING else 0))
+    # The last layers of some models read what earlier ones keep.
+    shared = c.number("num_kv_shared_layers", default=0, least=0)
+    if shared >= depth:
+        raise ConfigError(f"num_kv_shared_layers {shared} leaves none of {depth} layers")
+    return made[: depth - shared]
+
+
+def _kinds(c: _Config, kind: str, depth: int, window: int) -> list[str]:
     if c.get("layer_types") is not None:
-        kinds = c.texts("layer_types", depth)
-        return [_heads(c, window if k == "sliding_attention" else 0) for k in kinds]
-    pattern = c.number(
-        "sliding_window_pattern", default={"gemma2": 2, "cohere2": 4, "gpt_oss": 2}.get(kind, 0), least=0
-    )
-    if kind.startswith("gemma3"):
-        pattern = pattern or 6
-    if kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
+        kinds = c.kinds("layer_types", known=(FULL, SLIDING), length=depth)
+    elif not window:
+        kinds = [FULL] * depth
+    elif kind in ("qwen2", "qwen3"):
         # Their first `max_window_layers` layers are full.
-        full = c.number("max_window_layers", default=depth, least=0)
-        return [_heads(c, 0 if i < full else window) for i in range(depth)]
-    return [_heads(c, 0 if pattern and (i + 1) % pattern == 0 else window) for i in range(depth)]
+        full = c.number("max_window_layers", default=28, least=0)
+        kinds = [FULL if i < full else SLIDING for i in range(depth)]
+    elif kind == "qwen2_moe":
+        near = c.number("max_window_layers", default=28, least=0)
+        kinds = [SLIDING if i % 2 == 0 and i < near else FULL for i in range(depth)]
+    else:
+        usual = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "gemma4": 6, "cohere2": 4, "gpt_oss": 2}.get(kind, 0)
+        pattern = c.number("sliding_window_pattern", "_sliding_window_pattern", default=usual, least=0)
+        kinds = [FULL if pattern and (i + 1) % pattern == 0 else SLIDING for i in range(depth)]
+    # Gemma 4 forces it.
+    return [*kinds[:-1], FULL] if kind == "gemma4" else kinds
+
+
+def _override(c: _Config, kind: str, index: int, name: str) -> dict[str, Any]:
+    """Say what one layer has other than the rest."""
+    layers = c.get("per_layer_config")
+    if layers is not None:
+        own: Any = None
+        if isinstance(layers, dict):
+            own = next((v for k, v in layers.items() if k.isdecimal() and int(k) == index), {})
+        if not isinstance(own, dict):
+            raise ConfigError(f"per_layer_config is {_shown.repr(layers)}, not an object per layer")
+        if strange := sorted(own.keys() & {"sliding_window", "layer_types", "kv_lora_rank"}):
+            raise ConfigError(f"per_layer_config has {strange[0]}, and what such a layer keeps is not known")
+        return {
+            k: own[k] for k in own.keys() & {"head_dim", "v_head_dim", "num_key_value_heads", "num_attention_heads"}
+        }
+    if kind != "gemma4" or name == SLIDING:
+        return {}
+    wide = {"head_dim": c.number("global_head_dim", default=512)}
+    if c.flag("attention_k_eq_v", False) and c.get("num_global_key_value_heads") is not None:
+        wide["num_key_value_heads"] = c.number("num_global_key_value_heads")
+    return wide
+
+
+def _jamba(c: _Config) -> list[Layer]:
+    channels = _expanded(c, "mamba_expand")
+    state = _mamba1(channels, c.number("mamba_d_state"), c.number("mamba_d_conv", least=2))
+    period, offset = c.number("attn_layer_period"), c.number("attn_layer_offset", least=0)
+    if offset >= period:
+        raise ConfigError(f"attn_layer_offset {offset} is not below attn_layer_period {period}")
+    return [_heads(c) if i % period == offset else state for i in range(_depth(c))]
+
+
+def _bamba_state(c: _Config) -> State:
+    return _mamba2_of(c, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+
+
+def _bamba(c: _Config) -> list[Layer]:
+    depth, state = _depth(c), _bamba_state(c)
+    if c.get("layer_types") is not None or c.get("layers_block_type") is not None:
+        kinds = c.kinds("layer_types", "layers_block_type", known=(FULL, LINEAR), length=depth)
+        return [_heads(c) if k == FULL else state for k in kinds]
+    chosen = c.get("attn_layer_indices")
+    chosen = [] if chosen is None else chosen
+    if not isinstance(chosen, list) or not all(type(i) is int and 0 <= i < depth for i in chosen):
+        raise ConfigError(f"attn_layer_indices is {_shown.repr(chosen)}, not a list of layers below {depth}")
+    return [_heads(c) if i in set(chosen) else state for i in range(depth)]
 
 
 def _nemotron_h(c: _Config) -> list[Layer]:
-    state = _mamba2_of(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
     pattern = c.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         if strange := sorted(set(pattern) - set("M*-E|")):
             raise ConfigError(f"hybrid_override_pattern has {strange[0]!r}; M, *, - and E are known")
-        return [_heads(c) if k == "*" else state for k in pattern if k in "M*"]
-    kinds = c.get("layers_block_type")
-    if not isinstance(kinds, list):
-        raise ConfigError("hybrid_override_pattern is missing")
-    known = {"attention", "full_attention", "mamba", "linear_attention", "mlp", "moe"}
-    if strange := [k for k in kinds[:MOST] if k not in known]:
-        raise ConfigError(f"layers_block_type has {strange[0]!r}; {', '.join(sorted(known))} are known")
-    return [_heads(c) if "attention" in k and k[0] != "l" else state for k in kinds[:MOST] if k not in ("mlp", "moe")]
+        if len(pattern) > MOST_LAYERS:
+            raise ConfigError(f"hybrid_override_pattern names {len(pattern)} layers, more than {MOST_LAYERS}")
+        kinds = [FULL if k == "*" else LINEAR for k in pattern if k in "M*"]
+    elif pattern is not None:
+        raise ConfigError(f"hybrid_override_pattern is {_shown.repr(pattern)}, not a string")
+    else:
+        kinds = c.kinds(
+            "hybrid_override_pattern", "layers_block_type", "layer_types", known=(FULL, LINEAR, "mlp", "moe")
+        )
+    state = _mamba2_of(c, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    # vLLM keeps it in float32 unless the configuration says otherwise (NemotronHForCausalLMConfig).
+    state = msgspec.structs.replace(state, dtype=state.dtype or "float32")
+    return [_heads(c) if k == FULL else state for k in kinds if k in (FULL, LINEAR)]
+
+
+def _qwen3_next(c: _Config) -> list[Layer]:
+    depth = _depth(c)
+    net = _delta_net(
+        c.number("linear_num_key_heads"),
+        c.number("linear_key_head_dim"),
+        c.number("linear_num_value_heads"),
+        c.number("linear_value_head_dim"),
+        c.number("linear_conv_kernel_dim", least=2),
+        _state_dtype(c),
+    )
+    if c.get("layer_types") is not None:
+        kinds = c.kinds("layer_types", known=(FULL, LINEAR), length=depth)
+    else:
+        every = c.number("full_attention_interval", default=4)
+        kinds = [LINEAR if (i + 1) % every else FULL for i in range(depth)]
+    return [net if k == LINEAR else _heads(c) for k in kinds]
+
+
+def _state_dtype(c: _Config) -> str:
+    """vLLM keeps recurrent states in the model's type (`MambaStateDtypeCalculator`), unless these fields say otherwise.
+
+    It reads the first for Nemotron-H, the second for Qwen 3.5.
+    """
+    return c.dtype("mamba_ssm_cache_dtype", "mamba_ssm_dtype")
 
 
 def _mamba2_of(c: _Config, heads: str, head_dim: str, groups: str, state: str, kernel: str) -> State:
     num, size = c.number(heads), c.get(head_dim)
     if size in (None, "auto"):
-        hidden = _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
-        if hidden % num:
-            raise ConfigError(f"has no {head_dim}, and {hidden} channels are no multiple of {heads} {num}")
-        size = hidden // num
+        channels = c.number("mamba_d_ssm", default=0, least=0)
+        channels = channels or _expanded(c, "mamba_expand" if "mamba_expand" in c else "expand")
+        if channels % num:
+            raise ConfigError(f"has no {head_dim}, and {channels} channels are no multiple of {heads} {num}")
+        size = channels // num
     else:
         size = c.number(head_dim)
-    made = _mamba2(num, size, c.number(groups, default=1, least=0), c.number(state), c.number(kernel))
-    # Kept in float32 where the configuration says so (vLLM reads the same field).
-    dtype = c.get("mamba_ssm_cache_dtype")
-    return (
-        msgspec.structs.replace(made, dtype=dtype_named(dtype)) if isinstance(dtype, str) and dtype != "auto" else made
+    return _mamba2(
+        num, size, c.number(groups, default=1, least=0), c.number(state), c.number(kernel, least=2), _state_dtype(c)
     )
 
 
 def _expanded(c: _Config, key: str) -> int:
-    return c.number("hidden_size") * c.number(key, default=2)
+    hidden, expand = c.number("hidden_size"), c.number(key, default=2)
+    if hidden * expand > MOST:
+        raise ConfigError(f"{key} {expand} makes more than {MOST} channels of hidden_size {hidden}")
+    return hidden * expand
 
 
 def _depth(c: _Config) -> int:

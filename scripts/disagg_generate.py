@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import torch
 
-from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
-from asynckv.core.layout import Layout, Part, View
+from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
+from asynckv.core.layout import Part, View
 from asynckv.layouts import model_groups, model_layout, with_addresses
 from asynckv.models import Heads, Latent, Model, State, model_of_config
 
@@ -171,9 +171,13 @@ def load() -> Any:
             warnings.simplefilter("ignore")
             import transformers
     except ImportError:
-        sys.exit("disagg_generate: transformers is not installed; run: pip install 'transformers==5.23.0'")
-    transformers.logging.set_verbosity_error()
-    return transformers
+        print(
+            "disagg_generate: transformers is not installed; run: pip install 'transformers==5.23.0'", file=sys.stderr
+        )
+        sys.exit(2)
+    quiet: Any = transformers
+    quiet.logging.set_verbosity_error()
+    return quiet
 
 
 class Subject:
@@ -507,6 +511,7 @@ def main() -> int:
         parser.error(f"family {strange[0]!r} is unknown; choose from {', '.join(FAMILIES)}")
     torch.set_num_threads(1)
     load()
+    configure_logging("error")
     if given.role == "prefill":
         asyncio.run(prefill_process(families, msgspec.json.decode(given.numbers, type=Numbers)))
         return 0

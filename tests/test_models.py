@@ -84,7 +84,8 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "rwkv9", "time_mix_extra": 3}, "'rwkv9' has time_mix_extra"),
         ({"model_type": "zamba9", "mamba_d_state": 3}, "'zamba9' has mamba_d_state"),
         ({"model_type": "mamba2"}, "num_heads is missing"),
-        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "is missing"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern has '?'"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}, "mamba_num_heads is missing"),
         ({"num_hidden_layers": 5000}, "more than 4096"),
     ],
 )
@@ -115,8 +116,11 @@ def kinds(**fields: Any) -> list[Any]:
 
 
 FULL, NEAR = Heads(8, 128), Heads(8, 128, window=512)
+# Families whose `head_dim` is a default of its own, not hidden_size / num_attention_heads.
+WIDE, WIDE_NEAR = Heads(8, 256), Heads(8, 256, window=512)
 MAMBA2 = {"state_size": 64, "n_groups": 2, "num_heads": 16, "head_dim": 32, "conv_kernel": 4}
 TWO = State((Projection("x", 16, 32), Projection("b", 2, 64), Projection("c", 2, 64)), 3, 16, (32, 64))
+TWO32 = State(TWO.conv, 3, 16, (32, 64), "float32")
 
 
 @pytest.mark.parametrize(
@@ -129,15 +133,15 @@ TWO = State((Projection("x", 16, 32), Projection("b", 2, 64), Projection("c", 2,
             {"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 6},
             [FULL] * 6 + [NEAR] * 2,
         ),
-        ({"model_type": "gemma2", "sliding_window": 512}, [NEAR, FULL] * 4),
-        ({"model_type": "gemma3_text", "sliding_window": 512}, [NEAR] * 5 + [FULL] + [NEAR] * 2),
+        ({"model_type": "gemma2", "sliding_window": 512}, [WIDE_NEAR, WIDE] * 4),
+        ({"model_type": "gemma3_text", "sliding_window": 512}, [WIDE_NEAR] * 5 + [WIDE] + [WIDE_NEAR] * 2),
         (
             {
                 "model_type": "gpt_oss",
                 "sliding_window": 512,
                 "layer_types": ["sliding_attention", "full_attention"] * 4,
             },
-            [NEAR, FULL] * 4,
+            [Heads(8, 64, window=512), Heads(8, 64)] * 4,
         ),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [Latent(512, 64)] * 8),
         ({"model_type": "falcon", "multi_query": True, "num_key_value_heads": None}, [Heads(1, 128)] * 8),
@@ -179,7 +183,7 @@ TWO = State((Projection("x", 16, 32), Projection("b", 2, 64), Projection("c", 2,
                 "ssm_state_size": 64,
                 "conv_kernel": 4,
             },
-            [TWO, TWO, FULL, TWO],
+            [TWO32, TWO32, FULL, TWO32],
         ),
         (
             {
@@ -191,7 +195,7 @@ TWO = State((Projection("x", 16, 32), Projection("b", 2, 64), Projection("c", 2,
                 "linear_value_head_dim": 16,
                 "linear_conv_kernel_dim": 4,
             },
-            [State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 8, 16)), 3, 8, (8, 16))] * 3 + [FULL],
+            [State((Projection("q", 4, 8), Projection("k", 4, 8), Projection("v", 8, 16)), 3, 8, (8, 16))] * 3 + [WIDE],
         ),
     ],
 )

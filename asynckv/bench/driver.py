@@ -24,7 +24,7 @@ import numpy as np
 
 from asynckv.bench import protocol as p
 from asynckv.bench import ucx
-from asynckv.bench.workload import Workload
+from asynckv.bench.workload import Workload, cached_tokens
 from asynckv.config import LeaseConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
@@ -102,17 +102,7 @@ class Options:
         Raises:
             ConfigError: It is neither a number nor a percentage.
         """
-        text = self.prefix_hit
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else -1.0
-            hit = int(tokens * share) if text.endswith("%") else int(text)
-        except ValueError:
-            share, hit = 2.0, -1
-        if share > 1 or hit < 0:
-            raise ConfigError(
-                f"--prefix-hit {text!r} is neither a number of tokens such as 512 nor a share such as 50%"
-            )
-        return min(hit, tokens)
+        return cached_tokens(self.prefix_hit, tokens)
 
     def num_needed(self, role: str, tokens: int) -> list[int]:
         """Blocks of each group that one request takes on one side."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Workload", "drawn", "traced"]
+__all__ = ["Workload", "cached_tokens", "drawn", "traced"]
 
 _LENGTH_KEYS = ("input_length", "prompt_tokens")
 _MOST_TOKENS = 1 << 30
@@ -84,6 +84,22 @@ def traced(path: Path, requests: int | None) -> Workload:
     if requests is not None and len(lengths) < requests:
         raise ConfigError(f"--trace {path}: holds {len(lengths)} requests, fewer than --requests {requests}")
     return Workload(f"trace {path.name}", lengths)
+
+
+def cached_tokens(text: str, tokens: int) -> int:
+    """Return how many of a prompt's tokens are cached: a number (`512`), or a share (`50%`).
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else 0.0
+        hit = int(tokens * share) if text.endswith("%") else int(text)
+    except (ValueError, OverflowError):
+        share, hit = 0.0, -1
+    if not 0 <= share <= 1 or hit < 0:
+        raise ConfigError(f"--prefix-hit {text!r} is neither a number of tokens such as 512 nor a share such as 50%")
+    return min(hit, tokens)
 
 
 def _length(path: Path, number: int, line: str) -> int:

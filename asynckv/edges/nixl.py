@@ -18,6 +18,7 @@ import importlib.util
 import logging
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -76,7 +77,8 @@ def _load() -> Any:
     """Import NIXL's Python API without letting it touch stdout or the application's logging."""
     # UCX reads its environment when it is loaded, and prints warnings to stdout by default.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("UCX_LOG_FILE", "/dev/stderr")
+    if "UCX_LOG_FILE" not in os.environ and _is_reopenable(2):
+        os.environ["UCX_LOG_FILE"] = "/dev/stderr"
     root = logging.getLogger()
     handlers, raises = list(root.handlers), logging.raiseExceptions
     try:
@@ -88,6 +90,13 @@ def _load() -> Any:
         for handler in handlers:
             if handler not in root.handlers:
                 root.addHandler(handler)
+
+
+def _is_reopenable(fd: int) -> bool:
+    """UCX opens its log file anew and empty: that must never be a file that somebody's stderr is kept in."""
+    with suppress(OSError):
+        return not stat.S_ISREG(os.fstat(fd).st_mode)
+    return False
 
 
 def _epolls() -> set[int]:

@@ -1,0 +1,464 @@
+"""What a transfer between two engines will be, worked out from their layouts alone: `asynckv plan`.
+
+The same code as in a running engine: `compare`, `assign`, `PeerMap`, `BlockLists`, `plan_read`. Nothing is
+started, nothing is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from asynckv.config import PullConfig
+from asynckv.core.layout import TOKEN, Group, Layout, runs_of, strided_pieces
+from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
+from asynckv.core.sources import NotCovered, Share, assign, compare
+from asynckv.core.topology import remote_ranks
+from asynckv.core.types import BlockRuns
+from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
+from asynckv.observe.pictures import Bar, Segment, bars
+
+__all__ = ["SCHEMA", "explain", "pictures", "show"]
+
+SCHEMA = "asynckv.plan/1"
+MAX_CHECKED = 4_000_000
+"""Most pieces per rank whose destinations are compared one by one."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
+    """Plan one request on every local rank.
+
+    Args:
+        local: Layouts of decode ranks, checked.
+        remote: Layouts of all prefill ranks that these answer for, checked.
+        num_tokens: Length of the request.
+        cached: Tokens of it that the decode side has already.
+
+    Raises:
+        ConfigError: A rank that is needed is not among the remote ones.
+    """
+    by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
+    size, stages = remote[0].tp_size, remote[0].pp_size
+    ranks = []
+    for layout in local:
+        answered = [(s, r) for s in range(stages) for r in remote_ranks(layout.tp_rank, layout.tp_size, size)]
+        if absent := [place for place in answered if place not in by_place]:
+            raise ConfigError(
+                f"the remote file holds {len(remote)} of its engine's {size * stages} ranks, but decode "
+                f"{_place(layout)} answers for (pp_stage, tp_rank) {absent[:8]} as well; write all ranks (leave out "
+                f"--rank and --stage)"
+            )
+        ranks.append(_rank(layout, [by_place[place] for place in answered], num_tokens, cached))
+    owed: dict[str, list[str]] = {_place(x): [] for x in remote}
+    for rank in ranks:
+        for name in rank["releases"]:
+            owed[name].append(rank["rank"])
+    return {
+        "schema": SCHEMA,
+        "plannable": all(not r["refused"] for r in ranks),
+        "written_exactly_once": all(_is_clean(r["written_once"]) for r in ranks),
+        "tokens": num_tokens,
+        "cached": cached,
+        "local": _side(local),
+        "remote": _side(remote),
+        "ranks": ranks,
+        "owed": owed,
+        "whole_group": len(local) == local[0].tp_size * local[0].pp_size,
+    }
+
+
+def _is_clean(check: dict[str, Any] | None) -> bool:
+    return check is not None and check["checked"] and not check["twice"] and not check["missing"]
+
+
+def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
+    first = layouts[0]
+    return {
+        "model": first.model,
+        "tp_size": first.tp_size,
+        "pp_size": first.pp_size,
+        "ranks": len(layouts),
+        "groups": [
+            {
+                "name": g.name,
+                "kind": g.kind,
+                "tokens_per_block": g.block_size if g.kind == "tokens" else None,
+                "kernel_blocks": g.ratio,
+                "window": g.window,
+                "layers": len({v.layer for x in layouts for v in x.views if v.group == i}),
+            }
+            for i, g in enumerate(first.groups)
+        ],
+    }
+
+
+def _place(layout: Layout) -> str:
+    return f"pp{layout.pp_stage}/tp{layout.tp_rank}" if layout.pp_size > 1 else f"tp{layout.tp_rank}"
+
+
+def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "rank": _place(layout),
+        "releases": [_place(x) for x in answered],
+        "refused": [],
+        "warnings": [],
+        "reads": [],
+        "bytes": 0,
+        "written_once": None,
+    }
+    for other in answered:
+        row["refused"] += [
+            {"remote": _place(other), "field": d.field, "local": d.local, "remote_value": d.remote}
+            for d in compare(layout, other)
+        ]
+    if row["refused"]:
+        return row
+    try:
+        shares = assign(layout, answered)
+        maps = [
+            PeerMap(layout, other, s, itertools.count(1)) if s else None
+            for other, s in zip(answered, shares, strict=True)
+        ]
+        lists = _request(layout, answered[0], num_tokens, cached)
+        plans = [plan_read(peer, lists) if peer is not None else None for peer in maps]
+    except NotCovered as exc:
+        row["refused"] = [
+            {"remote": "", "field": d.field, "local": d.local, "remote_value": d.remote} for d in exc.differences
+        ]
+        return row
+    except (LayoutError, PlanRefused, RemoteTooShort) as exc:
+        row["refused"] = [{"remote": "", "field": str(exc), "local": "", "remote_value": ""}]
+        return row
+    for other, peer, plan, share in zip(answered, maps, plans, shares, strict=True):
+        if peer is None or plan is None or not plan.num_descriptors:
+            continue
+        row["warnings"] += peer.warnings
+        row["reads"].append(_read(_place(other), peer, plan, share))
+    row["bytes"] = sum(read["bytes"] for read in row["reads"])
+    row["written_once"] = _written_once(layout, [p for p in plans if p is not None], lists)
+    return row
+
+
+def _request(local: Layout, remote: Layout, num_tokens: int, cached: int) -> BlockLists:
+    """A request whose blocks lie in runs on both sides, as an allocator gives them at best."""
+
+    def lists(layout: Layout, first: int) -> list[tuple[int, list[int | None]]]:
+        out: list[tuple[int, list[int | None]]] = []
+        for group in layout.groups:
+            count = -(-num_tokens // group.block_size) - first // group.block_size
+            keep = max(0, num_tokens - group.window) if group.window else 0
+            if group.kind == "state":
+                keep = max(0, num_tokens - 1)
+            null = max(0, keep // group.block_size - first // group.block_size)
+            out.append((first, [None] * min(null, count) + list(range(max(count - null, 0)))))
+            if first >= num_tokens:
+                out[-1] = (first, [])
+        return out
+
+    # Ids beyond what a small pool declares say nothing about the geometry.
+    big = [_roomy(x, num_tokens) for x in (local, remote)]
+    offers = [BlockRuns(first, runs_of(ids)) for first, ids in lists(big[1], 0)]
+    return BlockLists(check_block_ids(big[0], lists(big[0], cached)), offers, num_tokens)
+
+
+def _roomy(layout: Layout, num_tokens: int) -> Layout:
+    for group in layout.groups:
+        need = min(-(-num_tokens // group.block_size), 1 << 30)
+        if group.kind == "state":
+            need = 1
+        elif group.window:
+            need = min(need, group.window // group.block_size + 2)
+        if group.num_blocks < need:
+            raise PlanRefused(
+                f"group {group.name!r} of {_place(layout)} declares {group.num_blocks} blocks, but {num_tokens} tokens "
+                f"need {need}; use fewer --tokens, or a layout with more --num-blocks"
+            )
+    return layout
+
+
+def _read(name: str, peer: PeerMap, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    config = PullConfig()
+    posts = list(plan.posts(config.max_post_bytes, config.max_post_descriptors))
+    ranges: dict[tuple[str, int, int, str, int], list[str]] = {}
+    for s in shares:
+        ranges.setdefault((s.a.name, s.lo, s.hi, s.a.axis, s.a.extent), []).append(s.here.layer)
+    return {
+        "remote": name,
+        "parts": [
+            {"part": part, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
+            for (part, lo, hi, axis, extent), layers in ranges.items()
+        ],
+        "bytes": plan.num_bytes,
+        "pieces_per_block": {
+            f"{peer.local.groups[g].name}": max(t.num_rows for t in peer.regular if t.cut[:2] == (g, h))
+            for g, h in peer.pairs
+            if any(t.cut[:2] == (g, h) for t in peer.regular)
+        },
+        "kinds_of_cuts": len({s.table.table_id for s in plan.sections}),
+        "descriptors": plan.num_descriptors,
+        "descriptors_in_runs": sum(post.num_descriptors for post in posts),
+        "posts": len(posts),
+    }
+
+
+def _written_once(layout: Layout, plans: Sequence[Plan], lists: BlockLists) -> dict[str, Any]:
+    """Compare what plans write with what a request needs, byte by byte: all of it, and nothing twice.
+
+    What is needed is worked out from our own layout alone, without the planner.
+    """
+    count = sum(plan.num_descriptors for plan in plans)
+    if count > MAX_CHECKED:
+        return {"checked": False, "pieces": count, "twice": None, "missing": None}
+    written = _Intervals()
+    for section in (s for plan in plans for s in plan.sections):
+        table = section.table
+        for (memory, offset, stride), length in zip(table.local.tolist(), table.length.tolist(), strict=True):
+            written.add(memory, offset + stride * section.local.astype(np.int64), length)
+    twice, missing = 0, 0
+    needed = _needed(layout, lists)
+    for memory in needed.memories | written.memories:
+        start, end = written.sorted(memory)
+        twice += int((start[1:] < end[:-1]).sum())
+        heads = np.flatnonzero(np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))[: len(start)])
+        ends = np.maximum.reduceat(end, heads) if len(heads) else end
+        want, until = needed.sorted(memory)
+        at = np.searchsorted(start[heads], want, side="right") - 1
+        missing += int(((at < 0) | (np.append(ends, -1)[at] < until)).sum())
+    return {"checked": True, "pieces": count, "twice": twice, "missing": missing}
+
+
+class _Intervals:
+    """Byte ranges of memories."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[Int64s, int]]] = {}
+
+    @property
+    def memories(self) -> set[int]:
+        return set(self._found)
+
+    def add(self, memory: int, start: Int64s, length: int) -> None:
+        self._found.setdefault(memory, []).append((start, length))
+
+    def sorted(self, memory: int) -> tuple[Int64s, Int64s]:
+        found = self._found.get(memory, [])
+        start = np.concatenate([np.empty(0, np.int64), *(x for x, _ in found)])
+        end = np.concatenate([np.empty(0, np.int64), *(x + length for x, length in found)])
+        order = np.argsort(start)
+        return start[order], end[order]
+
+
+def _needed(layout: Layout, lists: BlockLists) -> _Intervals:
+    out = _Intervals()
+    for view in layout.views:
+        group, (first, ids) = layout.groups[view.group], lists.local[view.group]
+        if group.kind == "state":
+            place = (lists.num_tokens - 1) // group.block_size - first // group.block_size
+            spans = [(ids[place : place + 1] if first < lists.num_tokens else ids[:0], 0, 0)]
+        else:
+            spans = list(_spans(group, first, ids, lists.num_tokens))
+        for blocks, lo, hi in spans:
+            for part in view.parts if len(blocks) else ():
+                start, dims = view.offset + part.offset, []
+                for dim in part.dims:
+                    size = dim.size
+                    if group.kind != "state" and dim.name == TOKEN:
+                        begin, size = lo // part.tokens_per_entry, -(-hi // part.tokens_per_entry)
+                        start, size = start + begin * dim.stride, size - begin
+                    dims.append((size, dim.stride, dim.stride))
+                offsets, _, length = strided_pieces(part.itemsize, tuple(dims))
+                for offset in offsets.tolist():
+                    out.add(view.memory, start + offset + view.stride * blocks, length)
+    return out
+
+
+def _spans(group: Group, first: int, ids: Int64s, num_tokens: int) -> Iterator[tuple[Int64s, int, int]]:
+    """Kernel blocks of which the same tokens are needed: `(blocks, from, to)`."""
+    size, base = group.kernel_size, first // group.block_size * group.block_size
+    first = max(first, num_tokens - group.window + 1) if group.window else first
+    if first >= num_tokens:
+        return
+    kernels = np.arange(first // size, -(-num_tokens // size), dtype=np.int64)
+    blocks = ids[(kernels * size - base) // group.block_size] * group.ratio + kernels % group.ratio
+    lo, hi = np.maximum(first - kernels * size, 0), np.minimum(num_tokens - kernels * size, size)
+    for a, b in sorted(set(zip(lo.tolist(), hi.tolist(), strict=True))):
+        yield blocks[(lo == a) & (hi == b)], a, b
+
+
+# -- for people -------------------------------------------------------------------------------------------------
+
+
+def pictures(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[RenderableType]:
+    """Draw, for every axis that is cut alike, which remote rank gives what to which local rank."""
+    axes: dict[tuple[str, int], list[str]] = {}
+    for layout in (*local, *remote):
+        for view in layout.views:
+            for part in view.parts:
+                names = axes.setdefault((part.axis, part.extent if part.axis else 1), [])
+                if part.name not in names:
+                    names.append(part.name)
+    places = {(x.pp_stage, x.tp_rank): x for x in remote}
+    found: dict[str, list[tuple[Layout, Layout, Share]]] = {}
+    for layout in local:
+        answered = [
+            places[s, r]
+            for s in range(remote[0].pp_size)
+            for r in remote_ranks(layout.tp_rank, layout.tp_size, remote[0].tp_size)
+        ]
+        for other, shares in zip(answered, assign(layout, answered), strict=True):
+            for share in shares:
+                found.setdefault(share.a.name, []).append((layout, other, share))
+    for (axis, extent), names in axes.items():
+        # Parts that are cut alike in every rank share one picture.
+        alike: dict[tuple[_Reading, ...], list[str]] = {}
+        for name in names:
+            reads = tuple(sorted({(_place(a), _place(b), s.lo, s.hi) for a, b, s in found.get(name, [])}))
+            alike.setdefault(reads, []).append(name)
+        for shared, parts in alike.items():
+            yield _picture(axis, extent, parts, shared, local, remote)
+
+
+_Reading = tuple[str, str, int, int]
+"""Reader, source, and the range that is read."""
+
+
+def _picture(
+    axis: str,
+    extent: int,
+    parts: list[str],
+    reads: tuple[_Reading, ...],
+    local: Sequence[Layout],
+    remote: Sequence[Layout],
+) -> RenderableType:
+    number = {_place(x): i for i, x in enumerate(local)}
+    rows = []
+    for layout in remote:
+        mine = [r for r in reads if r[1] == _place(layout)]
+        segments: dict[tuple[float, float], list[str]] = {}
+        for name, _, lo, hi in mine:
+            segments.setdefault((lo, hi) if axis else (0, 1), []).append(name)
+        drawn = [
+            Segment(lo, hi, "to " + ", ".join(n), number[n[0]] if len(n) == 1 else len(local))
+            for (lo, hi), n in segments.items()
+        ]
+        if not mine:
+            spans = {p.held if axis else (0, 1) for v in layout.views for p in v.parts if p.name in parts}
+            drawn = [Segment(lo, hi, "not read") for lo, hi in spans]
+        rows.append(Bar(f"prefill {_place(layout)}", drawn))
+    for layout in local:
+        mine = [r for r in reads if r[0] == _place(layout)]
+        drawn = []
+        for _, other, lo, hi in mine:
+            start, end = (lo, hi) if axis else (0, 1)
+            drawn.append(Segment(start, end, f"from {other}", number[_place(layout)]))
+        rows.append(Bar(f"decode {_place(layout)}", drawn))
+    what = f"{extent} along {axis!r}" if axis else "the same on all ranks"
+    return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print a report."""
+    for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
+        stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
+        console.print(
+            f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}", highlight=False
+        )
+        for group in side["groups"]:
+            size = (
+                "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
+            )
+            ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
+            window = f", window {group['window']}" if group["window"] else ""
+            console.print(f"  group {group['name']}: {group['layers']} layers, {size}{ratio}{window}", highlight=False)
+    console.print()
+    if not report["plannable"]:
+        table = Table(
+            "decode", "prefill", "field", "local", "remote", title="Refused at the handshake", title_justify="left"
+        )
+        for rank in report["ranks"]:
+            for d in rank["refused"]:
+                table.add_row(rank["rank"], d["remote"], d["field"], str(d["local"]), str(d["remote_value"]))
+        console.print(table)
+        return
+    cached = f", of which {report['cached']} are cached" if report["cached"] else ""
+    console.print(f"[bold]A request of {report['tokens']:,} tokens[/bold]{cached}", highlight=False)
+    table = Table(box=None, padding=(0, 1))
+    for name in ("decode", "reads"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("what")
+    for name in ("bytes", "pieces\nper block", "descrip-\ntors", "if in\nruns", "posts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in report["ranks"]:
+        for read in rank["reads"]:
+            table.add_row(
+                rank["rank"],
+                read["remote"],
+                _what(read["parts"]),
+                _bytes(read["bytes"]),
+                "\n".join(str(n) for n in read["pieces_per_block"].values()),
+                f"{read['descriptors']:,}",
+                f"{read['descriptors_in_runs']:,}",
+                f"{read['posts']:,}",
+            )
+        if not rank["reads"]:
+            table.add_row(rank["rank"], "nobody", "", "0", "", "0", "0", "0")
+    console.print(table)
+    console.print(
+        "descriptors: contiguous pieces of the request. if in runs: what NIXL merges them to where blocks lie in runs "
+        "on both sides.\n",
+        highlight=False,
+    )
+    console.print(
+        "[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them",
+        highlight=False,
+    )
+    read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
+    for name, readers in report["owed"].items():
+        names = [f"{d}{'' if name in read_by[d] else ' (which reads nothing from it)'}" for d in readers]
+        console.print(f"  prefill {name}: decode {', '.join(names) or '... ranks not in this file'}", highlight=False)
+    console.print()
+    console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
+    for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
+        console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
+
+
+def _verdict(checks: Sequence[dict[str, Any]]) -> str:
+    pieces = sum(c["pieces"] for c in checks)
+    if not all(c["checked"] for c in checks):
+        return (
+            f"{pieces:,} pieces were not compared byte by byte: more than {MAX_CHECKED:,} on a rank; use fewer --tokens"
+        )
+    twice, missing = (sum(c[name] for c in checks) for name in ("twice", "missing"))
+    if twice or missing:
+        return (
+            f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, and {missing:,} that are needed "
+            f"are not written. This is a bug in asynckv: please report both files.[/red]"
+        )
+    return f"Every byte that the request needs is written exactly once: {pieces:,} pieces compared."
+
+
+def _what(parts: Sequence[dict[str, Any]]) -> str:
+    """One line per range: the parts that are cut alike."""
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for part in parts:
+        lines.setdefault((part["axis"], *part["range"], part["extent"], part["layers"]), []).append(part["part"])
+    out = []
+    for (axis, lo, hi, extent, layers), names in lines.items():
+        where = f"{axis} {lo}-{hi - 1} of {extent}" if axis else "whole"
+        out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
+    return "\n".join(out)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"

@@ -1,0 +1,136 @@
+"""Layouts as files, JSON or TOML, that people can read and write.
+
+A file holds the layouts of one engine's ranks: all of them, or some. On the wire the same structures are
+arrays without names; here every field is named, fields at their defaults are left out, and a name that is
+not known is refused together with the nearest that is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout
+from asynckv.errors import ConfigError, LayoutError
+
+__all__ = ["SCHEMA", "dump_layouts", "load_layouts"]
+
+SCHEMA = "asynckv.layout/1"
+
+_NESTED: dict[tuple[type[Struct], str], type[Struct]] = {
+    (Layout, "memories"): Memory,
+    (Layout, "groups"): Group,
+    (Layout, "views"): View,
+    (View, "parts"): Part,
+    (Part, "dims"): Dim,
+}
+_BY_POSITION = {Memory, Group, View, Part, Dim}
+
+
+def dump_layouts(layouts: Sequence[Layout]) -> str:
+    """Write an engine's ranks as JSON."""
+    ranks = [_plain(layout) for layout in layouts]
+    for rank in ranks:
+        rank.pop("schema", None)
+    return json.dumps({"schema": SCHEMA, "ranks": ranks}, indent=1) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Struct):
+        fields = msgspec.structs.fields(value)
+        return {f.name: _plain(x) for f in fields if (x := getattr(value, f.name)) != f.default or f.required}
+    return [_plain(x) for x in value] if isinstance(value, tuple) else value
+
+
+def load_layouts(path: Path) -> list[Layout]:
+    """Read an engine's ranks from a file; every layout is checked.
+
+    Raises:
+        ConfigError: Names the file, the field and what is wrong with it.
+    """
+    try:
+        raw = path.read_bytes()
+    except OSError as exc:
+        raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
+    kind = "TOML" if path.suffix.lower() == ".toml" else "JSON"
+    try:
+        found: Any = tomllib.loads(raw.decode("utf-8")) if kind == "TOML" else json.loads(raw)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{path}: is not {kind}: {exc}") from exc
+    try:
+        return _ranks(found)
+    except LayoutError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+
+
+def _ranks(found: Any) -> list[Layout]:
+    if not isinstance(found, dict):
+        raise LayoutError("holds no table of fields")
+    _only("", found, ("schema", "ranks"))
+    if found.get("schema") != SCHEMA:
+        raise LayoutError(f"schema is {found.get('schema')!r}, but this version reads {SCHEMA!r}; write the file anew")
+    ranks = found.get("ranks")
+    if not isinstance(ranks, list) or not ranks:
+        raise LayoutError("ranks is not a list of one or more layouts")
+    layouts = []
+    for i, rank in enumerate(ranks):
+        layout = msgspec.convert(_built(Layout, rank, f"ranks[{i}]"), Layout)
+        try:
+            check_layout(layout)
+        except LayoutError as exc:
+            raise LayoutError(f"ranks[{i}]: {exc}") from exc
+        layouts.append(layout)
+    places = [(x.pp_stage, x.tp_rank) for x in layouts]
+    sizes = {(x.pp_size, x.tp_size) for x in layouts}
+    if len(set(places)) != len(places) or len(sizes) > 1:
+        raise LayoutError(
+            f"ranks have (pp_stage, tp_rank) {places[:16]} of (pp_size, tp_size) {sorted(sizes)}; a file holds "
+            f"different ranks of one engine"
+        )
+    return layouts
+
+
+def _only(where: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise LayoutError(f"{where + '.' if where else ''}{name} is unknown; {hint}Known: {', '.join(known)}")
+
+
+def _built(kind: type[Struct], given: Any, where: str) -> Any:
+    """Check one table of fields against a structure, and return it as the structure itself."""
+    if not isinstance(given, dict):
+        raise LayoutError(f"{where} is not a table of fields")
+    fields = msgspec.structs.fields(kind)
+    _only(where, given, [f.name for f in fields])
+    values: dict[str, Any] = {}
+    for field in fields:
+        if field.name not in given:
+            if field.required:
+                raise LayoutError(f"{where}.{field.name} is missing")
+            continue
+        value = given[field.name]
+        nested = _NESTED.get((kind, field.name))
+        if nested is not None:
+            if not isinstance(value, list):
+                raise LayoutError(f"{where}.{field.name} is not a list")
+            value = tuple(_built(nested, x, f"{where}.{field.name}[{i}]") for i, x in enumerate(value))
+            if not value:
+                raise LayoutError(f"{where}.{field.name} is empty")
+        else:
+            try:
+                value = msgspec.convert(value, field.type)
+            except msgspec.ValidationError as exc:
+                text = re.sub(r" - at `\$.*`$", "", str(exc))
+                raise LayoutError(f"{where}.{field.name} is {value!r:.80}: {text}") from exc
+        values[field.name] = value
+    return kind(**values)

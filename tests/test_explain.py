@@ -1,0 +1,200 @@
+"""A transfer explained from two files says what an engine would do."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from asynckv import cli
+from asynckv.core.layout import Layout
+from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
+from asynckv.core.sources import assign
+from asynckv.core.types import BlockRuns
+from asynckv.errors import ConfigError
+from asynckv.explain import _written_once, explain, pictures, show
+from asynckv.layouts import model_layout
+from asynckv.models import PRESETS, Heads, Latent, Model
+from asynckv.observe.pictures import to_svg
+
+
+def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:
+    chosen = PRESETS[model].resized(layers=4) if isinstance(model, str) else model
+    return [
+        model_layout(chosen, tp_rank=r, tp_size=tp, pp_stage=s, pp_size=pp, **{"num_blocks": 256, **sizes})
+        for s in range(pp)
+        for r in range(tp)
+    ]
+
+
+def text(report: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    show(report, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+def test_a_llama_from_four_ranks_to_two() -> None:
+    report = explain(ranks("llama-3.1-8b", 2), ranks("llama-3.1-8b", 4, order="hnd"), 1024, 0)
+    assert report["plannable"]
+    reads = {r["rank"]: [x["remote"] for x in r["reads"]] for r in report["ranks"]}
+    assert reads == {"tp0": ["tp0", "tp1"], "tp1": ["tp2", "tp3"]}
+    assert report["owed"] == {"tp0": ["tp0"], "tp1": ["tp0"], "tp2": ["tp1"], "tp3": ["tp1"]}
+    assert sum(r["bytes"] for r in report["ranks"]) == 1024 * 4 * 2 * 8 * 128 * 2
+    assert report["written_exactly_once"]
+    shown = text(report)
+    assert "k, v: head 0-1 of 8 (4 layers)" in shown
+    assert "prefill tp3: decode tp1" in shown
+
+
+def test_a_deepseek_reads_one_replica_and_releases_all() -> None:
+    report = explain(ranks("deepseek-v3", 1), ranks("deepseek-v3", 8), 1000, 0)
+    [rank] = report["ranks"]
+    assert [r["remote"] for r in rank["reads"]] == ["tp0"]
+    assert rank["releases"] == [f"tp{r}" for r in range(8)]
+    # 63 blocks of one piece per layer, that merge where they lie in runs.
+    assert (rank["reads"][0]["descriptors"], rank["reads"][0]["descriptors_in_runs"]) == (63 * 4, 4)
+    assert "prefill tp5: decode tp0 (which reads nothing from it)" in text(report)
+
+
+def test_a_hybrid_from_one_rank_to_four_with_a_prefix() -> None:
+    model = PRESETS["nemotron-h-8b"].resized(layers=4)
+    report = explain(ranks(model, 4), ranks(model, 1, block_size=48), 1000, 500)
+    rows = {(p["part"], tuple(p["range"])) for p in report["ranks"][3]["reads"][0]["parts"]}
+    assert {("conv_x", (96, 128)), ("conv_b", (6, 8)), ("state", (96, 128)), ("k", (6, 8))} <= rows
+    kv = (1008 - 500) * 2 * 2 * 128 * 2
+    assert report["ranks"][0]["bytes"] == kv + model.state_bytes() // 4
+
+
+def test_stages_and_a_full_hit() -> None:
+    report = explain(ranks("gpt-oss-20b", 1, 2), ranks("gpt-oss-20b", 2, 1), 700, 0)
+    assert [len(r["reads"]) for r in report["ranks"]] == [2, 2]
+    assert report["owed"]["tp1"] == ["pp0/tp0", "pp1/tp0"]
+    hit = explain(ranks("gpt-oss-20b", 1), ranks("gpt-oss-20b", 2), 700, 700)
+    assert hit["plannable"]
+    assert hit["ranks"][0]["bytes"] == 0
+    assert "nobody" in text(hit)
+
+
+def test_a_refusal_is_a_table_of_fields() -> None:
+    here, there = ranks(Model("a", (Heads(8, 64),)), 1), ranks(Model("b", (Heads(8, 32),)), 2)
+    report = explain(here, there, 100, 0)
+    assert not report["plannable"]
+    fields = {d["field"] for d in report["ranks"][0]["refused"]}
+    assert "model" in fields
+    assert any("dims" in f for f in fields)
+    shown = text(report)
+    assert "Refused at the handshake" in shown
+    assert "dim=64" in shown
+
+
+def test_a_rank_whose_source_is_missing_is_bad_input() -> None:
+    with pytest.raises(ConfigError, match=r"holds 2 of its engine's 4 ranks, but decode tp0 answers for .* \[\(0, 2\)"):
+        explain(ranks("llama-3.1-8b", 1), ranks("llama-3.1-8b", 4)[:2], 100, 0)
+    report = explain(ranks("llama-3.1-8b", 2)[:1], ranks("llama-3.1-8b", 4)[:2], 100, 0)
+    assert report["plannable"]
+    assert not report["whole_group"]
+
+
+def test_a_gap_and_a_pool_too_small_are_refused() -> None:
+    there = ranks("llama-3.1-8b", 2)
+    there[1] = msgspec.structs.replace(there[0], tp_rank=1)
+    report = explain(ranks("llama-3.1-8b", 1), there, 100, 0)
+    assert "held ranges" in report["ranks"][0]["refused"][0]["field"]
+    small = explain(ranks("llama-3.1-8b", 1, num_blocks=3), ranks("llama-3.1-8b", 1), 100, 0)
+    assert "declares 3 blocks, but 100 tokens need 7" in small["ranks"][0]["refused"][0]["field"]
+
+
+def test_a_byte_written_twice_or_never_is_seen() -> None:
+    here, there = ranks("nemotron-h-8b", 1)[0], ranks("nemotron-h-8b", 2)
+    shares = assign(here, there)
+    maps = [PeerMap(here, other, s, itertools.count(1)) for other, s in zip(there, shares, strict=True)]
+    lists = BlockLists([(0, np.arange(3)), (0, np.arange(3))], [BlockRuns(0, ((0, 3),))] * 2, 40)
+    plans = [plan_read(peer, lists) for peer in maps]
+    check = _written_once(here, plans, lists)
+    assert (check["twice"], check["missing"]) == (0, 0)
+    assert _written_once(here, [plans[0]], lists)["missing"] > 0
+    assert _written_once(here, [*plans, plans[1]], lists)["twice"] == plans[1].num_descriptors
+    fewer = Plan(plans[1].sections[:-1])
+    assert _written_once(here, [plans[0], fewer], lists)["missing"] > 0
+
+
+@pytest.mark.parametrize("model", PRESETS)
+@pytest.mark.parametrize(("tp", "remote_tp", "cached"), [(2, 3, 0), (3, 1, 77), (1, 2, 999)])
+def test_every_family_is_written_exactly_once(model: str, tp: int, remote_tp: int, cached: int) -> None:
+    if not all(isinstance(layer, Latent) for layer in PRESETS[model].layers):
+        # Three ranks share what is on all of them; heads are divided by powers of two.
+        tp, remote_tp = {3: 4}.get(tp, tp), {3: 4}.get(remote_tp, remote_tp)
+    here, there = ranks(model, tp, block_size=48), ranks(model, remote_tp, order="hnd")
+    report = explain(here, there, 1000, cached)
+    assert report["plannable"]
+    assert report["written_exactly_once"]
+
+
+def test_pictures_show_every_reader() -> None:
+    svg = to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
+    assert svg.startswith("<svg")
+    for word in ("prefill", "decode", "conv_x", "from"):
+        assert word in svg
+    assert svg == to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
+
+
+def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
+    try:
+        cli.main()
+        status = 0
+    except SystemExit as exc:
+        status = int(exc.code or 0)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_command_line_from_model_to_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there, drawn = (str(tmp_path / name) for name in ("decode.json", "prefill.json", "plan.svg"))
+    for path, more in ((here, ["--tp", "2"]), (there, ["--tp", "4", "--order", "hnd"])):
+        argv = ["layout", "--model", "llama-3.1-8b", "--layers", "4", *more, "-o", path]
+        assert run(argv, monkeypatch, capsys) == (0, "", "")
+    status, out, err = run(["plan", here, there, "--json", "-", "--picture", drawn], monkeypatch, capsys)
+    assert status == 0
+    assert json.loads(out)["plannable"] is True
+    assert "Who releases whom" in err
+    assert Path(drawn).read_text().startswith("<svg")
+    other = str(tmp_path / "other.json")
+    run(["layout", "--layers", "4", "--head-dim", "64", "-o", other], monkeypatch, capsys)
+    status, out, err = run(["plan", here, other], monkeypatch, capsys)
+    assert status == 1
+    assert "Refused" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["plan", "/none/a.json", "/none/b.json"], "/none/a.json: No such file"),
+        (["plan", "/none/a", "/none/b", "--tokens", "0"], "--tokens 0"),
+        (["plan", "/none/a", "/none/b", "--json", "-", "--picture", "-"], "cannot share stdout"),
+        (["layout", "--tp", "4", "--rank", "4"], "--rank 4 is outside its group of 4"),
+        (["layout", "--pp", "2", "--stage", "-1"], "--stage -1 is outside its group of 2"),
+        (["layout", "--tp", "3"], "--tp 3: "),
+        (["layout", "--tp", "0"], "--tp 0 is outside"),
+        (["layout", "--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),
+        (["layout", "-o", "/none/x.json"], "--output /none/x.json: cannot be written"),
+        (["layout", "--num-blocks", "0"], "--num-blocks 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(argv, monkeypatch, capsys)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
