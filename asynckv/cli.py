@@ -181,6 +181,12 @@ def bench(
     concurrency: Annotated[
         int, typer.Option(help="Pulls in flight on each decode rank (closed loop).", rich_help_panel=WORK)
     ] = 16,
+    warmup: Annotated[
+        int,
+        typer.Option(
+            help="Requests before the clock runs, so that figures hold no first connections.", rich_help_panel=WORK
+        ),
+    ] = 1,
     block_order: Annotated[
         BlockOrder, typer.Option(help="Whether a request's blocks lie in runs or anywhere.", rich_help_panel=WORK)
     ] = BlockOrder.runs,
@@ -216,7 +222,7 @@ def bench(
         str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = None,
     log: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="Write all processes' structured logs there, as JSON lines.", rich_help_panel=OUT, metavar="FILE"
         ),
@@ -270,6 +276,7 @@ def bench(
         decode=decode,
         prefix_hit=prefix_hit,
         concurrency=concurrency,
+        warmup=warmup,
         block_order=block_order.value,
         verify=verify.value,
         seed=seed,
@@ -365,6 +372,11 @@ def layout(
     for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
         if not 1 <= number <= MOST:
             raise ConfigError(f"{name} {number} is outside 1 ... {MOST}")
+    if not 1 <= ratio <= block_size <= MOST or block_size % ratio:
+        raise ConfigError(
+            f"--ratio {ratio} does not divide --block-size {block_size} (1 ... {MOST}); a block is so many kernel "
+            f"blocks of equal size"
+        )
     try:
         made = [
             model_layout(
@@ -418,22 +430,25 @@ def plan(
     from asynckv.layout_file import load_layouts
     from asynckv.observe.pictures import to_svg
 
-    if not 1 <= tokens <= 1 << 30:
-        raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 30}")
+    if not 1 <= tokens <= 1 << 24:
+        raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
     if json == "-" and picture == "-":
         raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
     mine, theirs = load_layouts(local), load_layouts(remote)
-    report = explain.explain(mine, theirs, tokens, cached_tokens(prefix_hit, tokens))
+    cached = cached_tokens(prefix_hit, tokens)
+    report = explain.explain(mine, theirs, tokens, cached)
     if json is not None:
         _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     console = Console(stderr="-" in (json, picture))
     explain.show(report, console)
     if report["plannable"]:
-        drawn = list(explain.pictures(mine, theirs))
+        drawn = list(explain.pictures(mine, theirs, report))
         if picture is not None:
             _write("--picture", picture, to_svg(*drawn, name="asynckv-plan"))
         for each in drawn:
             console.print(each, highlight=False)
+    elif picture is not None:
+        console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
     raise typer.Exit(0 if report["plannable"] else 1)
 
 
@@ -448,9 +463,12 @@ def _write(option: str, target: str, text: str) -> None:
         raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 
 
-def _log_path(path: Path | None) -> str:
-    if path is None:
+def _log_path(target: str | None) -> str:
+    if target is None:
         return ""
+    if target == "-":
+        raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
+    path = Path(target)
     try:
         path.write_text("")
     except OSError as exc:
@@ -503,7 +521,14 @@ def _bench(options: Any, json: str | None) -> int:
 def main() -> None:
     """Run the command line; errors are one line on stderr."""
     try:
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:
+        sys.exit(130)
+    except USAGE_ERROR as exc:
+        if not exc.format_message():
+            # Without arguments: the help has been printed.
+            sys.exit(2)
+        _fail(_usage(exc), exc.exit_code)
     except ConfigError as exc:
         _fail(exc, 2)
     except AsyncKVError as exc:
@@ -512,7 +537,19 @@ def main() -> None:
         sys.exit(130)
 
 
-def _fail(exc: Exception, status: int) -> None:
+USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What wrong options raise: of click, or of the copy of it that newer releases of typer have inside."""
+
+
+def _usage(exc: Any) -> str:
+    """Say what is wrong with an option in one line."""
+    context = getattr(exc, "ctx", None)
+    hint = f"; see {context.command_path} --help" if context is not None else ""
+    text = " ".join(exc.format_message().split()).rstrip(".").replace("Value error, ", "")
+    return f"{text}{hint}"
+
+
+def _fail(exc: object, status: int) -> None:
     print(f"asynckv: {exc}", file=sys.stderr)
     sys.exit(status)
 

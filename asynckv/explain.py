@@ -16,17 +16,27 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from asynckv.config import PullConfig
-from asynckv.core.layout import TOKEN, Group, Layout, runs_of, strided_pieces
+from asynckv.core.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
 from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
 from asynckv.core.sources import NotCovered, Share, assign, compare
 from asynckv.core.topology import remote_ranks
-from asynckv.core.types import BlockRuns
+from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
+from asynckv.observe.console import printable
 from asynckv.observe.pictures import Bar, Segment, bars
 
 __all__ = ["SCHEMA", "explain", "pictures", "show"]
 
 SCHEMA = "asynckv.plan/1"
+LEGEND = (
+    "bytes: a last, partly filled block is read to its end.",
+    "pieces per block: stretches that are contiguous on both sides, in all layers of a group, one line per group; a "
+    "state counts as one block.",
+    "descriptors: pieces of the whole request. if in runs: what is left of them where its blocks lie in runs on both "
+    "sides and neighbours merge.",
+    "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
+)
+MANY_PIECES = 8
 MAX_CHECKED = 4_000_000
 """Most pieces per rank whose destinations are compared one by one."""
 
@@ -110,6 +120,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         "releases": [_place(x) for x in answered],
         "refused": [],
         "warnings": [],
+        "hints": [],
         "reads": [],
         "bytes": 0,
         "written_once": None,
@@ -127,7 +138,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
             PeerMap(layout, other, s, itertools.count(1)) if s else None
             for other, s in zip(answered, shares, strict=True)
         ]
-        lists = _request(layout, answered[0], num_tokens, cached)
+        lists = _request(layout, answered, num_tokens, cached)
         plans = [plan_read(peer, lists) if peer is not None else None for peer in maps]
     except NotCovered as exc:
         row["refused"] = [
@@ -141,47 +152,52 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         if peer is None or plan is None or not plan.num_descriptors:
             continue
         row["warnings"] += peer.warnings
+        row["hints"] += [h for h in _hints(peer, share) if h not in row["hints"]] if not peer.warnings else []
         row["reads"].append(_read(_place(other), peer, plan, share))
     row["bytes"] = sum(read["bytes"] for read in row["reads"])
     row["written_once"] = _written_once(layout, [p for p in plans if p is not None], lists)
     return row
 
 
-def _request(local: Layout, remote: Layout, num_tokens: int, cached: int) -> BlockLists:
+def _request(local: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> BlockLists:
     """A request whose blocks lie in runs on both sides, as an allocator gives them at best."""
-
-    def lists(layout: Layout, first: int) -> list[tuple[int, list[int | None]]]:
-        out: list[tuple[int, list[int | None]]] = []
-        for group in layout.groups:
-            count = -(-num_tokens // group.block_size) - first // group.block_size
-            keep = max(0, num_tokens - group.window) if group.window else 0
-            if group.kind == "state":
-                keep = max(0, num_tokens - 1)
-            null = max(0, keep // group.block_size - first // group.block_size)
-            out.append((first, [None] * min(null, count) + list(range(max(count - null, 0)))))
-            if first >= num_tokens:
-                out[-1] = (first, [])
-        return out
-
-    # Ids beyond what a small pool declares say nothing about the geometry.
-    big = [_roomy(x, num_tokens) for x in (local, remote)]
-    offers = [BlockRuns(first, runs_of(ids)) for first, ids in lists(big[1], 0)]
-    return BlockLists(check_block_ids(big[0], lists(big[0], cached)), offers, num_tokens)
+    offers = [_lists("prefill", layout, num_tokens, 0) for layout in answered]
+    mine = check_block_ids(local, _lists("decode", local, num_tokens, cached))
+    return BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
 
 
-def _roomy(layout: Layout, num_tokens: int) -> Layout:
-    for group in layout.groups:
-        need = min(-(-num_tokens // group.block_size), 1 << 30)
+def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple[int, list[int | None]]]:
+    """Give every group its blocks; groups that share memory take theirs from one pool."""
+    pool_of = pools(layout)
+    nulls: dict[int, set[int]] = {}
+    for pool, group in zip(pool_of, layout.groups, strict=True):
+        nulls.setdefault(pool, set()).add(group.null_block)
+    taken = dict.fromkeys(pool_of, 0)
+    out: list[tuple[int, list[int | None]]] = []
+    for pool, group in zip(pool_of, layout.groups, strict=True):
+        if first >= num_tokens:
+            out.append((first, []))
+            continue
+        start, count = first // group.block_size, -(-num_tokens // group.block_size)
+        keep = max(0, num_tokens - group.window) if group.window else 0
         if group.kind == "state":
-            need = 1
-        elif group.window:
-            need = min(need, group.window // group.block_size + 2)
-        if group.num_blocks < need:
-            raise PlanRefused(
-                f"group {group.name!r} of {_place(layout)} declares {group.num_blocks} blocks, but {num_tokens} tokens "
-                f"need {need}; use fewer --tokens, or a layout with more --num-blocks"
+            keep = num_tokens - 1
+        null = max(keep // group.block_size, start)
+        begin = taken[pool]
+        end = begin + count - null
+        for placeholder in sorted(nulls[pool]):
+            end += begin <= placeholder < end
+        if end > group.num_blocks:
+            raise ConfigError(
+                f"--tokens {num_tokens} does not fit: group {group.name!r} of {side} {_place(layout)} declares "
+                f"{group.num_blocks} blocks of {group.block_size} tokens, but {count - null} are needed"
+                f"{f' beside the {begin} of groups in the same memory' if begin else ''}; use fewer --tokens, or write "
+                f"the layout with more --num-blocks"
             )
-    return layout
+        ids = [i for i in range(begin, end) if i not in nulls[pool]]
+        taken[pool] = end
+        out.append((first, [None] * (null - start) + ids))
+    return out
 
 
 def _read(name: str, peer: PeerMap, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
@@ -207,6 +223,18 @@ def _read(name: str, peer: PeerMap, plan: Plan, shares: Sequence[Share]) -> dict
         "descriptors_in_runs": sum(post.num_descriptors for post in posts),
         "posts": len(posts),
     }
+
+
+def _hints(peer: PeerMap, shares: Sequence[Share]) -> Iterator[str]:
+    """Say where another memory order would save most pieces."""
+    for group, remote_group in peer.pairs:
+        layers = len({s.here.layer for s in shares if s.here.group == group})
+        rows = max((t.num_rows for t in peer.regular if t.cut[:2] == (group, remote_group)), default=0)
+        if peer.local.groups[group].kind == "tokens" and rows > MANY_PIECES * layers:
+            yield (
+                f"group {peer.local.groups[group].name} takes {rows / layers:.0f} pieces per block and layer; where "
+                f"each head's tokens lie together on both sides (asynckv layout --order hnd) it takes few"
+            )
 
 
 def _written_once(layout: Layout, plans: Sequence[Plan], lists: BlockLists) -> dict[str, Any]:
@@ -289,15 +317,24 @@ def _spans(group: Group, first: int, ids: Int64s, num_tokens: int) -> Iterator[t
     kernels = np.arange(first // size, -(-num_tokens // size), dtype=np.int64)
     blocks = ids[(kernels * size - base) // group.block_size] * group.ratio + kernels % group.ratio
     lo, hi = np.maximum(first - kernels * size, 0), np.minimum(num_tokens - kernels * size, size)
+    given = ids[(kernels * size - base) // group.block_size] != NULL
     for a, b in sorted(set(zip(lo.tolist(), hi.tolist(), strict=True))):
-        yield blocks[(lo == a) & (hi == b)], a, b
+        yield blocks[given & (lo == a) & (hi == b)], a, b
 
 
 # -- for people -------------------------------------------------------------------------------------------------
 
 
-def pictures(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[RenderableType]:
-    """Draw, for every axis that is cut alike, which remote rank gives what to which local rank."""
+def pictures(
+    local: Sequence[Layout], remote: Sequence[Layout], report: dict[str, Any] | None = None
+) -> Iterator[RenderableType]:
+    """Draw, for every axis that is cut alike, which remote rank gives what to which local rank.
+
+    With a report only what its request reads; otherwise what a request reads of which nothing is cached.
+    """
+    read_by = None
+    if report is not None:
+        read_by = {(r["rank"], x["remote"], p["part"]) for r in report["ranks"] for x in r["reads"] for p in x["parts"]}
     axes: dict[tuple[str, int], list[str]] = {}
     for layout in (*local, *remote):
         for view in layout.views:
@@ -315,7 +352,8 @@ def pictures(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[Rend
         ]
         for other, shares in zip(answered, assign(layout, answered), strict=True):
             for share in shares:
-                found.setdefault(share.a.name, []).append((layout, other, share))
+                if read_by is None or (_place(layout), _place(other), share.a.name) in read_by:
+                    found.setdefault(share.a.name, []).append((layout, other, share))
     for (axis, extent), names in axes.items():
         # Parts that are cut alike in every rank share one picture.
         alike: dict[tuple[_Reading, ...], list[str]] = {}
@@ -340,6 +378,10 @@ def _picture(
 ) -> RenderableType:
     number = {_place(x): i for i, x in enumerate(local)}
     rows = []
+
+    def held(layout: Layout) -> list[tuple[float, float]]:
+        return sorted({p.held if axis else (0, 1) for v in layout.views for p in v.parts if p.name in parts})
+
     for layout in remote:
         mine = [r for r in reads if r[1] == _place(layout)]
         segments: dict[tuple[float, float], list[str]] = {}
@@ -350,15 +392,18 @@ def _picture(
             for (lo, hi), n in segments.items()
         ]
         if not mine:
-            spans = {p.held if axis else (0, 1) for v in layout.views for p in v.parts if p.name in parts}
-            drawn = [Segment(lo, hi, "not read") for lo, hi in spans]
+            drawn = [Segment(lo, hi, "not read") for lo, hi in held(layout)]
         rows.append(Bar(f"prefill {_place(layout)}", drawn))
     for layout in local:
         mine = [r for r in reads if r[0] == _place(layout)]
-        drawn = []
+        sources: dict[tuple[float, float], list[str]] = {}
         for _, other, lo, hi in mine:
-            start, end = (lo, hi) if axis else (0, 1)
-            drawn.append(Segment(start, end, f"from {other}", number[_place(layout)]))
+            sources.setdefault((lo, hi) if axis else (0, 1), []).append(other)
+        drawn = [
+            Segment(lo, hi, "from " + ", ".join(n), number[_place(layout)]) for (lo, hi), n in sorted(sources.items())
+        ]
+        if not mine:
+            drawn = [Segment(lo, hi, "nothing read") for lo, hi in held(layout)]
         rows.append(Bar(f"decode {_place(layout)}", drawn))
     what = f"{extent} along {axis!r}" if axis else "the same on all ranks"
     return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows)
@@ -366,6 +411,7 @@ def _picture(
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a report."""
+    report = printable(report)
     for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
         console.print(
@@ -380,16 +426,11 @@ def show(report: dict[str, Any], console: Console) -> None:
             console.print(f"  group {group['name']}: {group['layers']} layers, {size}{ratio}{window}", highlight=False)
     console.print()
     if not report["plannable"]:
-        table = Table(
-            "decode", "prefill", "field", "local", "remote", title="Refused at the handshake", title_justify="left"
-        )
-        for rank in report["ranks"]:
-            for d in rank["refused"]:
-                table.add_row(rank["rank"], d["remote"], d["field"], str(d["local"]), str(d["remote_value"]))
-        console.print(table)
+        _show_refusal(report, console)
         return
-    cached = f", of which {report['cached']} are cached" if report["cached"] else ""
-    console.print(f"[bold]A request of {report['tokens']:,} tokens[/bold]{cached}", highlight=False)
+    cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
+    plural = "s" if report["tokens"] > 1 else ""
+    console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}", highlight=False)
     table = Table(box=None, padding=(0, 1))
     for name in ("decode", "reads"):
         table.add_column(name, no_wrap=True)
@@ -403,7 +444,7 @@ def show(report: dict[str, Any], console: Console) -> None:
                 read["remote"],
                 _what(read["parts"]),
                 _bytes(read["bytes"]),
-                "\n".join(str(n) for n in read["pieces_per_block"].values()),
+                "\n".join(f"{n:,}" for n in read["pieces_per_block"].values()),
                 f"{read['descriptors']:,}",
                 f"{read['descriptors_in_runs']:,}",
                 f"{read['posts']:,}",
@@ -411,11 +452,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         if not rank["reads"]:
             table.add_row(rank["rank"], "nobody", "", "0", "", "0", "0", "0")
     console.print(table)
-    console.print(
-        "descriptors: contiguous pieces of the request. if in runs: what NIXL merges them to where blocks lie in runs "
-        "on both sides.\n",
-        highlight=False,
-    )
+    for legend in LEGEND:
+        console.print(f"  {legend}", highlight=False, style="dim")
+    console.print()
     console.print(
         "[bold]Who releases whom[/bold]: a prefill rank's blocks are free once these have released them",
         highlight=False,
@@ -426,12 +465,16 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"  prefill {name}: decode {', '.join(names) or '... ranks not in this file'}", highlight=False)
     console.print()
     console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
+    for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
+        console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
 
 
 def _verdict(checks: Sequence[dict[str, Any]]) -> str:
     pieces = sum(c["pieces"] for c in checks)
+    if not pieces:
+        return "Nothing needs to be read."
     if not all(c["checked"] for c in checks):
         return (
             f"{pieces:,} pieces were not compared byte by byte: more than {MAX_CHECKED:,} on a rank; use fewer --tokens"
@@ -442,7 +485,37 @@ def _verdict(checks: Sequence[dict[str, Any]]) -> str:
             f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, and {missing:,} that are needed "
             f"are not written. This is a bug in asynckv: please report both files.[/red]"
         )
-    return f"Every byte that the request needs is written exactly once: {pieces:,} pieces compared."
+    return (
+        f"Every byte that the request needs is written exactly once: {pieces:,} pieces compared with what the decode "
+        f"layouts say."
+    )
+
+
+def _show_refusal(report: dict[str, Any], console: Console) -> None:
+    console.print("[bold red]Refused at the handshake[/bold red]")
+    rows: dict[tuple[str, str, str], tuple[list[str], list[str]]] = {}
+    for rank in report["ranks"]:
+        for d in rank["refused"]:
+            if d["remote"]:
+                key = d["field"], _shortened(d["local"]), _shortened(d["remote_value"])
+                for names, name in zip(rows.setdefault(key, ([], [])), (rank["rank"], d["remote"]), strict=True):
+                    names += [name] if name not in names else []
+            else:
+                values = f": {d['local']} here, {d['remote_value']} there" if d["local"] or d["remote_value"] else ""
+                console.print(f"  decode {rank['rank']}: {d['field']}{values}", highlight=False)
+    table = Table("decode", "prefill", "field", "local", "remote")
+    for (field, mine, theirs), (here, there) in rows.items():
+        table.add_row(_names(here), _names(there), field, mine, theirs)
+    if rows:
+        console.print(table)
+
+
+def _shortened(value: object) -> str:
+    return ", ".join(str(x) for x in value) if isinstance(value, list | tuple) else str(value)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])}, ... {names[-1]}"
 
 
 def _what(parts: Sequence[dict[str, Any]]) -> str:

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -75,8 +75,10 @@ def _ranks(found: Any) -> list[Layout]:
     if not isinstance(found, dict):
         raise LayoutError("holds no table of fields")
     _only("", found, ("schema", "ranks"))
-    if found.get("schema") != SCHEMA:
-        raise LayoutError(f"schema is {found.get('schema')!r}, but this version reads {SCHEMA!r}; write the file anew")
+    if "schema" not in found:
+        raise LayoutError(f"schema is missing; this version reads {SCHEMA!r}")
+    if found["schema"] != SCHEMA:
+        raise LayoutError(f"schema is {found['schema']!r:.80}, but this version reads {SCHEMA!r}; write the file anew")
     ranks = found.get("ranks")
     if not isinstance(ranks, list) or not ranks:
         raise LayoutError("ranks is not a list of one or more layouts")
@@ -101,9 +103,15 @@ def _ranks(found: Any) -> list[Layout]:
 def _only(where: str, given: dict[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise LayoutError(f"{where + '.' if where else ''}{name} is unknown; {hint}Known: {', '.join(known)}")
+            near = max(known, key=lambda k: _likeness(name, k))
+            hint = f"did you mean {near!r}? " if _likeness(name, near) > 0.5 else ""
+            shown = name if name.isprintable() and len(name) < 64 else f"{name!r:.64}"
+            raise LayoutError(f"{where + '.' if where else ''}{shown} is unknown; {hint}Known: {', '.join(known)}")
+
+
+def _likeness(name: str, known: str) -> float:
+    # Who writes pp_rank means pp_stage rather than tp_rank.
+    return difflib.SequenceMatcher(None, name[:64], known).ratio() + 0.4 * (name[:3] == known[:3])
 
 
 def _built(kind: type[Struct], given: Any, where: str) -> Any:
@@ -131,6 +139,8 @@ def _built(kind: type[Struct], given: Any, where: str) -> Any:
                 value = msgspec.convert(value, field.type)
             except msgspec.ValidationError as exc:
                 text = re.sub(r" - at `\$.*`$", "", str(exc))
+                if get_origin(field.type) is Literal:
+                    text = f"use one of {', '.join(map(repr, get_args(field.type)))}"
                 raise LayoutError(f"{where}.{field.name} is {value!r:.80}: {text}") from exc
         values[field.name] = value
     return kind(**values)

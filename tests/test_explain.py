@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from asynckv import cli
-from asynckv.core.layout import Layout
+from asynckv.core.layout import Group, Layout, Memory, View, check_layout, dense_part
 from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
 from asynckv.core.sources import assign
 from asynckv.core.types import BlockRuns
@@ -108,8 +108,10 @@ def test_a_gap_and_a_pool_too_small_are_refused() -> None:
     there[1] = msgspec.structs.replace(there[0], tp_rank=1)
     report = explain(ranks("llama-3.1-8b", 1), there, 100, 0)
     assert "held ranges" in report["ranks"][0]["refused"][0]["field"]
-    small = explain(ranks("llama-3.1-8b", 1, num_blocks=3), ranks("llama-3.1-8b", 1), 100, 0)
-    assert "declares 3 blocks, but 100 tokens need 7" in small["ranks"][0]["refused"][0]["field"]
+    with pytest.raises(
+        ConfigError, match=r"--tokens 100 .*decode tp0 declares 3 blocks of 16 tokens, but 7 are needed"
+    ):
+        explain(ranks("llama-3.1-8b", 1, num_blocks=3), ranks("llama-3.1-8b", 1), 100, 0)
 
 
 def test_a_byte_written_twice_or_never_is_seen() -> None:
@@ -138,11 +140,65 @@ def test_every_family_is_written_exactly_once(model: str, tp: int, remote_tp: in
     assert report["written_exactly_once"]
 
 
+@pytest.mark.parametrize("nulls", [(0, 0), (0, -1), (-1, 0), (7, 3)])
+def test_placeholders_are_never_given_to_a_request(nulls: tuple[int, int]) -> None:
+    def vllm(layouts: list[Layout], null: int) -> list[Layout]:
+        return [
+            msgspec.structs.replace(
+                x, groups=tuple(msgspec.structs.replace(g, null_block=null, num_blocks=64) for g in x.groups)
+            )
+            for x in layouts
+        ]
+
+    here, there = (vllm(ranks("bamba-9b", tp), null) for tp, null in zip((2, 1), nulls, strict=True))
+    report = explain(here, there, 1000, 100)
+    assert report["written_exactly_once"]
+    # 64 blocks with a placeholder among them hold one block less.
+    if nulls[0] >= 0:
+        with pytest.raises(ConfigError, match="64 blocks of 16 tokens, but 64 are needed"):
+            explain(here, there, 1024, 0)
+
+
+def shared_pages() -> list[Layout]:
+    """Two groups in one memory, as vLLM's hybrid allocator places them."""
+    parts = tuple(
+        dense_part(name, "bfloat16", [("token", 16), ("head", 8), ("dim", 64)], offset=i * 16 * 8 * 64 * 2)
+        for i, name in enumerate("kv")
+    )
+    page = 2 * 16 * 8 * 64 * 2
+    groups = (Group("full", 16, 80), Group("window", 16, 80, window=128))
+    views = (View(0, 0, "layers.0", 0, page, parts), View(0, 1, "layers.1", 0, page, parts))
+    layout = Layout(model="gpt-oss", memories=(Memory(0, page * 80),), groups=groups, views=views)
+    check_layout(layout)
+    return [layout]
+
+
+def test_groups_in_one_memory_share_its_blocks() -> None:
+    report = explain(shared_pages(), shared_pages(), 1024, 0)
+    assert report["written_exactly_once"]
+    with pytest.raises(ConfigError, match=r"'window' .* but 8 are needed beside the 75 of groups in the same memory"):
+        explain(shared_pages(), shared_pages(), 1200, 0)
+
+
+def test_names_from_a_stranger_cannot_steer_the_terminal() -> None:
+    here = [msgspec.structs.replace(x, model="a\n\x1b[31m[red]") for x in ranks("llama-3.1-8b", 1)]
+    shown = text(explain(here, here, 100, 0))
+    assert r"a\n\x1b[31m[red], tp 1" in shown
+    assert "\x1b" not in shown
+
+
 def test_pictures_show_every_reader() -> None:
     svg = to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
     assert svg.startswith("<svg")
     for word in ("prefill", "decode", "conv_x", "from"):
         assert word in svg
+    # What is there already is not drawn as read; several stages that give the same range share a bar.
+    here, there = ranks("llama-3.1-8b", 2), ranks("llama-3.1-8b", 2, 2)
+    hit = to_svg(*pictures(here, there, explain(here, there, 640, 640)), name="t")
+    assert "nothing" in hit
+    assert "from" not in hit
+    assert "pp0/tp0,&#160;pp1/tp0" in to_svg(*pictures(here, there), name="t")
+    svg = to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
     assert svg == to_svg(*pictures(ranks("nemotron-h-8b", 2), ranks("nemotron-h-8b", 4)), name="t")
 
 
@@ -189,6 +245,9 @@ def test_the_command_line_from_model_to_plan(
         (["layout", "--model", "lama-3.1-8b"], "did you mean llama-3.1-8b?"),
         (["layout", "-o", "/none/x.json"], "--output /none/x.json: cannot be written"),
         (["layout", "--num-blocks", "0"], "--num-blocks 0"),
+        (["layout", "--ratio", "3"], "--ratio 3 does not divide --block-size 16"),
+        (["layout", "--order", "x"], "'x' is not one of 'nhd'"),
+        (["plan", "a"], "Missing argument 'remote'; see "),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -170,7 +170,7 @@ def test_orders_must_be_whole(order: tuple[str, ...], message: str) -> None:
 def test_heads_are_shared_contiguously() -> None:
     assert [shard(8, r, 4) for r in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert [shard(2, r, 4) for r in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
-    with pytest.raises(LayoutError, match="12 heads cannot be cut evenly over tp_size 5"):
+    with pytest.raises(LayoutError, match="12 entries cannot be cut evenly over tp_size 5"):
         shard(12, 0, 5)
 
 

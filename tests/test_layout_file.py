@@ -99,7 +99,7 @@ VIEW = ("ranks", 0, "views", 0)
         ((*VIEW, "parts", 0), {"axes": "head"}, r"parts\[0\].axes is unknown; did you mean 'axis'\?"),
         ((*VIEW, "parts", 0), {"held": [0, 9]}, r"holds \[0, 9\) of 8 along 'head'"),
         ((*VIEW, "parts", 0, "dims", 0), {"size": 1 << 40}, r"dims\[0\].size is"),
-        (("ranks", 0, "groups", 0), {"kind": "token"}, r"groups\[0\].kind is 'token': Invalid enum value"),
+        (("ranks", 0, "groups", 0), {"kind": "token"}, r"groups\[0\].kind is 'token': use one of 'tokens', 'state'"),
         (("ranks", 0, "groups", 0), {"num_blocks": 9999}, "but memory 0 has"),
     ],
 )

@@ -63,7 +63,7 @@ def test_stages_share_out_all_layers() -> None:
         ({"block_size": 16, "ratio": 3}, ConfigError, "block_size 16 is not a positive multiple of the ratio 3"),
         ({"pp_size": 99}, ConfigError, "pp_size 99 does not exist for 2 layers"),
         ({"num_blocks": [1, 2]}, ConfigError, "num_blocks"),
-        ({"tp_size": 3}, LayoutError, "8 heads cannot be cut evenly over tp_size 3"),
+        ({"tp_size": 3}, LayoutError, "8 entries cannot be cut evenly over tp_size 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from asynckv.bench import protocol as p
 from asynckv.bench import ucx
 from asynckv.bench.workload import Workload, cached_tokens
-from asynckv.config import LeaseConfig
+from asynckv.config import MIN_LEASE_S, LeaseConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
 from asynckv.errors import AsyncKVError, ConfigError, LayoutError
@@ -39,6 +39,10 @@ T = TypeVar("T")
 START_S = 120.0
 GRACE_S = 30.0
 MiB = 1 << 20
+MOST_WARMUP = 10_000
+MOST_RANKS = 1024
+MOST_BLOCK_SIZE = 1 << 20
+MOST_S = 86_400.0
 PROCESS_BYTES = 600 * MiB
 """What a process may use beside its pool."""
 
@@ -49,6 +53,7 @@ class Options:
 
     Attributes:
         prefix_hit: Tokens, or with a `%` the share of every prompt, that the decode side has already.
+        warmup: Requests that go before the clock runs, so that connections are there.
     """
 
     model: Model
@@ -57,6 +62,7 @@ class Options:
     decode: p.Side = field(default_factory=p.Side)
     prefix_hit: str = "0"
     concurrency: int = 16
+    warmup: int = 1
     block_order: str = "runs"
     verify: str = "full"
     seed: int = 0
@@ -70,18 +76,28 @@ class Options:
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigError(f"--concurrency {self.concurrency} must be 1 or more")
+        if not 0 <= self.warmup <= MOST_WARMUP:
+            raise ConfigError(f"--warmup {self.warmup} is outside 0 ... {MOST_WARMUP}")
         for role, side in self.sides.items():
-            for name, value in (
-                ("tp", side.tp),
-                ("pp", side.pp),
-                ("block-size", side.block_size),
-                ("ratio", side.ratio),
+            for name, value, most in (
+                ("tp", side.tp, MOST_RANKS),
+                ("pp", side.pp, MOST_RANKS),
+                ("block-size", side.block_size, MOST_BLOCK_SIZE),
+                ("ratio", side.ratio, MOST_BLOCK_SIZE),
             ):
-                if not 1 <= value <= 1 << 20:
-                    raise ConfigError(f"--{name} {value} of the {role} side must be 1 or more, and not absurd")
-        LeaseConfig(lease_s=self.lease_s, grant_s=min(10.0, max(self.lease_s, 0.1)))
-        if not 0 < self.timeout_s <= 86_400:
-            raise ConfigError(f"--timeout-s {self.timeout_s} must be above 0 and at most a day")
+                if not 1 <= value <= most:
+                    raise ConfigError(f"--{name} {value} ({role} side) is outside 1 ... {most}")
+            if side.block_size % side.ratio:
+                raise ConfigError(
+                    f"--ratio {side.ratio} ({role} side) does not divide --block-size {side.block_size}; a block is so "
+                    f"many kernel blocks of equal size"
+                )
+        for option, seconds, least in (
+            ("--lease-s", self.lease_s, MIN_LEASE_S),
+            ("--timeout-s", self.timeout_s, 0.001),
+        ):
+            if not least <= seconds <= MOST_S:
+                raise ConfigError(f"{option} {seconds:g} is outside {least:g} ... {MOST_S:g} seconds")
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)
@@ -194,8 +210,9 @@ class Options:
             if need[role] > limit:
                 raise ConfigError(
                     f"the longest prompt ({longest[0]} tokens) needs a pool of {need[role] / MiB:.0f} MiB on each of "
-                    f"the {side.tp * side.pp} {role} ranks, but {limit / MiB:.0f} MiB can be had per rank; shorten it "
-                    f"with --max-prompt-tokens, use fewer --layers, or raise --pool-mb"
+                    f"the {side.tp * side.pp} {role} ranks, but {limit / MiB:.0f} MiB can be had for each of {ranks} "
+                    f"processes; shorten it "
+                    f"with --max-prompt-tokens, use fewer --layers or ranks, or raise --pool-mb"
                 )
         return out
 
@@ -216,6 +233,7 @@ class Measured:
 
     submitted: int = 0
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
+    warmup: list[p.Outcome] = field(default_factory=list)
     windows_s: list[float] = field(default_factory=list)
     bytes_verified: int = 0
     bytes_wanted: int = 0
@@ -381,11 +399,28 @@ class _Run:
     async def waves(self, group: PrefillGroup) -> None:
         """Run all requests."""
         todo = list(enumerate(self.options.workload.prompt_tokens))
+        await self._warm_up(group)
         while todo and not self._stop.is_set():
             size = self._fitting([tokens for _, tokens in todo])
             wave, todo = todo[:size], todo[size:]
             await self._wave(group, wave)
             self.progress(self.found.submitted, len(self.options.workload.prompt_tokens))
+
+    async def _warm_up(self, group: PrefillGroup) -> None:
+        """Move some requests of the workload before the clock runs; only their faults count."""
+        lengths, found = self.options.workload.prompt_tokens, self.found
+        # Numbers that no measured request has.
+        todo = [(len(lengths) + i, lengths[i % len(lengths)]) for i in range(self.options.warmup)]
+        while todo and not self._stop.is_set():
+            size = self._fitting([tokens for _, tokens in todo])
+            wave, todo = todo[:size], todo[size:]
+            await self._wave(group, wave)
+            for number, _ in wave:
+                for outcome in found.outcomes.pop(number):
+                    found.warmup.append(outcome)
+        found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
+        found.windows_s, found.lags, found.lease_ends = [], [], {}
+        found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(self, group: PrefillGroup, wave: Sequence[tuple[int, int]]) -> None:
         options, found = self.options, self.found

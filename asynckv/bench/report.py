@@ -15,6 +15,7 @@ from rich.table import Table
 
 from asynckv.bench.driver import Measured, Options
 from asynckv.layouts import model_groups
+from asynckv.observe.console import printable
 
 __all__ = ["SCHEMA", "is_good", "make", "show"]
 
@@ -53,9 +54,11 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "prefix_hit": options.prefix_hit,
             "block_order": options.block_order,
             "concurrency": options.concurrency,
+            "warmup": options.warmup,
             "requests": len(options.workload.prompt_tokens),
             "prompt_tokens": options.workload.source,
             "prompts_capped": options.workload.num_capped,
+            "prompts_wholly_cached": sum(options.cached(n) == n for n in options.workload.prompt_tokens),
             "verify": options.verify,
             "seed": options.seed,
             "lease_s": options.lease_s,
@@ -70,6 +73,10 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "cpu_count": os.cpu_count(),
             "platform": platform.platform(),
             **found.environment,
+        },
+        "warmup": {
+            "failed": sum(bool(o.error) for o in found.warmup),
+            "max_latency_s": max((o.seconds for o in found.warmup), default=0.0),
         },
         "requests": {
             "submitted": found.submitted,
@@ -114,6 +121,7 @@ def is_good(report: dict[str, Any]) -> bool:
         and report["bytes"]["wrong"] == 0
         and (report["config"]["verify"] != "full" or verified == wanted)
         and moved >= wanted
+        and not report["warmup"]["failed"]
         and not any(report["blocks"].values())
         and not report["problems"]
     )
@@ -121,6 +129,7 @@ def is_good(report: dict[str, Any]) -> bool:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the table."""
+    report = printable(report)
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
@@ -135,6 +144,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             ),
         ),
         *((role, _side(report["config"][role])) for role in ("prefill", "decode")),
+        ("workload", _workload(report["config"])),
         (
             "requests",
             f"{requests['completed']} of {report['config']['requests']} completed, {requests['failed']} failed, "
@@ -142,7 +152,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         ),
         (
             "bytes",
-            f"{moved['moved'] / 1e9:.3f} GB moved, {moved['wanted'] / 1e9:.3f} GB wanted, {verified}, "
+            f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {verified}, "
             f"{moved['wrong']} bytes wrong",
         ),
         (
@@ -152,6 +162,13 @@ def show(report: dict[str, Any], console: Console) -> None:
             ),
         ),
         ("throughput", "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"])),
+        (
+            "warm-up",
+            f"{report['config']['warmup']} before the clock ran, the slowest pull took "
+            f"{report['warmup']['max_latency_s'] * 1e3:.2f} ms; {report['warmup']['failed']} failed"
+            if report["config"]["warmup"]
+            else "none: the latencies hold the first connections",
+        ),
         ("latency", f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}"),
         (
             "phases (p50)",
@@ -173,7 +190,23 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(name, value)
     console.print(table)
     for text in [*report["problems"], *(f"{n} x {cause}" for cause, n in report["errors"].items())]:
-        console.print(f"  ! {text}", style="red", markup=False, highlight=False)
+        console.print(f"  ! {text}", style="red", highlight=False)
+
+
+def _workload(config: dict[str, Any]) -> str:
+    whole = config["prompts_wholly_cached"]
+    cached = f"; {whole} of {config['requests']} are cached whole, so nothing of them is read" if whole else ""
+    return (
+        f"{config['prompt_tokens']} tokens, prefix hit {config['prefix_hit']}{cached}; "
+        f"{config['concurrency']} in flight, blocks {config['block_order']}, seed {config['seed']}"
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3f} {unit}"
+    return f"{number:.0f} bytes"
 
 
 def _side(side: dict[str, Any]) -> str:

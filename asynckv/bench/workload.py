@@ -94,7 +94,7 @@ def cached_tokens(text: str, tokens: int) -> int:
     """
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else 0.0
-        hit = int(tokens * share) if text.endswith("%") else int(text)
+        hit = int(tokens * share + 1e-6) if text.endswith("%") else int(text)
     except (ValueError, OverflowError):
         share, hit = 0.0, -1
     if not 0 <= share <= 1 or hit < 0:

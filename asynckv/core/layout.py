@@ -227,8 +227,8 @@ def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
         lo = tp_rank * extent // tp_size
         return lo, lo + 1
     raise LayoutError(
-        f"{extent} heads cannot be cut evenly over tp_size {tp_size}; choose a tp_size that divides {extent} "
-        f"or is a multiple of it, or declare each rank's held range"
+        f"{extent} entries cannot be cut evenly over tp_size {tp_size}; choose a tp_size that divides {extent} "
+        f"or is a multiple of it, or give each rank's range yourself as `held` in its layout"
     )
 
 

@@ -10,6 +10,8 @@ from rich.console import Console, Group, RenderableType
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from asynckv.observe.console import without_control
+
 __all__ = ["Bar", "Segment", "bars", "to_svg"]
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#117777")
@@ -52,7 +54,7 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
     """Draw rows over one axis from 0 to `extent`."""
     rows = list(rows)
     margin = max((len(row.name) for row in rows), default=0) + 1
-    lines = [Text(title, style="bold")]
+    lines = [Text(without_control(title), style="bold")]
     for row in rows:
         line = Text(f"{row.name:<{margin}}")
         at = 0

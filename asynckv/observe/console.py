@@ -1,0 +1,28 @@
+"""Texts of strangers on a terminal."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from rich.markup import escape
+
+__all__ = ["printable", "without_control"]
+
+T = TypeVar("T")
+
+
+def without_control(text: str) -> str:
+    """Show control characters as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def printable(value: T) -> T:
+    """Make every string inside a value safe to print: no control characters, no markup of rich's."""
+    out: object = value
+    if isinstance(value, str):
+        out = escape(without_control(value))
+    elif isinstance(value, dict):
+        out = {printable(k): printable(v) for k, v in value.items()}
+    elif isinstance(value, list | tuple):
+        out = type(value)(printable(x) for x in value)
+    return out  # type: ignore[return-value]
