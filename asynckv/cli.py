@@ -449,7 +449,7 @@ def plan(
             console.print(each, highlight=False)
     elif picture is not None:
         console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
-    raise typer.Exit(0 if report["plannable"] else 1)
+    raise typer.Exit(0 if report["plannable"] and report["written_exactly_once"] is not False else 1)
 
 
 def _write(option: str, target: str, text: str) -> None:

@@ -7,7 +7,7 @@ started, nothing is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,8 @@ __all__ = ["SCHEMA", "explain", "pictures", "show"]
 SCHEMA = "asynckv.plan/1"
 LEGEND = (
     "bytes: a last, partly filled block is read to its end.",
-    "pieces per block: stretches that are contiguous on both sides, in all layers of a group, one line per group; a "
-    "state counts as one block.",
+    "pieces per block: stretches that are contiguous on both sides, in all layers of the group; a state counts as one "
+    "block.",
     "descriptors: pieces of the whole request. if in runs: what is left of them where its blocks lie in runs on both "
     "sides and neighbours merge.",
     "posts: transfers handed to NIXL, by the default limits of bytes and descriptors.",
@@ -74,7 +74,7 @@ def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, 
     return {
         "schema": SCHEMA,
         "plannable": all(not r["refused"] for r in ranks),
-        "written_exactly_once": all(_is_clean(r["written_once"]) for r in ranks),
+        "written_exactly_once": _all_once(r["written_once"] for r in ranks),
         "tokens": num_tokens,
         "cached": cached,
         "local": _side(local),
@@ -85,8 +85,12 @@ def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, 
     }
 
 
-def _is_clean(check: dict[str, Any] | None) -> bool:
-    return check is not None and check["checked"] and not check["twice"] and not check["missing"]
+def _all_once(checks: Iterable[dict[str, Any] | None]) -> bool | None:
+    """Put ranks' findings together; None where one was refused, or has too many pieces to compare."""
+    found = list(checks)
+    if not all(c is not None and c["checked"] for c in found):
+        return None
+    return not any(c["twice"] or c["missing"] for c in found if c is not None)
 
 
 def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
@@ -104,10 +108,28 @@ def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
                 "kernel_blocks": g.ratio,
                 "window": g.window,
                 "layers": len({v.layer for x in layouts for v in x.views if v.group == i}),
+                "parts": _parts(first, i),
             }
             for i, g in enumerate(first.groups)
         ],
     }
+
+
+def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
+    """What a kernel block of a group consists of in this rank's first layer of it."""
+    views = [v for v in layout.views if v.group == group]
+    return [
+        {
+            "name": p.name,
+            "dtype": p.dtype,
+            "dims": {d.name: d.size for d in p.dims},
+            "axis": p.axis,
+            "extent": p.extent,
+        }
+        for v in views
+        if v.layer == views[0].layer
+        for p in v.parts
+    ]
 
 
 def _place(layout: Layout) -> str:
@@ -201,25 +223,31 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerMap, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    groups = [_read_group(peer, g, h, plan, shares) for g, h in peer.pairs]
+    read = [g for g in groups if g["descriptors"]]
+    sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
+    return {"remote": name, **sums, "groups": read}
+
+
+def _read_group(peer: PeerMap, group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+    pair = group, remote_group
+    mine = Plan(tuple(s for s in plan.sections if s.table.cut[:2] == pair))
     config = PullConfig()
-    posts = list(plan.posts(config.max_post_bytes, config.max_post_descriptors))
-    ranges: dict[tuple[str, int, int, str, int], list[str]] = {}
+    posts = list(mine.posts(config.max_post_bytes, config.max_post_descriptors))
+    ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
     for s in shares:
-        ranges.setdefault((s.a.name, s.lo, s.hi, s.a.axis, s.a.extent), []).append(s.here.layer)
+        if (s.here.group, s.there.group) == pair:
+            ranges.setdefault((s.a.name, s.lo, s.hi, s.a.axis, s.a.extent), set()).add(s.here.layer)
     return {
-        "remote": name,
+        "group": group,
         "parts": [
             {"part": part, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
             for (part, lo, hi, axis, extent), layers in ranges.items()
         ],
-        "bytes": plan.num_bytes,
-        "pieces_per_block": {
-            f"{peer.local.groups[g].name}": max(t.num_rows for t in peer.regular if t.cut[:2] == (g, h))
-            for g, h in peer.pairs
-            if any(t.cut[:2] == (g, h) for t in peer.regular)
-        },
-        "kinds_of_cuts": len({s.table.table_id for s in plan.sections}),
-        "descriptors": plan.num_descriptors,
+        "bytes": mine.num_bytes,
+        "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
+        "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
+        "descriptors": mine.num_descriptors,
         "descriptors_in_runs": sum(post.num_descriptors for post in posts),
         "posts": len(posts),
     }
@@ -334,7 +362,13 @@ def pictures(
     """
     read_by = None
     if report is not None:
-        read_by = {(r["rank"], x["remote"], p["part"]) for r in report["ranks"] for x in r["reads"] for p in x["parts"]}
+        read_by = {
+            (r["rank"], x["remote"], p["part"])
+            for r in report["ranks"]
+            for x in r["reads"]
+            for g in x["groups"]
+            for p in g["parts"]
+        }
     axes: dict[tuple[str, int], list[str]] = {}
     for layout in (*local, *remote):
         for view in layout.views:
@@ -422,8 +456,15 @@ def show(report: dict[str, Any], console: Console) -> None:
                 "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
-            window = f", window {group['window']}" if group["window"] else ""
-            console.print(f"  group {group['name']}: {group['layers']} layers, {size}{ratio}{window}", highlight=False)
+            layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
+            console.print(f"  group {group['name']}: {layers}, {size}{ratio}", highlight=False)
+            alike: dict[str, list[str]] = {}
+            for part in group["parts"]:
+                whole = f" of {part['extent']:,}"
+                dims = (f"{n} {size:,}{whole if n == part['axis'] else ''}" for n, size in part["dims"].items())
+                alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
+            for shape, names in alike.items():
+                console.print(f"    {', '.join(names)}: {shape}", highlight=False)
     console.print()
     if not report["plannable"]:
         _show_refusal(report, console)
@@ -434,23 +475,23 @@ def show(report: dict[str, Any], console: Console) -> None:
     table = Table(box=None, padding=(0, 1))
     for name in ("decode", "reads"):
         table.add_column(name, no_wrap=True)
+    table.add_column("group", justify="right", no_wrap=True)
     table.add_column("what")
     for name in ("bytes", "pieces\nper block", "descrip-\ntors", "if in\nruns", "posts"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in report["ranks"]:
         for read in rank["reads"]:
-            table.add_row(
-                rank["rank"],
-                read["remote"],
-                _what(read["parts"]),
-                _bytes(read["bytes"]),
-                "\n".join(f"{n:,}" for n in read["pieces_per_block"].values()),
-                f"{read['descriptors']:,}",
-                f"{read['descriptors_in_runs']:,}",
-                f"{read['posts']:,}",
-            )
+            for group in read["groups"]:
+                table.add_row(
+                    rank["rank"],
+                    read["remote"],
+                    str(group["group"]),
+                    _what(group["parts"]),
+                    _bytes(group["bytes"]),
+                    *(f"{group[n]:,}" for n in ("pieces_per_block", "descriptors", "descriptors_in_runs", "posts")),
+                )
         if not rank["reads"]:
-            table.add_row(rank["rank"], "nobody", "", "0", "", "0", "0", "0")
+            table.add_row(rank["rank"], "nobody", "", "", "0", "", "0", "0", "0")
     console.print(table)
     for legend in LEGEND:
         console.print(f"  {legend}", highlight=False, style="dim")

@@ -184,30 +184,40 @@ def _parts(
             return _state_parts(model, layer, tp_rank, tp_size, conv_order)
 
 
+def _axes(layer: State) -> tuple[Mapping[str, str], str, Sequence[str]]:
+    """The field's names: of every sub-projection's sharded axis, of the recurrent state's, and of its other dims."""
+    if any(p.name == "q" for p in layer.conv):
+        return {"q": "key_head", "k": "key_head", "v": "value_head"}, "value_head", ("key_dim", "value_dim")
+    if len(layer.shape) == 1:
+        return {"x": "channel"}, "channel", ("state",)
+    return {"x": "head", "b": "group", "c": "group"}, "head", ("head_dim", "state")
+
+
 def _state_parts(model: Model, layer: State, tp_rank: int, tp_size: int, order: str) -> tuple[tuple[Part, ...], int]:
     itemsize = ITEMSIZE[model.dtype]
     held = {p.name: shard(p.units, tp_rank, tp_size) for p in layer.conv}
     channels = sum((held[p.name][1] - held[p.name][0]) * p.width for p in layer.conv)
     column, channel = (channels * itemsize, itemsize) if order == "row" else (itemsize, layer.columns * itemsize)
+    axes, axis, names = _axes(layer)
     parts, at = [], 0
     for p in layer.conv:
         lo, hi = held[p.name]
+        conv_axis = axes.get(p.name, "unit")
         dims = (
-            Dim("unit", hi - lo, p.width * channel),
+            Dim(conv_axis, hi - lo, p.width * channel),
             Dim("width", p.width, channel),
             Dim("column", layer.columns, column),
         )
-        parts.append(Part(f"conv_{p.name}", model.dtype, itemsize, at * channel, dims, "unit", (lo, hi), p.units))
+        parts.append(Part(f"conv_{p.name}", model.dtype, itemsize, at * channel, dims, conv_axis, (lo, hi), p.units))
         at += (hi - lo) * p.width
     start = -(-channels * layer.columns * itemsize // 8) * 8
     held_state = shard(layer.units, tp_rank, tp_size)
-    shape: Mapping[str, int] = {f"dim{i}": n for i, n in enumerate(layer.shape)}
     state = dense_part(
         "state",
         layer.dtype or model.dtype,
-        [("unit", held_state[1] - held_state[0]), *shape.items()],
+        [(axis, held_state[1] - held_state[0]), *zip(names, layer.shape, strict=True)],
         offset=start,
-        axis="unit",
+        axis=axis,
         held=held_state,
         extent=layer.units,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -280,9 +281,11 @@ def read_hf_config(path: Path) -> Model:
         raise ConfigError(f"--hf-config {path}: is not JSON: {exc}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"--hf-config {path}: holds no JSON object")
-    name = config.get("_name_or_path") or path.parent.name or path.stem
+    # Both sides of a transfer compare it: the same configuration gives the same name, wherever the file lies.
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
+    name = config.get("_name_or_path") or config.get("model_type") or "model"
     try:
-        return model_of_config(config, str(name)[:512])
+        return model_of_config(config, f"{str(name)[:400]}@{digest}")
     except ConfigError as exc:
         raise ConfigError(f"--hf-config {path}: {exc}") from exc
 
@@ -422,6 +425,8 @@ def _family(c: _Config, kind: str) -> list[Layer]:
         case _:
             pass
     _refuse_unknown(c, kind)
+    if kind in _ENCODERS or c.flag("is_encoder_decoder", False):
+        raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
     if c.get("kv_lora_rank") is not None:
         return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
     # These have one KV head unless they say otherwise.
@@ -431,6 +436,7 @@ def _family(c: _Config, kind: str) -> list[Layer]:
 
 
 _STRANGE = (
+    "attention_chunk_size",
     "attn_type_list",
     "block_configs",
     "cla_",
@@ -449,6 +455,8 @@ _STRANGE = (
     "time_mix",
 )
 """How fields begin that tell of something else than keys and values, alike in all layers of one window."""
+
+_ENCODERS = ("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta", "xlm-roberta")
 
 _RECURRENT = re.compile(
     r"rwkv|mamba|ssm|lstm|retnet|hyena|recurrent|griffin|lfm|jamba|zamba|hymba|samba|linear|delta_?net|hgrn|hybrid|"

@@ -1,20 +1,22 @@
-"""Draw the pictures of docs/geometry.md from real plans: `python -m scripts.draw_geometry`; a test compares."""
+"""Draw the documentation's pictures of geometry from real plans: `python -m scripts.draw_geometry`; a test compares."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from rich.console import RenderableType
 
+from asynckv import explain
 from asynckv.core.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part, runs_of
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
 from asynckv.core.sources import assign
 from asynckv.core.topology import remote_ranks
 from asynckv.core.types import BlockRuns
 from asynckv.layouts import model_layout
-from asynckv.models import Heads, Latent, Model, Projection, State
+from asynckv.models import PRESETS, Heads, Latent, Model, Projection, State
 from asynckv.observe.pictures import Bar, Segment, bars, to_svg
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
@@ -153,6 +155,12 @@ def states(title: str, num_tokens: int) -> RenderableType:
     return bars(title, 80, rows, width=80)
 
 
+def plan_pictures() -> Iterator[RenderableType]:
+    """What `asynckv plan --picture` draws for a hybrid from 2 prefill ranks to 4 decode ranks."""
+    model = PRESETS["nemotron-h-8b"].resized(layers=4)
+    return explain.pictures(ranks(model, 4), ranks(model, 2))
+
+
 def pictures() -> dict[str, str]:
     """Every file's text by its name."""
     gqa, few, mla = (Model("m", (layer,)) for layer in (Heads(12, 8), Heads(2, 8), Latent(8, 4)))
@@ -167,6 +175,7 @@ def pictures() -> dict[str, str]:
             tokens("Equal sizes: whole blocks; the last one is read over its end", 16, 16, 32, 118),
         ),
         "conv": (conv("Channels of a Mamba-2 convolution's state: x, B and C are cut each by itself"),),
+        "plan": tuple(plan_pictures()),
         "states": (states("Slots of states are paired by the token they are of", 61),),
     }
     return {f"{name}.svg": to_svg(*shown, name=name) for name, shown in drawn.items()}

@@ -67,7 +67,7 @@ def test_a_deepseek_reads_one_replica_and_releases_all() -> None:
 def test_a_hybrid_from_one_rank_to_four_with_a_prefix() -> None:
     model = PRESETS["nemotron-h-8b"].resized(layers=4)
     report = explain(ranks(model, 4), ranks(model, 1, block_size=48), 1000, 500)
-    rows = {(p["part"], tuple(p["range"])) for p in report["ranks"][3]["reads"][0]["parts"]}
+    rows = {(p["part"], tuple(p["range"])) for g in report["ranks"][3]["reads"][0]["groups"] for p in g["parts"]}
     assert {("conv_x", (96, 128)), ("conv_b", (6, 8)), ("state", (96, 128)), ("k", (6, 8))} <= rows
     kv = (1008 - 500) * 2 * 2 * 128 * 2
     assert report["ranks"][0]["bytes"] == kv + model.state_bytes() // 4

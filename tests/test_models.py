@@ -87,6 +87,9 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern has '?'"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}, "mamba_num_heads is missing"),
         ({"num_hidden_layers": 5000}, "more than 4096"),
+        ({"model_type": "bert"}, "'bert' is not a decoder alone"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not a decoder alone"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "'llama4' has attention_chunk_size"),
     ],
 )
 def test_a_wrong_config_names_file_and_field(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
