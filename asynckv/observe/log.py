@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -26,6 +26,7 @@ from asynckv.core.types import Reason
 
 __all__ = ["Recorder", "configure", "phases"]
 
+_logfmt = structlog.processors.LogfmtRenderer()
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
@@ -61,11 +62,19 @@ def _logger(**bound: Any) -> tuple[Any, int]:
     standard = logging.getLogger("asynckv")
     logger = structlog.wrap_logger(
         standard,
-        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+        processors=[structlog.stdlib.filter_by_level, _to_standard],
         wrapper_class=structlog.stdlib.BoundLogger,
         **bound,
     )
     return logger, standard.getEffectiveLevel()
+
+
+def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
+    out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
+    if fields := out.get("extra"):
+        out["msg"] = f"{out['msg']} {_logfmt(logger, method, dict(fields))}"
+    return out
 
 
 def phases(pull: Pull) -> dict[str, float]:
