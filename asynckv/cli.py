@@ -84,19 +84,24 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 MOST = 1 << 20
+MOST_DRAWN = 32
+MOST_WRITTEN = 1 << 17
+"""Layers of all ranks in one layout file."""
+DEFAULT_MODEL = "llama-3.1-8b"
 GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
 
 @app.command(epilog=EPILOG)
 def bench(
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default=DEFAULT_MODEL,
             help="Preset, such as llama-3.1-8b, gemma-3-4b, deepseek-v3, nemotron-h-8b, qwen3-next-80b-a3b; "
             "an unknown name lists all.",
             rich_help_panel=GEOMETRY,
         ),
-    ] = "llama-3.1-8b",
+    ] = None,
     hf_config: Annotated[
         Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
     ] = None,
@@ -237,13 +242,11 @@ def bench(
     Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
     seeded pattern, lent, pulled in a closed loop while the clock runs, and compared afterwards.
     """
-    from asynckv import models
     from asynckv.bench import workload
     from asynckv.bench.driver import Options
     from asynckv.bench.protocol import Side
 
-    chosen = models.read_hf_config(hf_config) if hf_config else models.preset(model)
-    chosen = chosen.resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    chosen = _model(model, hf_config).resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     decode = Side(
         tp=tp if decode_tp is None else decode_tp,
         pp=decode_pp,
@@ -316,8 +319,9 @@ PLAN_EPILOG = """
 @app.command(epilog=LAYOUT_EPILOG)
 def layout(
     model: Annotated[
-        str, typer.Option(help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY)
-    ] = "llama-3.1-8b",
+        str | None,
+        typer.Option(show_default=DEFAULT_MODEL, help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY),
+    ] = None,
     hf_config: Annotated[
         Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
     ] = None,
@@ -359,23 +363,29 @@ def layout(
 
     The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
     """
-    from asynckv import models
     from asynckv.errors import LayoutError
     from asynckv.layout_file import dump_layouts
     from asynckv.layouts import model_layout
 
-    chosen = models.read_hf_config(hf_config) if hf_config else models.preset(model)
-    chosen = chosen.resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    chosen = _model(model, hf_config).resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
         if number is not None and not 0 <= number < size:
             raise ConfigError(f"{name} {number} is outside its group of {size}; use 0 ... {size - 1}")
     for name, number in (("--tp", tp), ("--pp", pp), ("--num-blocks", num_blocks)):
         if not 1 <= number <= MOST:
             raise ConfigError(f"{name} {number} is outside 1 ... {MOST}")
-    if not 1 <= ratio <= block_size <= MOST or block_size % ratio:
+    if not 1 <= block_size <= MOST:
+        raise ConfigError(f"--block-size {block_size} is outside 1 ... {MOST}")
+    ranks = (tp if rank is None else 1) * (pp if stage is None else 1)
+    # Every stage writes its own layers.
+    if ranks * len(chosen.layers) > MOST_WRITTEN * pp:
         raise ConfigError(
-            f"--ratio {ratio} does not divide --block-size {block_size} (1 ... {MOST}); a block is so many kernel "
-            f"blocks of equal size"
+            f"{ranks} ranks x {len(chosen.layers)} layers are more than can be written into one file ({MOST_WRITTEN}); "
+            f"choose some with --rank and --stage, or fewer --layers"
+        )
+    if not 1 <= ratio <= MOST or block_size % ratio:
+        raise ConfigError(
+            f"--ratio {ratio} does not divide --block-size {block_size}; a block is so many kernel blocks of equal size"
         )
     try:
         made = [
@@ -445,11 +455,22 @@ def plan(
         drawn = list(explain.pictures(mine, theirs, report))
         if picture is not None:
             _write("--picture", picture, to_svg(*drawn, name="asynckv-plan"))
+        if len(mine) + len(theirs) > MOST_DRAWN:
+            console.print(f"{len(mine) + len(theirs)} ranks are too many to draw here; --picture FILE.svg draws them")
+            drawn = []
         for each in drawn:
             console.print(each, highlight=False)
     elif picture is not None:
         console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
     raise typer.Exit(0 if report["plannable"] and report["written_exactly_once"] is not False else 1)
+
+
+def _model(name: str | None, hf_config: Path | None) -> Any:
+    from asynckv import models
+
+    if name is not None and hf_config is not None:
+        raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")
+    return models.read_hf_config(hf_config) if hf_config else models.preset(name or DEFAULT_MODEL)
 
 
 def _write(option: str, target: str, text: str) -> None:

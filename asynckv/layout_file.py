@@ -8,6 +8,7 @@ not known is refused together with the nearest that is.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 import tomllib
@@ -35,17 +36,23 @@ _NESTED: dict[tuple[type[Struct], str], type[Struct]] = {
 _BY_POSITION = {Memory, Group, View, Part, Dim}
 
 
+@functools.cache
+def _fields(kind: type[Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    # Every call of msgspec's reads the annotations anew.
+    return msgspec.structs.fields(kind)
+
+
 def dump_layouts(layouts: Sequence[Layout]) -> str:
     """Write an engine's ranks as JSON."""
     ranks = [_plain(layout) for layout in layouts]
     for rank in ranks:
         rank.pop("schema", None)
-    return json.dumps({"schema": SCHEMA, "ranks": ranks}, indent=1) + "\n"
+    return msgspec.json.format(msgspec.json.encode({"schema": SCHEMA, "ranks": ranks}), indent=1).decode() + "\n"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Struct):
-        fields = msgspec.structs.fields(value)
+        fields = _fields(type(value))
         return {f.name: _plain(x) for f in fields if (x := getattr(value, f.name)) != f.default or f.required}
     return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
@@ -118,7 +125,7 @@ def _built(kind: type[Struct], given: Any, where: str) -> Any:
     """Check one table of fields against a structure, and return it as the structure itself."""
     if not isinstance(given, dict):
         raise LayoutError(f"{where} is not a table of fields")
-    fields = msgspec.structs.fields(kind)
+    fields = _fields(kind)
     _only(where, given, [f.name for f in fields])
     values: dict[str, Any] = {}
     for field in fields:
