@@ -434,6 +434,7 @@ def plan(
     """
     import msgspec
     from rich.console import Console
+    from rich.progress import Progress
 
     from asynckv import explain
     from asynckv.bench.workload import cached_tokens
@@ -446,7 +447,10 @@ def plan(
         raise ConfigError("--json - and --picture - cannot share stdout; give one of them a file")
     mine, theirs = load_layouts(local), load_layouts(remote)
     cached = cached_tokens(prefix_hit, tokens)
-    report = explain.explain(mine, theirs, tokens, cached)
+    errors = Console(stderr=True)
+    with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("ranks", total=len(mine))
+        report = explain.explain(mine, theirs, tokens, cached, lambda: bar.advance(task))
     if json is not None:
         _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     console = Console(stderr="-" in (json, picture))
@@ -484,6 +488,12 @@ def _write(option: str, target: str, text: str) -> None:
         raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 
 
+def _columns() -> tuple[Any, ...]:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+
+
 def _log_path(target: str | None) -> str:
     if target is None:
         return ""
@@ -501,7 +511,7 @@ def _bench(options: Any, json: str | None) -> int:
     import msgspec
     import structlog
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
     from asynckv.bench import driver, report
     from asynckv.observe.log import configure
@@ -514,8 +524,7 @@ def _bench(options: Any, json: str | None) -> int:
     errors = Console(stderr=True)
     stream = open(options.log_path, "a", buffering=1, encoding="utf-8") if options.log_path else sys.stderr  # noqa: SIM115
     configure(options.log_level, stream=stream)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+    with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("requests", total=len(options.workload.prompt_tokens))
         found = asyncio.run(
             driver.run(
@@ -571,7 +580,9 @@ def _usage(exc: Any) -> str:
 
 
 def _fail(exc: object, status: int) -> None:
-    print(f"asynckv: {exc}", file=sys.stderr)
+    from asynckv.observe.console import without_control
+
+    print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
     sys.exit(status)
 
 

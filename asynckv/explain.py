@@ -7,7 +7,7 @@ started, nothing is read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from asynckv.config import PullConfig
 from asynckv.core.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
 from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
 from asynckv.core.sources import NotCovered, Share, assign, compare
-from asynckv.core.topology import remote_ranks
+from asynckv.core.topology import owed_readers, remote_ranks
 from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
 from asynckv.observe.console import printable
@@ -43,7 +43,13 @@ MAX_CHECKED = 4_000_000
 Int64s = npt.NDArray[np.int64]
 
 
-def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
+def explain(
+    local: Sequence[Layout],
+    remote: Sequence[Layout],
+    num_tokens: int,
+    cached: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Plan one request on every local rank.
 
     Args:
@@ -51,6 +57,7 @@ def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, 
         remote: Layouts of all prefill ranks that these answer for, checked.
         num_tokens: Length of the request.
         cached: Tokens of it that the decode side has already.
+        progress: Called after every rank.
 
     Raises:
         ConfigError: A rank that is needed is not among the remote ones.
@@ -67,10 +74,17 @@ def explain(local: Sequence[Layout], remote: Sequence[Layout], num_tokens: int, 
                 f"--rank and --stage)"
             )
         ranks.append(_rank(layout, [by_place[place] for place in answered], num_tokens, cached))
-    owed: dict[str, list[str]] = {_place(x): [] for x in remote}
-    for rank in ranks:
-        for name in rank["releases"]:
-            owed[name].append(rank["rank"])
+        progress()
+    here = local[0]
+    # All decode ranks owe, in the file or not: the sizes alone say which.
+    owed = {
+        _place(x): [
+            _named(here, stage, rank)
+            for stage in range(here.pp_size)
+            for rank in owed_readers(x.tp_rank, x.tp_size, here.tp_size)
+        ]
+        for x in remote
+    }
     return {
         "schema": SCHEMA,
         "plannable": all(not r["refused"] for r in ranks),
@@ -133,7 +147,11 @@ def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
 
 
 def _place(layout: Layout) -> str:
-    return f"pp{layout.pp_stage}/tp{layout.tp_rank}" if layout.pp_size > 1 else f"tp{layout.tp_rank}"
+    return _named(layout, layout.pp_stage, layout.tp_rank)
+
+
+def _named(layout: Layout, stage: int, rank: int) -> str:
+    return f"pp{stage}/tp{rank}" if layout.pp_size > 1 else f"tp{rank}"
 
 
 def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: int) -> dict[str, Any]:
@@ -233,7 +251,7 @@ def _read_group(peer: PeerMap, group: int, remote_group: int, plan: Plan, shares
     pair = group, remote_group
     mine = Plan(tuple(s for s in plan.sections if s.table.cut[:2] == pair))
     config = PullConfig()
-    posts = list(mine.posts(config.max_post_bytes, config.max_post_descriptors))
+    posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
     ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
     for s in shares:
         if (s.here.group, s.there.group) == pair:
@@ -248,8 +266,8 @@ def _read_group(peer: PeerMap, group: int, remote_group: int, plan: Plan, shares
         "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
         "kinds_of_cuts": len({s.table.table_id for s in mine.sections}),
         "descriptors": mine.num_descriptors,
-        "descriptors_in_runs": sum(post.num_descriptors for post in posts),
-        "posts": len(posts),
+        "descriptors_in_runs": merged,
+        "posts": posts,
     }
 
 
@@ -448,8 +466,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     report = printable(report)
     for role, side in (("decode (local)", report["local"]), ("prefill (remote)", report["remote"])):
         stages = f", pp {side['pp_size']}" if side["pp_size"] > 1 else ""
+        whole = side["tp_size"] * side["pp_size"]
+        some = "" if side["ranks"] == whole else f"; {side['ranks']} of {whole} ranks are in this file"
         console.print(
-            f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}", highlight=False
+            f"[bold]{role}[/bold]: {side['model'] or 'a model'}, tp {side['tp_size']}{stages}{some}", highlight=False
         )
         for group in side["groups"]:
             size = (
@@ -502,14 +522,20 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
-        names = [f"{d}{'' if name in read_by[d] else ' (which reads nothing from it)'}" for d in readers]
-        console.print(f"  prefill {name}: decode {', '.join(names) or '... ranks not in this file'}", highlight=False)
+        names = [f"{d}{_how(read_by.get(d), name)}" for d in readers]
+        console.print(f"  prefill {name}: decode {', '.join(names)}", highlight=False)
     console.print()
     console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
     for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
         console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
+
+
+def _how(read: set[str] | None, name: str) -> str:
+    if read is None:
+        return " (not in this file)"
+    return "" if name in read else " (which reads nothing from it)"
 
 
 def _verdict(checks: Sequence[dict[str, Any]]) -> str:

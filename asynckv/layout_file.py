@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -81,6 +82,8 @@ def load_layouts(path: Path) -> list[Layout]:
 def _ranks(found: Any) -> list[Layout]:
     if not isinstance(found, dict):
         raise LayoutError("holds no table of fields")
+    if not found.keys() & {"schema", "ranks"}:
+        raise LayoutError("is no layout file; asynckv layout writes one, also from a --hf-config")
     _only("", found, ("schema", "ranks"))
     if "schema" not in found:
         raise LayoutError(f"schema is missing; this version reads {SCHEMA!r}")
@@ -99,11 +102,11 @@ def _ranks(found: Any) -> list[Layout]:
         layouts.append(layout)
     places = [(x.pp_stage, x.tp_rank) for x in layouts]
     sizes = {(x.pp_size, x.tp_size) for x in layouts}
-    if len(set(places)) != len(places) or len(sizes) > 1:
-        raise LayoutError(
-            f"ranks have (pp_stage, tp_rank) {places[:16]} of (pp_size, tp_size) {sorted(sizes)}; a file holds "
-            f"different ranks of one engine"
-        )
+    for place, count in Counter(places).items():
+        if count > 1:
+            raise LayoutError(f"(pp_stage, tp_rank) {place} is there twice; a file holds different ranks of one engine")
+    if len(sizes) > 1:
+        raise LayoutError(f"ranks are of (pp_size, tp_size) {sorted(sizes)[:4]}; a file holds ranks of one engine")
     return layouts
 
 
@@ -144,6 +147,9 @@ def _built(kind: type[Struct], given: Any, where: str) -> Any:
         else:
             try:
                 value = msgspec.convert(value, field.type)
+                msgspec.json.encode(value)
+            except UnicodeEncodeError as exc:
+                raise LayoutError(f"{where}.{field.name} is {value!r:.80}: no text that can be encoded") from exc
             except msgspec.ValidationError as exc:
                 text = re.sub(r" - at `\$.*`$", "", str(exc))
                 if get_origin(field.type) is Literal:

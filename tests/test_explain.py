@@ -101,6 +101,11 @@ def test_a_rank_whose_source_is_missing_is_bad_input() -> None:
     report = explain(ranks("llama-3.1-8b", 2)[:1], ranks("llama-3.1-8b", 4)[:2], 100, 0)
     assert report["plannable"]
     assert not report["whole_group"]
+    # All decode ranks owe their release, in the file or not.
+    shown = text(report)
+    assert "tp 2; 1 of 2 ranks are in this file" in shown
+    report = explain(ranks("llama-3.1-8b", 4)[1:2], ranks("llama-3.1-8b", 2), 100, 0)
+    assert "prefill tp0: decode tp0 (not in this file), tp1\n" in text(report)
 
 
 def test_a_gap_and_a_pool_too_small_are_refused() -> None:

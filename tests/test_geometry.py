@@ -513,7 +513,7 @@ def test_a_missing_layer_and_a_gap_between_ranks_are_refused() -> None:
     with pytest.raises(NotCovered, match=r"layers that no remote rank has: local \['b'\]"):
         assign(local.layout, [Rank(engine((attention(4, "a"),)), 0).layout])
     halves = [Rank(engine((attention(4, "a"), attention(4, "b")), 2), r).layout for r in range(2)]
-    with pytest.raises(NotCovered, match=r"and 1 more: local needs \[2, 4\) of 4 along 'head' .*tp0 \[0, 2\]"):
+    with pytest.raises(NotCovered, match=r"and 1 more: local needs \[2, 4\) of 4 along 'head' .*tp0 \[0, 2\)"):
         assign(local.layout, halves[:1])
     assert [len(s) for s in assign(local.layout, halves)] == [4, 4]
 

@@ -429,6 +429,6 @@ def test_a_gap_is_refused_at_the_handshake_with_the_ranges() -> None:
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.GEOMETRY
-    assert "needs [4, 8) of 8 along 'head' of part 'kv', remote holds tp0 [0, 4], tp1 [0, 4]" in pull.detail
+    assert "needs [4, 8) of 8 along 'head' of part 'kv', remote holds tp0 [0, 4), tp1 [0, 4)" in pull.detail
     assert not decode.reads
     world.check()

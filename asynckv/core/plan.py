@@ -182,10 +182,28 @@ class Plan:
         within a row ascend, so that neighbours stay neighbours.
         """
         for section in self.sections:
-            yield from _section_posts(section, max_bytes, max_descriptors)
+            for piece in _cut_section(section, max_bytes, max_descriptors):
+                yield _expand(section, piece)
+
+    def count_posts(self, max_bytes: int, max_descriptors: int) -> tuple[int, int]:
+        """Count what `posts` would yield, and the descriptors in all of it, without expanding any."""
+        pieces = [p.num_descriptors for s in self.sections for p in _cut_section(s, max_bytes, max_descriptors)]
+        return len(pieces), sum(pieces)
 
 
-def _section_posts(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[Post]:
+class _Piece(NamedTuple):
+    """What of a section one post takes: rows `[row, end)` times blocks `[lo, hi)`."""
+
+    row: int
+    end: int
+    lo: int
+    hi: int
+    num_bytes: int
+    num_descriptors: int
+    """After NIXL's merging."""
+
+
+def _cut_section(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Piece]:
     table, blocks = section.table, len(section.local)
     runs, dense, length = section.num_runs, table.dense, table.length
     per_row = np.where(dense, runs, blocks)
@@ -198,7 +216,7 @@ def _section_posts(section: Section, max_bytes: int, max_descriptors: int) -> It
             for total, most in ((size, max_bytes), (descs, max_descriptors))
         )
         if (end := min(ends)) > row:
-            yield _expand(section, row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
+            yield _Piece(row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end
             continue
         one = int(length[row])
@@ -206,18 +224,18 @@ def _section_posts(section: Section, max_bytes: int, max_descriptors: int) -> It
         for lo in range(0, blocks, step):
             hi = min(lo + step, blocks)
             part = Section(table, section.local[lo:hi], section.remote[lo:hi])
-            yield _expand(section, row, row + 1, lo, hi, one * (hi - lo), part.num_runs if dense[row] else hi - lo)
+            yield _Piece(row, row + 1, lo, hi, one * (hi - lo), part.num_runs if dense[row] else hi - lo)
         row += 1
 
 
-def _expand(section: Section, row: int, end: int, lo: int, hi: int, num_bytes: int, num_descriptors: int) -> Post:
-    rows = np.arange(row, end, dtype=np.int32)[:, None]
+def _expand(section: Section, piece: _Piece) -> Post:
+    rows = np.arange(piece.row, piece.end, dtype=np.int32)[:, None]
     return Post(
         section.table.table_id,
-        (rows * np.int32(section.table.local_blocks) + section.local[lo:hi]).ravel(),
-        (rows * np.int32(section.table.remote_blocks) + section.remote[lo:hi]).ravel(),
-        num_bytes,
-        num_descriptors,
+        (rows * np.int32(section.table.local_blocks) + section.local[piece.lo : piece.hi]).ravel(),
+        (rows * np.int32(section.table.remote_blocks) + section.remote[piece.lo : piece.hi]).ravel(),
+        piece.num_bytes,
+        piece.num_descriptors,
     )
 
 

@@ -216,7 +216,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 continue
             for at, lo, hi in _cover(*part.held, [p.held for _, _, p in twins]):
                 if at is None:
-                    ranks = ", ".join(f"tp{remotes[i].tp_rank} {list(p.held)}" for i, _, p in twins[:8])
+                    ranks = ", ".join(f"tp{remotes[i].tp_rank} [{p.held[0]}, {p.held[1]})" for i, _, p in twins[:8])
                     gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of part {part.name!r}"
                     gaps.setdefault((gap, ranks), []).append(view.layer)
                 else:
