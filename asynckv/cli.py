@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -264,8 +266,8 @@ def bench(
         conv_order=(prefill_conv_order or conv_order).value,
     )
     for name, number in (("--requests", requests), ("--max-prompt-tokens", max_prompt_tokens), ("--pool-mb", pool_mb)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} {number} must be 1 or more")
+        if number is not None and not 1 <= number <= MOST:
+            raise ConfigError(f"{name} {number} is outside 1 ... {MOST}")
     if seed < 0:
         raise ConfigError(f"--seed {seed} must be 0 or more")
     if trace is not None:
@@ -456,11 +458,18 @@ def plan(
     console = Console(stderr="-" in (json, picture))
     explain.show(report, console)
     if report["plannable"]:
-        drawn = list(explain.pictures(mine, theirs, report))
         if picture is not None:
-            _write("--picture", picture, to_svg(*drawn, name="asynckv-plan"))
+            # Room for a name in every rank's bar.
+            width = max(72, 8 * max(len(mine), len(theirs)))
+            drawn = list(explain.pictures(mine, theirs, report, width))
+            _write("--picture", picture, to_svg(*drawn, width=width + 38, name="asynckv-plan"))
+        drawn = list(explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)))
         if len(mine) + len(theirs) > MOST_DRAWN:
-            console.print(f"{len(mine) + len(theirs)} ranks are too many to draw here; --picture FILE.svg draws them")
+            if picture is None:
+                console.print(
+                    f"{len(mine) + len(theirs)} ranks are too many to draw here; --picture FILE.svg draws them",
+                    highlight=False,
+                )
             drawn = []
         for each in drawn:
             console.print(each, highlight=False)
@@ -565,6 +574,15 @@ def main() -> None:
         _fail(exc, 2 if type(exc).__name__ == "BackendError" else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has heard enough; nothing more must be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"the output cannot be written: {exc.strerror}", 2)
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

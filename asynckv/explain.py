@@ -23,7 +23,7 @@ from asynckv.core.topology import owed_readers, remote_ranks
 from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
 from asynckv.observe.console import printable
-from asynckv.observe.pictures import Bar, Segment, bars
+from asynckv.observe.pictures import SHARED, Bar, Segment, bars
 
 __all__ = ["SCHEMA", "explain", "pictures", "show"]
 
@@ -372,7 +372,7 @@ def _spans(group: Group, first: int, ids: Int64s, num_tokens: int) -> Iterator[t
 
 
 def pictures(
-    local: Sequence[Layout], remote: Sequence[Layout], report: dict[str, Any] | None = None
+    local: Sequence[Layout], remote: Sequence[Layout], report: dict[str, Any] | None = None, width: int = 72
 ) -> Iterator[RenderableType]:
     """Draw, for every axis that is cut alike, which remote rank gives what to which local rank.
 
@@ -413,7 +413,7 @@ def pictures(
             reads = tuple(sorted({(_place(a), _place(b), s.lo, s.hi) for a, b, s in found.get(name, [])}))
             alike.setdefault(reads, []).append(name)
         for shared, parts in alike.items():
-            yield _picture(axis, extent, parts, shared, local, remote)
+            yield _picture(axis, extent, parts, shared, local, remote, width)
 
 
 _Reading = tuple[str, str, int, int]
@@ -427,6 +427,7 @@ def _picture(
     reads: tuple[_Reading, ...],
     local: Sequence[Layout],
     remote: Sequence[Layout],
+    width: int,
 ) -> RenderableType:
     number = {_place(x): i for i, x in enumerate(local)}
     rows = []
@@ -440,7 +441,7 @@ def _picture(
         for name, _, lo, hi in mine:
             segments.setdefault((lo, hi) if axis else (0, 1), []).append(name)
         drawn = [
-            Segment(lo, hi, "to " + ", ".join(n), number[n[0]] if len(n) == 1 else len(local))
+            Segment(lo, hi, "to " + ", ".join(n), number[n[0]] if len(n) == 1 else SHARED, _briefly(n))
             for (lo, hi), n in segments.items()
         ]
         if not mine:
@@ -452,13 +453,18 @@ def _picture(
         for _, other, lo, hi in mine:
             sources.setdefault((lo, hi) if axis else (0, 1), []).append(other)
         drawn = [
-            Segment(lo, hi, "from " + ", ".join(n), number[_place(layout)]) for (lo, hi), n in sorted(sources.items())
+            Segment(lo, hi, "from " + ", ".join(n), number[_place(layout)], _briefly(n))
+            for (lo, hi), n in sorted(sources.items())
         ]
         if not mine:
             drawn = [Segment(lo, hi, "nothing read") for lo, hi in held(layout)]
         rows.append(Bar(f"decode {_place(layout)}", drawn))
     what = f"{extent} along {axis!r}" if axis else "the same on all ranks"
-    return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows)
+    return bars(f"{', '.join(parts)}: {what}", extent if axis else 1, rows, width=width)
+
+
+def _briefly(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} ranks"
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -26,6 +26,7 @@ from asynckv.errors import ConfigError, LayoutError
 __all__ = ["SCHEMA", "dump_layouts", "load_layouts"]
 
 SCHEMA = "asynckv.layout/1"
+MOST_BYTES = 256 << 20
 
 _NESTED: dict[tuple[type[Struct], str], type[Struct]] = {
     (Layout, "memories"): Memory,
@@ -65,9 +66,12 @@ def load_layouts(path: Path) -> list[Layout]:
         ConfigError: Names the file, the field and what is wrong with it.
     """
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror or exc}") from exc
+    if len(raw) > MOST_BYTES:
+        raise ConfigError(f"{path}: is longer than {MOST_BYTES >> 20} MiB; write fewer ranks into one file")
     kind = "TOML" if path.suffix.lower() == ".toml" else "JSON"
     try:
         found: Any = tomllib.loads(raw.decode("utf-8")) if kind == "TOML" else json.loads(raw)

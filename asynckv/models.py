@@ -34,6 +34,7 @@ __all__ = [
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 MOST = 1 << 20
 MOST_LAYERS = 4096
+MOST_CONFIG = 16 << 20
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 80
@@ -274,7 +275,11 @@ def read_hf_config(path: Path) -> Model:
     """
     try:
         path = path / "config.json" if path.is_dir() else path
-        config: Any = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(MOST_CONFIG + 1)
+        if len(raw) > MOST_CONFIG:
+            raise ConfigError(f"--hf-config {path}: is longer than {MOST_CONFIG >> 20} MiB, so it is no configuration")
+        config: Any = json.loads(raw)
     except OSError as exc:
         raise ConfigError(f"--hf-config {path}: {exc.strerror or exc}") from exc
     except (ValueError, RecursionError) as exc:
@@ -306,8 +311,18 @@ def model_of_config(config: Mapping[str, Any], name: str) -> Model:
     kind = kind.removesuffix("_text")
     defaults = _DEFAULTS.get(kind, {})
     if text is None:
-        defaults = {"head_dim": defaults["head_dim"]} if "head_dim" in defaults else {}
-    inner = _Config({**defaults, **config, **(text or {})})
+        inner = _Config({**({"head_dim": defaults["head_dim"]} if "head_dim" in defaults else {}), **config})
+    else:
+        # What lies around it describes other models: only the element type may be said there.
+        around = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
+        inner = _Config({**around, **defaults, **text})
+        if not defaults and kind not in _RECURRENT_KINDS and text.get("kv_lora_rank") is None:
+            for field in ("num_key_value_heads", "head_dim"):
+                if field not in text:
+                    raise ConfigError(
+                        f"text_config leaves {field} to the default of model_type {_shown.repr(kind)}, which is not "
+                        f"known here; write it out (config.to_dict() of transformers does)"
+                    )
     layers = _family(inner, kind)
     if not layers:
         raise ConfigError("describes no layer that keeps a cache")
@@ -392,7 +407,7 @@ class _Config(dict[str, Any]):
 
 def _heads(c: _Config, window: int = 0) -> Heads:
     heads = c.number("num_attention_heads", "n_head")
-    head_dim = c.number("head_dim", "attention_head_dim", default=0, least=0)
+    head_dim = c.number("head_dim", "attention_head_dim", "kv_channels", default=0, least=0)
     if not head_dim:
         hidden = c.number("hidden_size", "n_embd")
         if hidden % heads:
@@ -403,6 +418,11 @@ def _heads(c: _Config, window: int = 0) -> Heads:
         raise ConfigError(f"num_key_value_heads {kv_heads} are more than the {heads} attention heads")
     v_head_dim = c.number("v_head_dim", default=0, least=0)
     return Heads(kv_heads, head_dim, 0 if v_head_dim == head_dim else v_head_dim, window)
+
+
+_RECURRENT_KINDS = frozenset(
+    {"bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"}
+)
 
 
 def _family(c: _Config, kind: str) -> list[Layer]:
@@ -425,7 +445,7 @@ def _family(c: _Config, kind: str) -> list[Layer]:
         case _:
             pass
     _refuse_unknown(c, kind)
-    if kind in _ENCODERS or c.flag("is_encoder_decoder", False):
+    if kind in _ENCODERS or c.flag("is_encoder_decoder", False) or c.flag("add_cross_attention", False):
         raise ConfigError(f"model_type {_shown.repr(kind)} is not a decoder alone, so it keeps no such KV cache")
     if c.get("kv_lora_rank") is not None:
         return [Latent(c.number("kv_lora_rank"), c.number("qk_rope_head_dim"))] * _depth(c)
@@ -443,6 +463,7 @@ _STRANGE = (
     "compress_ratio",
     "conv_L",
     "conv_kernel",
+    "cross_attention_layers",
     "hybrid_layer_pattern",
     "index_head_dim",
     "linear_",
@@ -472,6 +493,8 @@ def _refuse_unknown(c: _Config, kind: str) -> None:
         if value not in (None, False, 0, []) and not plain:
             raise ConfigError(f"model_type {_shown.repr(kind)} has {key}, so what its layers keep is not known")
     names = c.get("architectures")
+    if kind == "mimo_v2_flash":
+        raise ConfigError(f"model_type {kind!r} keeps other heads in its sliding layers, which its fields do not say")
     for name in (kind, *(names if isinstance(names, list) else [])):
         if isinstance(name, str) and _RECURRENT.search(name.lower()):
             raise ConfigError(f"model_type {_shown.repr(name)} sounds recurrent, and what it keeps is not known")

@@ -5,7 +5,7 @@ cache and states are cut over tensor-parallel ranks into paged memory, moved by 
 decode engine of another size (in two pulls: a prefix first, then the rest), gathered there, and generation
 goes on. Judged against one process alone: every cache tensor and every logit must be equal bit by bit.
 
-The controls show that the judge is awake: with any one kind of part set to zero, the logits must differ.
+The controls show that the judge is awake: with any one part of any one layer set to zero, the logits must differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -371,6 +371,74 @@ def gather(
     return out
 
 
+def differing(
+    ranks: list[Rank],
+    subject: Subject,
+    wanted: list[dict[str, torch.Tensor]],
+    blocks: list[tuple[int, list[int | None]]],
+    tokens: int,
+) -> list[str]:
+    """Compare every part of every rank with its share of what one process alone keeps; replicas too."""
+    out = []
+    for rank in ranks:
+        for number, view, part, tensor in rank.tensors():
+            group, ids = rank.layout.groups[view.group], blocks[view.group][1]
+            want = wanted[number][part.name]
+            if group.kind == "state":
+                got, axis = tensor[ids[0]], 0
+            else:
+                span = range(tokens - len(want), tokens)
+                got = torch.stack([tensor[ids[t // group.block_size], t % group.block_size] for t in span])
+                axis = 1
+            if part.axis:
+                want = want.narrow(axis, part.held[0], part.held[1] - part.held[0])
+            if not torch.equal(got, want):
+                out.append(f"tp{rank.layout.tp_rank} {view.layer} {part.name}")
+    return out
+
+
+class Guard:
+    """What the second pull must not write, and what it must.
+
+    Between the pulls the prefix that is cached is replaced by one mark, the rest of its last block by another:
+    read again, or skipped, either would look right otherwise.
+    """
+
+    KEPT, GONE = -7.25, 13.5
+
+    def __init__(self, ranks: list[Rank], full: list[bool], blocks: list[tuple[int, list[int | None]]], cached: int):
+        self.saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.blocks = blocks
+        for rank in ranks:
+            for _, view, _, tensor in rank.tensors():
+                size = rank.layout.groups[view.group].block_size
+                for place, block in enumerate(blocks[view.group][1][: -(-cached // size)] if full[view.group] else ()):
+                    count = min(cached - place * size, size)
+                    kept = tensor[block, :count]
+                    self.saved.append((kept, kept.clone()))
+                    kept.fill_(self.KEPT)
+                    tensor[block, count:].fill_(self.GONE)
+
+    def check(self, ranks: list[Rank], subject: Subject, tokens: int) -> list[str]:
+        """Say what was written that was not to be; then put the prefix back."""
+        out = []
+        if not all(bool((kept == self.KEPT).all()) for kept, _ in self.saved):
+            out.append("the cached prefix was written again")
+        for kept, before in self.saved:
+            kept.copy_(before)
+        for rank in ranks:
+            for number, view, part, tensor in rank.tensors():
+                layer, group = subject.kept.layers[number], rank.layout.groups[view.group]
+                ids = self.blocks[view.group][1]
+                ours = set(ids[:1]) if group.kind == "state" else set(ids)
+                if isinstance(layer, Heads) and layer.window:
+                    ours = set(ids[max(0, tokens - layer.window) // group.block_size :])
+                others = torch.tensor([b for b in range(len(tensor)) if b not in ours])
+                if not bool((tensor[others].contiguous().view(torch.uint8) == 0xAB).all()):
+                    out.append(f"tp{rank.layout.tp_rank} {view.layer} {part.name}: blocks of others were written")
+        return out
+
+
 # -- the two processes ----------------------------------------------------------------------------------------
 
 
@@ -396,7 +464,9 @@ async def prefill_process(families: list[str], numbers: Numbers) -> None:
         print(json.dumps({"family": family, "causes": sorted({end.cause for end in ends})}), flush=True)
 
 
-async def decode_family(family: str, numbers: Numbers, hear: Any) -> dict[str, Any]:
+async def decode_family(
+    family: str, numbers: Numbers, hear: Any, spoil: Callable[[list[Rank]], None] = lambda ranks: None
+) -> dict[str, Any]:
     """Pull a family's cache, go on generating, and compare with a process that did it all alone."""
     subject = Subject(family, numbers.seed)
     tokens, cached = numbers.prompt_tokens, numbers.cached_tokens
@@ -409,19 +479,21 @@ async def decode_family(family: str, numbers: Numbers, hear: Any) -> dict[str, A
     full = [not isinstance(layer, State) and not layer.window for layer, _ in model_groups(subject.kept)]
     before = [(0, ids[: -(-cached // size)] if x else []) for x, (_, ids) in zip(full, blocks, strict=True)]
     after = [(cached, ids[cached // size :]) if x else (0, ids) for x, (_, ids) in zip(full, blocks, strict=True)]
-    moved = []
     async with contextlib.AsyncExitStack() as stack:
         for rank in ranks:
             await stack.enter_async_context(rank.engine)
-            first = await rank.engine.pull("prefix", before, told["params"][0], num_tokens=cached)
-            rest = await rank.engine.pull("rest", after, told["params"][1])
-            moved.append((first.num_bytes, rest.num_bytes))
+        first = [await r.engine.pull("prefix", before, told["params"][0], num_tokens=cached) for r in ranks]
+        guard = Guard(ranks, full, blocks, cached)
+        rest = [await r.engine.pull("rest", after, told["params"][1]) for r in ranks]
+        moved = [(a.num_bytes, b.num_bytes) for a, b in zip(first, rest, strict=True)]
         ended = await hear()
+        stray = guard.check(ranks, subject, tokens)
+        spoil(ranks)
         found = gather(ranks, subject, blocks, tokens)
 
     logits, alone = subject.step(prompt(numbers))
     wanted = subject.take_apart(alone, tokens)
-    tensors_equal = all(torch.equal(a[name], b[name]) for a, b in zip(found, wanted, strict=True) for name in b)
+    differ = differing(ranks, subject, wanted, blocks, tokens)
     want_logits, want_tokens = subject.generate(logits, alone, tokens, numbers.new_tokens)
 
     def again(parts: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, list[int]]:
@@ -432,16 +504,19 @@ async def decode_family(family: str, numbers: Numbers, hear: Any) -> dict[str, A
 
     got_logits, got_tokens = again([{k: v.clone() for k, v in layer.items()} for layer in found])
     controls = {}
-    for name in dict.fromkeys(name for layer in found for name in layer):
-        zeroed = [{k: torch.zeros_like(v) if k == name else v.clone() for k, v in layer.items()} for layer in found]
-        controls[name] = not torch.equal(again(zeroed)[0], want_logits)
+    for number, name in [(i, name) for i, layer in enumerate(wanted) for name in layer]:
+        zeroed = [{k: v.clone() for k, v in layer.items()} for layer in wanted]
+        zeroed[number][name].zero_()
+        controls[f"{number}.{name}"] = not torch.equal(again(zeroed)[0], want_logits)
     return {
         "family": family,
         "prefill_tp": numbers.prefill_tp,
         "decode_tp": numbers.decode_tp,
-        "bytes": moved,
-        "tensors": sum(len(layer) for layer in wanted),
-        "tensors_equal": tensors_equal,
+        "bytes_of_prefix_and_rest_per_rank": moved,
+        "tensors_compared": sum(1 for rank in ranks for _ in rank.tensors()),
+        "tensors_equal": not differ,
+        "differing": differ,
+        "written_beside": stray,
         "logits_equal": torch.equal(got_logits, want_logits),
         "tokens": got_tokens,
         "tokens_equal": got_tokens == want_tokens,
@@ -454,6 +529,7 @@ def is_good(row: dict[str, Any]) -> bool:
     """Everything equal, every control awake, every block given back."""
     return (
         row["tensors_equal"]
+        and not row["written_beside"]
         and row["logits_equal"]
         and row["tokens_equal"]
         and all(row["controls_see"].values())
@@ -461,8 +537,16 @@ def is_good(row: dict[str, Any]) -> bool:
     )
 
 
-async def decode_process(families: list[str], numbers: Numbers) -> bool:
-    """Start the prefill process, and judge each family."""
+async def decode_process(
+    families: list[str], numbers: Numbers, spoil: Callable[[list[Rank]], None] = lambda ranks: None
+) -> bool:
+    """Start the prefill process, and judge each family.
+
+    Args:
+        families: Which.
+        numbers: What both processes agree on.
+        spoil: For tests of the judge: called with all ranks when everything has arrived.
+    """
     argv = [sys.executable, "-m", "scripts.disagg_generate", "--role", "prefill", "--numbers"]
     plain = json.dumps(msgspec.to_builtins(numbers))
     child = await asyncio.create_subprocess_exec(*argv, plain, *families, stdout=subprocess.PIPE, limit=1 << 26)
@@ -478,7 +562,7 @@ async def decode_process(families: list[str], numbers: Numbers) -> bool:
     good = True
     try:
         for family in families:
-            row = await decode_family(family, numbers, hear)
+            row = await decode_family(family, numbers, hear, spoil)
             good &= is_good(row)
             print(json.dumps(row), flush=True)
         await child.wait()
@@ -489,20 +573,22 @@ async def decode_process(families: list[str], numbers: Numbers) -> bool:
     return good
 
 
+class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the text's lines, and shows defaults."""
+
+
 def main() -> int:
     """Run both processes; 0 if all is equal, 1 if not, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="disagg_generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="disagg_generate", description=__doc__, formatter_class=Formatter)
     parser.add_argument("families", nargs="*", default=[], help=f"of {', '.join(FAMILIES)}; all if left out")
     parser.add_argument("--prefill-tp", type=int, default=3, help="ranks of the prefill engine (a divisor of 6)")
     parser.add_argument("--decode-tp", type=int, default=2, help="ranks of the decode engine (a divisor of 6)")
-    parser.add_argument("--prefill-block-size", type=int, default=12)
-    parser.add_argument("--block-size", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=45)
+    parser.add_argument("--prefill-block-size", type=int, default=12, help="tokens per block of the prefill engine")
+    parser.add_argument("--block-size", type=int, default=8, help="tokens per block of the decode engine")
+    parser.add_argument("--prompt-tokens", type=int, default=45, help="length of the prompt")
     parser.add_argument("--cached-tokens", type=int, default=21, help="pulled first, as a prefix")
     parser.add_argument("--new-tokens", type=int, default=4, help="to generate after the transfer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompt")
     parser.add_argument("--role", choices=["decode", "prefill"], default="decode", help=argparse.SUPPRESS)
     parser.add_argument("--numbers", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -517,12 +603,16 @@ def main() -> int:
         return 0
     for name in ("prefill_tp", "decode_tp"):
         if getattr(given, name) not in (1, 2, 3, 6):
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} does not divide the models' 6 KV heads")
+            parser.error(
+                f"--{name.replace('_', '-')} {getattr(given, name)} is none of 1, 2, 3, 6: the models have 6 KV heads"
+            )
     for name in ("prefill_block_size", "block_size", "prompt_tokens", "new_tokens"):
         if getattr(given, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be 1 or more")
     if not 0 <= given.cached_tokens < given.prompt_tokens:
-        parser.error(f"--cached-tokens {given.cached_tokens} must be less than the {given.prompt_tokens} of the prompt")
+        parser.error(
+            f"--cached-tokens {given.cached_tokens} is outside 0 ... {given.prompt_tokens - 1}, less than the prompt"
+        )
     least = min(given.block_size, given.prefill_block_size)
     if -(-given.prompt_tokens // least) > NUM_BLOCKS:
         parser.error(f"--prompt-tokens {given.prompt_tokens} need more than {NUM_BLOCKS} blocks of {least} tokens")

@@ -64,8 +64,10 @@ def test_head_dim_and_kv_heads_fall_back(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA}))
-    assert shape(read_hf_config(tmp_path)) == (32, 8, 128, "bfloat16")
+    inner = {k: v for k, v in LLAMA.items() if k != "torch_dtype"} | {"model_type": "llama"}
+    around = {"text_config": inner, "torch_dtype": "float16", "num_hidden_layers": 6, "head_dim": 3}
+    (tmp_path / "config.json").write_text(json.dumps(around))
+    assert shape(read_hf_config(tmp_path)) == (32, 8, 128, "float16")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,11 @@ def test_a_folder_and_a_nested_text_config_will_do(tmp_path: Path) -> None:
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M?"}, "hybrid_override_pattern has '?'"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*"}, "mamba_num_heads is missing"),
         ({"num_hidden_layers": 5000}, "more than 4096"),
+        ({"model_type": "mimo_v2_flash"}, "other heads in its sliding layers"),
+        ({"model_type": "mllama", "cross_attention_layers": [3]}, "'mllama' has cross_attention_layers"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "'gpt2' is not a decoder alone"),
+        ({"text_config": {"model_type": "glm4v_text", "num_hidden_layers": 2}}, "leaves num_key_value_heads to"),
+        ({"text_config": {**LLAMA, "model_type": "exaone4"}}, "leaves head_dim to the default"),
         ({"model_type": "bert"}, "'bert' is not a decoder alone"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not a decoder alone"),
         ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "'llama4' has attention_chunk_size"),
@@ -146,6 +153,7 @@ TWO32 = State(TWO.conv, 3, 16, (32, 64), "float32")
             },
             [Heads(8, 64, window=512), Heads(8, 64)] * 4,
         ),
+        ({"model_type": "jetmoe", "kv_channels": 96}, [Heads(8, 96)] * 8),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [Latent(512, 64)] * 8),
         ({"model_type": "falcon", "multi_query": True, "num_key_value_heads": None}, [Heads(1, 128)] * 8),
         ({"model_type": "mamba2", **MAMBA2}, [TWO] * 8),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
+from asynckv.core.layout import Group
+from asynckv.core.plan import BlockLists
 from scripts import disagg_generate
 
 
@@ -32,11 +37,73 @@ def test_every_family_goes_on_bit_for_bit(options: list[str]) -> None:
     for row in rows.values():
         assert disagg_generate.is_good(row)
         assert row["tensors_equal"] and row["logits_equal"] and row["tokens_equal"]  # noqa: PT018
-    # Every kind of part is seen to matter: with it zeroed, the logits differ.
-    awake = {name for row in rows.values() for name, seen in row["controls_see"].items() if seen}
+    # Every part of every layer is seen to matter: with it zeroed, the logits differ.
+    awake = {name.split(".")[1] for row in rows.values() for name, seen in row["controls_see"].items() if seen}
     asleep = {(f, name) for f, row in rows.items() for name, seen in row["controls_see"].items() if not seen}
     assert awake == {"k", "v", "latent", "conv_x", "conv_b", "conv_c", "conv_q", "conv_k", "conv_v", "state"}
     assert not asleep
+
+
+NUMBERS = disagg_generate.Numbers(45, 21, 2, 3, 2, 12, 8, 0)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("family", "rank", "part"),
+    [
+        ("llama", 0, "k"),
+        ("deepseek_v3", 0, "latent"),
+        ("deepseek_v3", 1, "latent"),
+        ("bamba", 0, "conv_b"),
+        ("bamba", 1, "state"),
+        ("qwen3_next", 1, "conv_q"),
+    ],
+)
+def test_the_judge_sees_one_wrong_value_of_one_rank(
+    family: str, rank: int, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(ranks: list[disagg_generate.Rank]) -> None:
+        tensors = [t for _, _, p, t in ranks[rank].tensors() if p.name == part]
+        # One value, in a block that holds something.
+        values = tensors[-1].reshape(-1)
+        at = int((tensors[-1].contiguous().view(torch.int32).reshape(-1) != MARK).nonzero()[0])
+        index = torch.unravel_index(torch.tensor(at), tensors[-1].shape)
+        assert values[at] == tensors[-1][index]
+        tensors[-1][index] += 1.0
+
+    assert not asyncio.run(disagg_generate.decode_process([family], NUMBERS, spoil))
+    row = json.loads(capsys.readouterr().out)
+    assert [x.split()[0] + x.split()[2] for x in row["differing"]] == [f"tp{rank}{part}"]
+
+
+MARK = -0x54545455
+"""What memory holds that nobody has written: 0xAB everywhere."""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("up", [True, False])
+def test_the_judge_sees_a_prefix_that_is_rounded(
+    up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = BlockLists._pair_tokens
+
+    def rounded(self: BlockLists, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Any:
+        first, ids = self.local[group]
+        if first % here.block_size:
+            step = here.block_size if up else 0
+            at = first - first % here.block_size + step
+            self.local = (*self.local[:group], (at, ids[1:] if up else ids), *self.local[group + 1 :])
+        return honest(self, group, remote_group, here, there, entry)
+
+    monkeypatch.setattr(BlockLists, "_pair_tokens", rounded)
+    assert not asyncio.run(disagg_generate.decode_process(["llama"], NUMBERS))
+    row = json.loads(capsys.readouterr().out)
+    assert row["written_beside"] == ([] if up else ["the cached prefix was written again"])
+    assert row["tensors_equal"] is not up
 
 
 @pytest.mark.slow
@@ -44,9 +111,9 @@ def test_every_family_goes_on_bit_for_bit(options: list[str]) -> None:
     ("argv", "says"),
     [
         (["lama"], "family 'lama' is unknown; choose from llama"),
-        (["--prefill-tp", "4"], "--prefill-tp 4 does not divide"),
+        (["--prefill-tp", "4"], "--prefill-tp 4 is none of 1, 2, 3, 6"),
         (["--prompt-tokens", "0"], "--prompt-tokens 0 must be 1 or more"),
-        (["--cached-tokens", "45"], "--cached-tokens 45 must be less than the 45"),
+        (["--cached-tokens", "45"], "--cached-tokens 45 is outside 0 ... 44"),
         (["--prompt-tokens", "5000"], "need more than 24 blocks"),
     ],
 )

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from asynckv.observe.console import without_control
 
-__all__ = ["Bar", "Segment", "bars", "to_svg"]
+__all__ = ["SHARED", "Bar", "Segment", "bars", "to_svg"]
 
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bb5500", "#117777")
 """Paul Tol's bright scheme, told apart with colour-blind eyes too; the labels say the same without colour."""
 EMPTY = "#dddddd"
+SHARED = -1
 FORM = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: {char_height}px;
@@ -39,7 +40,9 @@ class Segment(NamedTuple):
     hi: float
     label: str = ""
     colour: int | None = None
-    """Index into the palette; None for what nobody cares about."""
+    """Index into the palette; None for what nobody cares about, `SHARED` for what several do."""
+    short: str = ""
+    """Where the label does not fit. Neither is ever cut: half a number is a wrong one."""
 
 
 class Bar(NamedTuple):
@@ -61,20 +64,29 @@ def bars(title: str, extent: float, rows: Iterable[Bar], *, width: int = 72) -> 
         for segment in sorted(row.segments, key=lambda s: s.lo):
             start, end = (round(x * width / extent) for x in (segment.lo, segment.hi))
             line.append(" " * (start - at))
-            size = max(end - start, 1)
-            colour = EMPTY if segment.colour is None else PALETTE[segment.colour % len(PALETTE)]
-            label = segment.label if len(segment.label) <= size else segment.label[: max(size - 1, 0)]
-            ink = "#000000" if segment.colour is None or segment.colour % len(PALETTE) in (3, 4) else "#ffffff"
+            size = max(end - max(start, at), 1)
+            colour, ink = _colours(segment.colour)
+            label = next((x for x in (segment.label, segment.short) if len(x) < size), "")
             # A gap of one column, so that neighbours of one colour are seen apart.
             body = f"{label:^{size}}"
             line.append(body[:-1] if size > 1 else body, style=f"{ink} on {colour}")
             if size > 1:
                 line.append(" ")
-            at = start + size
+            at = max(start, at) + size
         if row.note:
             line.append(" " * max(width - at + 1, 1) + row.note)
         lines.append(line)
     return Group(*lines, Text(""))
+
+
+def _colours(index: int | None) -> tuple[str, str]:
+    """Background, and what can be read on it."""
+    if index is None:
+        return EMPTY, "#000000"
+    if index == SHARED:
+        return "#555555", "#ffffff"
+    index %= len(PALETTE)
+    return PALETTE[index], "#000000" if index in (3, 4) else "#ffffff"
 
 
 def to_svg(*pictures: RenderableType, width: int = 110, name: str = "asynckv") -> str:

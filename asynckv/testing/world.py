@@ -1,0 +1,650 @@
+"""A world of processes on one thread: virtual time, clocks that disagree, planes that go wrong.
+
+Every `Process` has an event loop of its own, driven one turn at a time by a `World` that keeps all events
+in order. A process that computes, pauses or is frozen falls behind without holding up the others, as on
+real hosts. All randomness comes from the seed, so a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import heapq
+import itertools
+import math
+import random
+import selectors
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVarTuple, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.layout import Memory
+from asynckv.core.plan import PieceTable
+from asynckv.core.types import Address, Route, TransferId
+from asynckv.errors import BackendError
+from asynckv.ports import Ended, Ending
+
+__all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
+
+IndexArray = npt.NDArray[np.int32]
+Ts = TypeVarTuple("Ts")
+Bytes = npt.NDArray[np.uint8]
+
+
+class Violation(Exception):
+    """Something happened that must never happen."""
+
+
+class _NoSelector(selectors.BaseSelector):
+    """Nothing to wait for: time moves when the world says so."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        fd = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        key = self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys.pop(fileobj if isinstance(fileobj, int) else fileobj.fileno())
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return []
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._keys
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time is its process's, and whose turns are the world's events."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        super().__init__(_NoSelector())
+        self.set_exception_handler(self._failed)
+
+    def time(self) -> float:
+        return self._process.now
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        self._process.want_turn()
+        return super().call_soon(callback, *args, context=context)
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: Unpack[Ts],
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+
+        def fire() -> None:
+            if not handle.cancelled():
+                self.call_soon(callback, *args, context=context)
+
+        self._process.at(when, fire)
+        return handle
+
+    def turn(self) -> None:
+        """Run what is ready now, and nothing that becomes ready by it."""
+        super().call_soon(self.stop)
+        self.run_forever()
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        exc = context.get("exception")
+        if isinstance(exc, Violation):
+            self._process.world.violate(str(exc))
+        else:
+            self._process.world.violate(f"{self._process.name}: {context.get('message')}: {exc!r}")
+
+
+class Process:
+    """One start of a simulated process.
+
+    Attributes:
+        now: How far it has come in the world's time; ahead of the world while it is busy.
+        epoch, rate: Its clock reads `epoch + rate * now`.
+        pauses: Chance that a call or a reading of the clock takes long.
+    """
+
+    def __init__(self, world: World, name: str, *, epoch: float = 0.0, rate: float = 1.0) -> None:
+        self.world, self.name, self.epoch, self.rate = world, name, epoch, rate
+        self.now = world.now
+        self.frozen_until = -math.inf
+        self.frozen_s = 0.0
+        self.pauses = 0.0
+        self.is_dead = False
+        self.random = world.random_of(name)
+        self._is_turn_due = False
+        self.loop = _Loop(self)
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """Do something in this process at a time of the world's, or as soon after as it can."""
+        self.world.at(max(when, self.now), action, self)
+
+    def spawn(self, make: Callable[[], Any]) -> None:
+        """Start a coroutine in the process's next turn."""
+        self.at(self.now, lambda: self.loop.call_soon(lambda: self.loop.create_task(make())))
+
+    def want_turn(self) -> None:
+        """Have the loop run a turn, once."""
+        if not self._is_turn_due and not self.is_dead:
+            self._is_turn_due = True
+            self.world.at(self.now, self._turn, self)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        self.loop.turn()
+
+    def spend(self) -> None:
+        """Let the time pass that anything takes: microseconds, and now and then much more."""
+        r = self.random.random()
+        if r < self.pauses:
+            pause = self.random.choice((0.001, 0.05, 0.4, 1.5, 2.5))
+            self.now += pause
+            self.frozen_s += pause
+        else:
+            self.now += r * 2e-5
+
+    def freeze(self, seconds: float) -> None:
+        """Stop it (SIGSTOP), and let it go on later."""
+        until = self.world.now + seconds
+        self.frozen_s += max(until - max(self.frozen_until, self.world.now), 0.0)
+        self.frozen_until = max(self.frozen_until, until)
+
+    @property
+    def is_frozen(self) -> bool:
+        """It does nothing at present."""
+        return self.frozen_until > self.world.now or self.now > self.world.now + 0.01
+
+    def kill(self) -> None:
+        """End it without a word."""
+        self.is_dead = True
+
+    def close(self) -> None:
+        """Give back what the loop holds."""
+        self.is_dead = True
+        self.loop.set_exception_handler(lambda loop, context: None)
+        with self.world.quietly():
+            for task in asyncio.all_tasks(self.loop):
+                # Never to be run again, and not to be complained about.
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self.loop.close()
+
+
+WireFate = Callable[[str, str, random.Random], Sequence[float]]
+"""Given sender and receiver: delays of every copy that arrives; none is a loss."""
+
+
+class World:
+    """All processes, everything between them, and time.
+
+    Args:
+        seed: Decides everything.
+        fate: Decides over packets; the default delivers each once after 50 to 250 microseconds.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0.0
+        self.violation = ""
+        self.trace: list[tuple[float, str, str, Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.processes: dict[str, Process] = {}
+        self.listeners: dict[str, WorldControl] = {}
+        self.agents: dict[str, WorldData] = {}
+        self.fate: WireFate = lambda sender, to, rng: (5e-5 + rng.random() * 2e-4,)
+        self.transfer_fate: Callable[[WorldData, WorldData, random.Random], TransferFate] = _usual
+        self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
+        self._order = itertools.count()
+
+    def random_of(self, *names: object) -> random.Random:
+        """A source of randomness of its own, so that one fault more does not change all others."""
+        return random.Random(repr((self.seed, *names)))
+
+    def token(self, *names: object) -> Callable[[int], str]:
+        """Make what stands in for `secrets.token_hex`: unique and repeatable."""
+        count = itertools.count()
+        return lambda size: hashlib.sha256(repr((self.seed, *names, next(count))).encode()).hexdigest()[: 2 * size]
+
+    def at(self, when: float, action: Callable[[], object], process: Process | None = None) -> None:
+        """Do something at a time, in a process or beside all of them."""
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), action, process))
+
+    def note(self, who: str, what: str, detail: Any = "") -> None:
+        """Remember what happened."""
+        self.trace.append((self.now, who, what, detail))
+
+    def violate(self, what: str) -> None:
+        """Note the first thing that must never happen, and stop."""
+        if not self.violation:
+            self.violation = what
+            self.note("world", "VIOLATION", what)
+
+    def run(self, until: float, most: int = 1_000_000) -> None:
+        """Let everything happen up to a time, or to the first violation."""
+        heap = self._heap
+        while heap and heap[0][0] <= until and not self.violation:
+            most -= 1
+            if most < 0:
+                self.violate("events follow each other without end")
+                return
+            when, order, action, process = heapq.heappop(heap)
+            self.now = when
+            if process is not None:
+                if process.is_dead:
+                    continue
+                start = max(when, process.now, process.frozen_until)
+                if start > when:
+                    heapq.heappush(heap, (start, order, action, process))
+                    continue
+                process.now = when
+            try:
+                action()
+            except Violation as exc:
+                self.violate(str(exc))
+            except AssertionError as exc:
+                self.violate(f"assertion: {exc!r}")
+        self.now = max(self.now, until) if not self.violation else self.now
+
+    def quietly(self) -> Any:
+        """Between worlds no loop is running."""
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Give back what loops hold."""
+        for process in self.processes.values():
+            process.close()
+
+
+class WorldClock:
+    """A process's clock."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def now(self) -> float:
+        """Read it; time may pass before the reader does anything with what it read."""
+        process = self._process
+        value = process.epoch + process.now * process.rate
+        process.spend()
+        return value
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        """Call back once the clock has reached `when`."""
+        process = self._process
+        at = (when - process.epoch) / process.rate
+        while process.epoch + at * process.rate < when:
+            at = math.nextafter(at + 1e-9, math.inf)
+        return process.loop.call_at(at, callback)
+
+
+class WorldControl:
+    """Packets between processes."""
+
+    def __init__(self, process: Process, address: str) -> None:
+        self._process, self._address = process, Address(address)
+        self._on_packet: Callable[[Address | Route, bytes], None] | None = None
+        self._links: set[Address] = set()
+        self._random = process.world.random_of("wire", process.name)
+        self.asked: dict[bytes, WorldControl] = {}
+
+    @property
+    def address(self) -> Address:
+        """Where others reach it; the same after a restart."""
+        return self._address
+
+    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+        """Listen."""
+        self._on_packet = on_packet
+        self._process.world.listeners[self._address] = self
+
+    def send(self, to: Address | Route, packet: bytes) -> bool:
+        """Hand a packet to the wire."""
+        process, world = self._process, self._process.world
+        process.spend()
+        if self._on_packet is None:
+            return False
+        if isinstance(to, bytes):
+            asker = self.asked.get(to)
+            if asker is None or asker._process.is_dead or self._address not in asker._links:
+                return False
+            for delay in world.fate(process.name, asker._process.name, self._random):
+                self._carry(asker, self._address, packet, delay)
+            return True
+        self._links.add(to)
+        listener = world.listeners.get(to)
+        if listener is not None:
+            route = Route(process.name.encode())
+            listener.asked[route] = self
+            for delay in world.fate(process.name, listener._process.name, self._random):
+                self._carry(listener, route, packet, delay)
+        return True
+
+    def _carry(self, to: WorldControl, origin: Address | Route, packet: bytes, delay: float) -> None:
+        self._process.world.note(self._process.name, f"-> {to._process.name}", packet)
+        when = self._process.now + delay
+        to._process.at(when, lambda: to._process.loop.call_soon(to.deliver, origin, packet))
+
+    def deliver(self, origin: Address | Route, packet: bytes) -> None:
+        """Take a packet, in the process's loop."""
+        if self._on_packet is None or (isinstance(origin, str) and origin not in self._links):
+            return
+        self._process.spend()
+        self._process.world.note(self._process.name, "received", packet)
+        self._on_packet(origin, packet)
+        self._process.spend()
+
+    def disconnect(self, address: Address) -> None:
+        """Drop a link."""
+        self._links.discard(address)
+
+    def statistics(self) -> dict[str, int]:
+        """Count links."""
+        return {"links": len(self._links)}
+
+    async def aclose(self) -> None:
+        """Listen no more."""
+        self._on_packet = None
+        if self._process.world.listeners.get(self._address) is self:
+            del self._process.world.listeners[self._address]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFate:
+    """What becomes of one transfer.
+
+    Attributes:
+        seconds: How long it takes; infinite: it never ends.
+        ending: How it ends.
+        inline: It ends inside the call that posts it.
+        lands: Share of its bytes that land before it ends.
+        late_s: When the rest lands after that (in doubt only), or never.
+        after_s: When what was in doubt ends after all, or never.
+    """
+
+    seconds: float
+    ending: Ending = Ending.DONE
+    inline: bool = False
+    lands: float = 1.0
+    late_s: float = math.inf
+    after_s: float = math.inf
+    after: Literal[Ending.DONE, Ending.FAILED] = Ending.FAILED
+    peer_lost: bool = False
+    cause: str = ""
+
+
+def _usual(reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
+    return TransferFate(2e-5 + rng.random() ** 3 * 2e-3, inline=rng.random() < 0.3)
+
+
+_Piece = tuple[Bytes, Bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One posted read."""
+
+    transfer_id: TransferId
+    owner: WorldData
+    pieces: list[_Piece]
+    spots: list[tuple[int, int, int]]
+    """Where they land: memory, start, length."""
+    table: tuple[str, int]
+    fate: TransferFate
+    landed: int = 0
+    is_over: bool = False
+    """Nothing will be written, and its end was reported."""
+    is_dead: bool = False
+    """Nothing will be written any more."""
+
+
+class WorldData:
+    """Bytes between processes: a transfer lands piece by piece, whatever its reader does meanwhile.
+
+    Attributes:
+        arrays: The registered memories' bytes.
+        on_post, on_land: Called with a transfer when it is posted, and before some of it lands.
+    """
+
+    def __init__(self, process: Process, agent_name: str, arrays: Sequence[Bytes], memories: Sequence[Memory]) -> None:
+        self.process, self._name = process, agent_name
+        self.arrays, self._memories = list(arrays), tuple(memories)
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.on_post: Callable[[Transfer], None] = lambda transfer: None
+        self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
+        self.posted = 0
+        self.is_closed = False
+        self._tables: dict[str, dict[int, PieceTable]] = {}
+        self._news: list[Ended] = []
+        self._on_ready: Callable[[], None] = lambda: None
+        self._random = process.world.random_of("nic", process.name)
+
+    # -- the port ----------------------------------------------------------------------------------
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Join the world."""
+        self._on_ready = on_ready
+        self.process.world.agents[self._name] = self
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Check that they are what this plane was made for."""
+        assert tuple(memories) == self._memories
+
+    @property
+    def agent_name(self) -> str:
+        """Unique per process start."""
+        return self._name
+
+    def metadata(self) -> bytes:
+        """Name this plane."""
+        return self._name.encode()
+
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Load it, which takes a while."""
+        await asyncio.sleep(self._random.random() * 2e-3)
+        if name in self._tables:
+            raise Violation(f"{self.process.name} loads {name} twice")
+        owner = self.process.world.agents.get(metadata.decode())
+        if owner is None or owner.process.is_dead:
+            raise BackendError(f"no agent {name!r} behind its metadata")
+        self._tables[name] = {}
+
+    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+        """Keep a table."""
+        if name not in self._tables:
+            raise Violation(f"{self.process.name} adds a table for {name}, which is not loaded")
+        self._tables[name][table.table_id] = table
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget a table that nothing uses."""
+        self._check_unused(name, table_id)
+        self._tables[name].pop(table_id, None)
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer that nothing uses."""
+        self._check_unused(name, None)
+        self._tables.pop(name, None)
+
+    def _check_unused(self, name: str, table_id: int | None) -> None:
+        for transfer in self.transfers.values():
+            if transfer.table[0] == name and table_id in (None, transfer.table[1]):
+                raise Violation(f"{self.process.name} removes {name} {table_id} under transfer {transfer.transfer_id}")
+
+    def post_read(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> Ended | None:
+        """Begin to read."""
+        world, process = self.process.world, self.process
+        process.spend()
+        self.posted += 1
+        owner = world.agents.get(name)
+        table = self._tables.get(name, {}).get(table_id)
+        if table is None or owner is None:
+            raise Violation(f"{process.name} reads from {name} with table {table_id}, which it has not loaded")
+        if owner.process.is_dead:
+            return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        transfer = self._transfer(transfer_id, owner, table, name, local, remote)
+        self.on_post(transfer)
+        fate = transfer.fate
+        world.note(process.name, f"posted {transfer_id} from {name}", fate)
+        if fate.inline and fate.ending is Ending.DONE and fate.seconds < 0.1:
+            # Local transports copy before they return.
+            process.now += fate.seconds
+            self._land(transfer, len(transfer.pieces))
+            process.spend()
+            transfer.is_over = transfer.is_dead = True
+            return Ended(transfer_id, Ending.DONE)
+        self.transfers[transfer_id] = transfer
+        begin, half = process.now, len(transfer.pieces) * fate.lands / 2
+        if fate.seconds < math.inf:
+            world.at(begin + fate.seconds * self._random.random(), lambda: self._land(transfer, math.floor(half)))
+            world.at(begin + fate.seconds, lambda: self._end(transfer))
+        elif fate.late_s < math.inf:
+            world.at(begin + fate.late_s, lambda: self._land(transfer, len(transfer.pieces)))
+        process.spend()
+        return None
+
+    def poll(self) -> list[Ended]:
+        """Return news."""
+        self.process.spend()
+        news, self._news = self._news, []
+        for ended in news:
+            if ended.ending is not Ending.IN_DOUBT:
+                self.transfers.pop(ended.transfer_id, None)
+        self.process.spend()
+        return news
+
+    def watch(self, serving: bool) -> None:
+        """Nothing to do."""
+
+    def statistics(self) -> dict[str, int]:
+        """Count."""
+        return {"posts": self.posted, "running": len(self.transfers), "peers": len(self._tables)}
+
+    def describe(self) -> dict[str, str]:
+        """Say what this is."""
+        return {"backend": "simulated"}
+
+    def close(self) -> None:
+        """Leave: without its agent nothing is written any more."""
+        self.is_closed = True
+        if self.process.world.agents.get(self._name) is self:
+            del self.process.world.agents[self._name]
+        for transfer in self.transfers.values():
+            transfer.is_dead = transfer.is_over = True
+        self.transfers.clear()
+        self._tables.clear()
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def lose(self, owner: WorldData) -> None:
+        """The process that is read from died."""
+        for transfer in list(self.transfers.values()):
+            if transfer.owner is owner and not transfer.is_dead:
+                transfer.is_dead = True
+                r = self._random.random()
+                when = self.process.world.now + self._random.random() * 0.5
+                if r < 0.5:
+                    self.process.world.at(when, self._reporter(transfer, Ending.FAILED, True))
+                elif r < 0.8:
+                    self.process.world.at(when, self._reporter(transfer, Ending.IN_DOUBT, False))
+                    later = when + self._random.random() * 3
+                    self.process.world.at(later, self._reporter(transfer, Ending.FAILED, True))
+                # Else nothing is heard of it again.
+
+    def _reporter(self, transfer: Transfer, ending: Ending, lost: bool) -> Callable[[], None]:
+        return lambda: self._report(transfer, ending, lost, "the remote process died")
+
+    def _transfer(
+        self,
+        transfer_id: TransferId,
+        owner: WorldData,
+        table: PieceTable,
+        name: str,
+        local: IndexArray,
+        remote: IndexArray,
+    ) -> Transfer:
+        pieces: list[_Piece] = []
+        spots = []
+        for a, b in zip(local.tolist(), remote.tolist(), strict=True):
+            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
+            length = int(table.length[row])
+            memory, offset, stride = (int(x) for x in table.local[row])
+            start = offset + mine * stride
+            remote_memory, remote_offset, remote_stride = (int(x) for x in table.remote[other])
+            source = remote_offset + theirs * remote_stride
+            target = self.arrays[memory][start : start + length]
+            origin = owner.arrays[remote_memory][source : source + length]
+            if row != other or len(target) != length or len(origin) != length:
+                raise Violation(f"{self.process.name} reads outside of registered memory")
+            pieces.append((target, origin))
+            spots.append((memory, start, length))
+        fate = self.process.world.transfer_fate(self, owner, self._random)
+        return Transfer(transfer_id, owner, pieces, spots, (name, table.table_id), fate)
+
+    def _land(self, transfer: Transfer, upto: int) -> None:
+        if transfer.is_dead or self.process.is_dead or transfer.owner.process.is_dead:
+            return
+        if upto > transfer.landed:
+            self.on_land(transfer, transfer.spots[transfer.landed : upto])
+            for target, origin in transfer.pieces[transfer.landed : upto]:
+                target[:] = origin
+            transfer.landed = upto
+
+    def _end(self, transfer: Transfer) -> None:
+        if transfer.is_dead or self.process.is_dead:
+            return
+        fate, world = transfer.fate, self.process.world
+        self._land(transfer, round(len(transfer.pieces) * fate.lands))
+        if fate.ending is Ending.IN_DOUBT:
+            if fate.late_s < math.inf:
+                world.at(world.now + fate.late_s, lambda: self._land(transfer, len(transfer.pieces)))
+            if fate.after_s < math.inf:
+                world.at(world.now + fate.after_s, lambda: self._resolve(transfer))
+        else:
+            transfer.is_dead = True
+        self._report(transfer, fate.ending, fate.peer_lost, fate.cause)
+
+    def _resolve(self, transfer: Transfer) -> None:
+        if transfer.is_dead or self.process.is_dead:
+            return
+        if transfer.fate.after is Ending.DONE:
+            self._land(transfer, len(transfer.pieces))
+        transfer.is_dead = True
+        self._report(transfer, transfer.fate.after, False, "after all")
+
+    def _report(self, transfer: Transfer, ending: Ending, peer_lost: bool, cause: str) -> None:
+        if self.is_closed or self.process.is_dead or transfer.is_over:
+            return
+        transfer.is_over = ending is not Ending.IN_DOUBT
+        self._news.append(Ended(transfer.transfer_id, ending, cause, peer_lost))
+        loop = self.process.loop
+        self.process.at(self.process.world.now, lambda: loop.call_soon(self._on_ready))
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a run did."""
+
+    values: Counter[str] = field(default_factory=Counter)
