@@ -314,7 +314,7 @@ PLAN_EPILOG = """
 
   asynckv plan decode.json prefill.json --json - | jq .ranks
 
-[bold]Exit status[/bold]  0 can be planned, 1 refused, 2 bad input
+[bold]Exit status[/bold]  0 can be planned, 1 refused or a problem found, 2 bad input
 """
 
 
@@ -368,6 +368,7 @@ def layout(
     from asynckv.errors import LayoutError
     from asynckv.layout_file import dump_layouts
     from asynckv.layouts import model_layout
+    from asynckv.registration import register_memory
 
     chosen = _model(model, hf_config).resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
@@ -408,6 +409,11 @@ def layout(
         ]
     except LayoutError as exc:
         raise ConfigError(f"--tp {tp}: {exc}") from exc
+    for each in (made[0], made[-1]):
+        try:
+            register_memory(each)
+        except LayoutError as exc:
+            raise ConfigError(f"these sizes make no layout: {exc}") from exc
     _write("--output", output, dump_layouts(made))
 
 
@@ -475,7 +481,8 @@ def plan(
             console.print(each, highlight=False)
     elif picture is not None:
         console.print(f"--picture {picture}: nothing to draw, the plan is refused", highlight=False)
-    raise typer.Exit(0 if report["plannable"] and report["written_exactly_once"] is not False else 1)
+    good = report["plannable"] and report["written_exactly_once"] is not False and not report["problems"]
+    raise typer.Exit(0 if good else 1)
 
 
 def _model(name: str | None, hf_config: Path | None) -> Any:

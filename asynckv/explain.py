@@ -95,8 +95,45 @@ def explain(
         "remote": _side(remote),
         "ranks": ranks,
         "owed": owed,
-        "whole_group": len(local) == local[0].tp_size * local[0].pp_size,
+        "problems": [*_unheld("decode", local), *_unheld("prefill", remote), *_unlike(local, remote)],
+        "whole_group": _is_whole(local),
     }
+
+
+def _is_whole(layouts: Sequence[Layout]) -> bool:
+    return len(layouts) == layouts[0].tp_size * layouts[0].pp_size
+
+
+def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
+    """Say which range of a part no rank holds; only a whole engine's layouts tell."""
+    if not _is_whole(layouts):
+        return
+    held: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
+    for layout in layouts:
+        for view in layout.views:
+            for part in view.parts:
+                if part.axis:
+                    held.setdefault((part.name, part.axis, view.layer, part.extent), []).append(part.held)
+    gaps: dict[tuple[str, str, int, int], list[str]] = {}
+    for (name, axis, layer, extent), ranges in held.items():
+        at = 0
+        for lo, hi in [*sorted(ranges), (extent, extent)]:
+            if lo > at:
+                gaps.setdefault((name, axis, at, lo), []).append(layer)
+            at = max(at, hi)
+    for (name, axis, lo, hi), layers in gaps.items():
+        more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
+        yield f"no {side} rank holds {axis} [{lo}, {hi}) of part {name!r} in {layers[0]!r}{more}"
+
+
+def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
+    """Say which layers only one of two whole engines has."""
+    if not (_is_whole(local) and _is_whole(remote)):
+        return
+    mine, theirs = ({v.layer for x in side for v in x.views} for side in (local, remote))
+    for side, names in (("decode", mine - theirs), ("prefill", theirs - mine)):
+        if names:
+            yield f"only {side} has the layers {', '.join(sorted(names)[:8])}{' ...' if len(names) > 8 else ''}"
 
 
 def _all_once(checks: Iterable[dict[str, Any] | None]) -> bool | None:
@@ -104,7 +141,7 @@ def _all_once(checks: Iterable[dict[str, Any] | None]) -> bool | None:
     found = list(checks)
     if not all(c is not None and c["checked"] for c in found):
         return None
-    return not any(c["twice"] or c["missing"] for c in found if c is not None)
+    return not any(c["twice"] or c["missing"] or c["beside"] for c in found if c is not None)
 
 
 def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
@@ -290,23 +327,29 @@ def _written_once(layout: Layout, plans: Sequence[Plan], lists: BlockLists) -> d
     """
     count = sum(plan.num_descriptors for plan in plans)
     if count > MAX_CHECKED:
-        return {"checked": False, "pieces": count, "twice": None, "missing": None}
+        return {"checked": False, "pieces": count, "twice": None, "missing": None, "beside": None}
     written = _Intervals()
     for section in (s for plan in plans for s in plan.sections):
         table = section.table
         for (memory, offset, stride), length in zip(table.local.tolist(), table.length.tolist(), strict=True):
             written.add(memory, offset + stride * section.local.astype(np.int64), length)
-    twice, missing = 0, 0
-    needed = _needed(layout, lists)
+    twice, missing, beside = 0, 0, 0
+    needed, allowed = _needed(layout, lists), _needed(layout, lists, over=True)
     for memory in needed.memories | written.memories:
         start, end = written.sorted(memory)
         twice += int((start[1:] < end[:-1]).sum())
-        heads = np.flatnonzero(np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))[: len(start)])
-        ends = np.maximum.reduceat(end, heads) if len(heads) else end
-        want, until = needed.sorted(memory)
-        at = np.searchsorted(start[heads], want, side="right") - 1
-        missing += int(((at < 0) | (np.append(ends, -1)[at] < until)).sum())
-    return {"checked": True, "pieces": count, "twice": twice, "missing": missing}
+        missing += _outside(needed.sorted(memory), (start, end))
+        beside += _outside((start, end), allowed.sorted(memory))
+    return {"checked": True, "pieces": count, "twice": twice, "missing": missing, "beside": beside}
+
+
+def _outside(these: tuple[Int64s, Int64s], those: tuple[Int64s, Int64s]) -> int:
+    """Count the ranges that do not lie within others, joined where they touch."""
+    start, end = those
+    heads = np.flatnonzero(np.concatenate(([True], start[1:] > np.maximum.accumulate(end)[:-1]))[: len(start)])
+    ends = np.maximum.reduceat(end, heads) if len(heads) else end
+    at = np.searchsorted(start[heads], these[0], side="right") - 1
+    return int(((at < 0) | (np.append(ends, -1)[at] < these[1])).sum())
 
 
 class _Intervals:
@@ -330,7 +373,8 @@ class _Intervals:
         return start[order], end[order]
 
 
-def _needed(layout: Layout, lists: BlockLists) -> _Intervals:
+def _needed(layout: Layout, lists: BlockLists, *, over: bool = False) -> _Intervals:
+    """What a request needs; or, `over` its edges, what it may write: the last block to its end, a window's first."""
     out = _Intervals()
     for view in layout.views:
         group, (first, ids) = layout.groups[view.group], lists.local[view.group]
@@ -338,7 +382,7 @@ def _needed(layout: Layout, lists: BlockLists) -> _Intervals:
             place = (lists.num_tokens - 1) // group.block_size - first // group.block_size
             spans = [(ids[place : place + 1] if first < lists.num_tokens else ids[:0], 0, 0)]
         else:
-            spans = list(_spans(group, first, ids, lists.num_tokens))
+            spans = list(_spans(group, first, ids, lists.num_tokens, over))
         for blocks, lo, hi in spans:
             for part in view.parts if len(blocks) else ():
                 start, dims = view.offset + part.offset, []
@@ -354,15 +398,18 @@ def _needed(layout: Layout, lists: BlockLists) -> _Intervals:
     return out
 
 
-def _spans(group: Group, first: int, ids: Int64s, num_tokens: int) -> Iterator[tuple[Int64s, int, int]]:
+def _spans(group: Group, first: int, ids: Int64s, num_tokens: int, over: bool) -> Iterator[tuple[Int64s, int, int]]:
     """Kernel blocks of which the same tokens are needed: `(blocks, from, to)`."""
     size, base = group.kernel_size, first // group.block_size * group.block_size
-    first = max(first, num_tokens - group.window + 1) if group.window else first
+    if group.window and num_tokens - group.window + 1 > first:
+        near = num_tokens - group.window + 1
+        first = max(first, (near - 1) // size * size) if over else near
     if first >= num_tokens:
         return
     kernels = np.arange(first // size, -(-num_tokens // size), dtype=np.int64)
     blocks = ids[(kernels * size - base) // group.block_size] * group.ratio + kernels % group.ratio
-    lo, hi = np.maximum(first - kernels * size, 0), np.minimum(num_tokens - kernels * size, size)
+    lo = np.maximum(first - kernels * size, 0)
+    hi = np.full_like(lo, size) if over else np.minimum(num_tokens - kernels * size, size)
     given = ids[(kernels * size - base) // group.block_size] != NULL
     for a, b in sorted(set(zip(lo.tolist(), hi.tolist(), strict=True))):
         yield blocks[given & (lo == a) & (hi == b)], a, b
@@ -494,6 +541,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print()
     if not report["plannable"]:
         _show_refusal(report, console)
+        _show_problems(report, console)
         return
     cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
     plural = "s" if report["tokens"] > 1 else ""
@@ -532,10 +580,16 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"  prefill {name}: decode {', '.join(names)}", highlight=False)
     console.print()
     console.print(_verdict([r["written_once"] for r in report["ranks"]]), highlight=False)
+    _show_problems(report, console)
     for hint in dict.fromkeys(h for r in report["ranks"] for h in r["hints"]):
         console.print(f"[cyan]hint[/cyan]: {hint}", highlight=False)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}", highlight=False)
+
+
+def _show_problems(report: dict[str, Any], console: Console) -> None:
+    for problem in report["problems"]:
+        console.print(f"[red]problem[/red]: {problem}", highlight=False)
 
 
 def _how(read: set[str] | None, name: str) -> str:
@@ -552,15 +606,16 @@ def _verdict(checks: Sequence[dict[str, Any]]) -> str:
         return (
             f"{pieces:,} pieces were not compared byte by byte: more than {MAX_CHECKED:,} on a rank; use fewer --tokens"
         )
-    twice, missing = (sum(c[name] for c in checks) for name in ("twice", "missing"))
-    if twice or missing:
+    twice, missing, beside = (sum(c[name] for c in checks) for name in ("twice", "missing", "beside"))
+    if twice or missing or beside:
         return (
-            f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, and {missing:,} that are needed "
-            f"are not written. This is a bug in asynckv: please report both files.[/red]"
+            f"[red]Of {pieces:,} pieces {twice:,} write what another writes as well, {beside:,} write what is not the "
+            f"request's, and {missing:,} that are needed are not written. This is a bug in asynckv: please report both "
+            f"files.[/red]"
         )
     return (
-        f"Every byte that the request needs is written exactly once: {pieces:,} pieces compared with what the decode "
-        f"layouts say."
+        f"Every byte that the request needs is written exactly once, and none beside: the destinations of {pieces:,} "
+        f"pieces compared with what the decode layouts say."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -131,6 +132,9 @@ def test_a_byte_written_twice_or_never_is_seen() -> None:
     assert _written_once(here, [*plans, plans[1]], lists)["twice"] == plans[1].num_descriptors
     fewer = Plan(plans[1].sections[:-1])
     assert _written_once(here, [plans[0], fewer], lists)["missing"] > 0
+    [section, *others] = plans[0].sections
+    moved = Plan((dataclasses.replace(section, local=section.local + 7), *others))
+    assert _written_once(here, [moved, plans[1]], lists)["beside"] > 0
 
 
 @pytest.mark.parametrize("model", PRESETS)
@@ -190,6 +194,21 @@ def test_names_from_a_stranger_cannot_steer_the_terminal() -> None:
     shown = text(explain(here, here, 100, 0))
     assert r"a\n\x1b[31m[red], tp 1" in shown
     assert "\x1b" not in shown
+
+
+def test_what_no_rank_holds_is_a_problem() -> None:
+    here, there = ranks("llama-3.1-8b", 2), ranks("llama-3.1-8b", 4)
+    assert explain(here, there, 100, 0)["problems"] == []
+    # Two decode ranks that both declare the first half: each is served, and half of the heads lands nowhere.
+    twice = [here[0], msgspec.structs.replace(here[0], tp_rank=1)]
+    report = explain(
+        twice, [*there[:2], *(msgspec.structs.replace(x, tp_rank=r) for r, x in enumerate(there[:2], 2))], 100, 0
+    )
+    assert report["plannable"]
+    assert "no decode rank holds head [4, 8) of part 'k' in 'layers.0' and 3 more layers" in report["problems"]
+    assert "problem: no decode rank holds" in text(report)
+    fewer = explain(ranks(PRESETS["llama-3.1-8b"].resized(layers=3), 1, 2), ranks("llama-3.1-8b", 1, 2), 100, 0)
+    assert any("only prefill has the layers layers.3" in p for p in fewer["problems"])
 
 
 def test_pictures_show_every_reader() -> None:

@@ -330,6 +330,30 @@ def test_stages_that_are_there_are_read_for_what_they_have() -> None:
     assert all(lease.state is LeaseState.RELEASED for lease in leases)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_stages_of_another_model_are_refused_whoever_answers_first(first: int) -> None:
+    def stage_of(names: tuple[str, ...], stage: int, size: int) -> Layout:
+        layout = make_layout(layers=len(names), base=(stage + 1) << 40)
+        views = tuple(msgspec.structs.replace(v, layer=n) for v, n in zip(layout.views, names, strict=True))
+        return msgspec.structs.replace(layout, pp_stage=stage, pp_size=size, views=views)
+
+    world = World()
+    layers = (("a", "b"), ("c", "d"))
+    prefill = [world.add(f"p{s}", stage_of(layers[s], s, 2), engine_id="prefill") for s in range(2)]
+    decode = world.add("d", stage_of(("a", "b"), 0, 1))
+    params = world.params(prefill, "r", [1], 4)
+    for rank in prefill:
+        world.lend(rank, params)
+    pull = world.pull(decode, "d", [1], params)
+    # The hellos are answered in either order.
+    order = [x for x in world.letters if x.to == prefill[first].address]
+    order += [x for x in world.letters if x.to != prefill[first].address]
+    world.letters[:] = order
+    world.run()
+    assert pull.reason is Reason.GEOMETRY
+    assert "layers only on one side: local none, remote ['c', 'd']" in pull.detail
+
+
 def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None:
     layers = tuple(LayerSpec(n, (PartSpec("kv", (("head", 2),), "head"),)) for n in "ab")
     groups = (GroupSpec((0,), 4), GroupSpec((1,), 4))

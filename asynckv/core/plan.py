@@ -465,7 +465,7 @@ class BlockLists:
             peer.remote.groups[remote_group],
             peer.entries[group, remote_group],
         )
-        key = (group, remote_group, there.block_size, there.ratio, there.num_blocks, entry)
+        key = (group, remote_group, there, entry)
         if (pairs := self._pairs.get(key)) is None:
             pair = self._pair_states if here.kind == "state" else self._pair_tokens
             pairs = self._pairs[key] = tuple(pair(group, remote_group, here, there, entry))

@@ -447,8 +447,11 @@ class Pulling:
         self._wake(peer)
 
     def _unmet(self, pull: Pull, leg: Leg, reason: Reason, detail: str, now: float) -> None:
-        """A rank that was to be read cannot be: the end of the pull, unless others hold the same."""
-        if leg.map is None:
+        """A rank that was to be read cannot be: the end of the pull, unless others hold the same.
+
+        Another geometry is the end whoever answers first: the engines do not fit.
+        """
+        if leg.map is None and reason is not Reason.GEOMETRY:
             leg.reads = False
             pull.unmet = pull.unmet or (reason, detail)
         elif not leg.proven:
@@ -530,7 +533,12 @@ class Pulling:
             if pull.lists is None or pull.state is not PullState.CONNECTING:
                 return
             if any(leg.map is None for leg in legs):
-                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for.
+                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
+                # stages of our own every stage holds layers of ours, and may turn out not to fit.)
+                stages = {leg.pp_stage for leg in known}
+                whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
+                if whole and len(known) < len(legs) and len(stages) < pull.params.pp_size:
+                    return
                 maps = self._maps(known, pull.lists.wanted) if known else ""
                 if isinstance(maps, str):
                     if len(known) < len(legs):

@@ -66,6 +66,9 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     ours, theirs = _places(local), _places(remote)
     if local.pp_size == remote.pp_size == 1:
         out += _layers(ours, theirs)
+    elif local.pp_size == 1 and (strange := theirs.keys() - ours.keys()):
+        # Whatever the other stages hold: without stages of our own, every layer of theirs is one of ours.
+        out.append(Difference("layers only on one side", "none", _some(strange)))
     for layer in ours:
         if layer in theirs:
             for field, here, there in _compare_layers(ours[layer], theirs[layer], local, remote):
