@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, assert_never
@@ -150,6 +150,7 @@ class Engine:
         data: Data plane; NIXL if left out.
         control: Control plane; ZMQ if left out.
         clock: Clock; the system's if left out.
+        token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
     """
 
     def __init__(
@@ -160,10 +161,12 @@ class Engine:
         data: DataPlane | None = None,
         control: ControlPlane | None = None,
         clock: Clock | None = None,
+        token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         self.config = config
         self.registration = registration
-        self.incarnation = secrets.token_hex(16)
+        self.incarnation = token_hex(16)
+        self._first_nonce = int(token_hex(6), 16)
         layout = registration.layout
         self._recorder = Recorder(
             config.log,
@@ -221,7 +224,7 @@ class Engine:
                 self._data.agent_name,
                 self._data.metadata(),
                 self.registration.layout,
-                secrets.randbits(48),
+                self._first_nonce,
             )
             node = Node(identity, self.config)
             node.desk.trace = self._recorder.is_tracing
@@ -319,6 +322,7 @@ class Engine:
         cohort_id: str = "",
         hashes: Sequence[str] | None = None,
         num_tokens: int | None = None,
+        is_last: bool = True,
     ) -> PullResult:
         """Fill blocks with a lent request's KV; on every decode rank.
 
@@ -337,6 +341,8 @@ class Engine:
                 all tokens before it. Only tokens on which both sides agree are read; the result's
                 `num_tokens` says how many that are.
             num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
+            is_last: False says that another attempt will follow if this one fails or is cancelled: the request stays
+                lent to this reader. A last attempt discharges it whatever the outcome.
 
         Returns:
             What was moved, once it is proven to be what was lent.
@@ -350,7 +356,9 @@ class Engine:
         """
         node = self._node
         timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
-        pull = node.pull(request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes, num_tokens)
+        pull = node.pull(
+            request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes, num_tokens, is_last
+        )
         if pull.planned_at == pull.called_at:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
@@ -360,9 +368,10 @@ class Engine:
         except asyncio.CancelledError:
             node.pulling.cancel(pull, self._clock.now())
             self._soon()
-            with anyio.CancelScope(shield=True):
-                # NIXL may still be writing: wait as long as `drain_s` allows.
-                await self._outcome(pull, waiting)
+            # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
+            while not pull.is_told and not self._is_shut:
+                with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
+                    await self._outcome(pull, waiting)
             raise
         if pull.reason is not Reason.COMPLETE:
             raise self._error(pull, waiting)
@@ -384,6 +393,20 @@ class Engine:
         found = self._node.cancel(request_id, self._clock.now())
         self._soon()
         return found
+
+    async def returned(self, request_id: str) -> None:
+        """Wait until no attempt at a request may write any block.
+
+        What `PullError.returned` is for a failed pull, this is for one whose task was cancelled: the
+        `CancelledError` cannot carry it. Returns at once if nothing is held.
+        """
+        node = self._node
+        while not self._is_shut:
+            open_pulls = (p for p in node.pulling.pulls.values() if p.request_id == request_id)
+            held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
+            if held is None:
+                return
+            await self._waiting.setdefault(held.pull_id, _Waiting()).returned.wait()
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
@@ -451,16 +474,17 @@ class Engine:
             return
         node = self._node
         self._do(node)
-        started = time.perf_counter()
-        while (read := node.pulling.next_post(self._clock.now())) is not None:
-            began = time.perf_counter()
+        clock = self._clock
+        started = began = clock.now()
+        while (read := node.pulling.next_post(began)) is not None:
             post = read.post
             ended = self._data.post_read(read.transfer_id, read.agent_name, post.table_id, post.local, post.remote)
-            spent = time.perf_counter()
-            node.pulling.spent(read.transfer_id, spent - began)
+            now = clock.now()
+            node.pulling.spent(read.transfer_id, now - began)
             if ended is not None:
-                node.pulling.ended(_news(ended), 0.0, self._clock.now())
-            if spent - started > POST_SLICE_S:
+                node.pulling.ended(_news(ended), 0.0, now)
+            began = now
+            if now - started > POST_SLICE_S:
                 self._soon()
                 break
         self._do(node)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ class PrefillGroup:
         pp_size: Pipeline stages.
         null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a
             list always means that.
+        token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
 
     Raises:
         ConfigError: Ranks are missing, doubled or malformed.
@@ -47,6 +48,7 @@ class PrefillGroup:
         tp_size: int | None = None,
         pp_size: int = 1,
         null_block: int = NULL,
+        token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         try:
             endpoints = [e if isinstance(e, Endpoint) else msgspec.convert(e, Endpoint) for e in roster]
@@ -65,7 +67,8 @@ class PrefillGroup:
             )
         self.memory_epoch = memory_epoch
         # Random, not derived from anything: a restarted scheduler must never repeat a key.
-        self._epoch = secrets.token_hex(8)
+        self._token_hex = token_hex
+        self._epoch = token_hex(8)
         self._sequence = itertools.count()
 
     def make_params(
@@ -110,7 +113,7 @@ class PrefillGroup:
         params = Params(
             engine_id=self.engine_id,
             request_id=request_id,
-            key=Key(self._epoch, self.memory_epoch, next(self._sequence), secrets.token_hex(16)),
+            key=Key(self._epoch, self.memory_epoch, next(self._sequence), self._token_hex(16)),
             tp_size=self.tp_size,
             pp_size=self.pp_size,
             roster=self.roster,

@@ -214,6 +214,7 @@ class Node:
         now: float,
         hashes: Sequence[str] | None = None,
         num_tokens: int | None = None,
+        is_last: bool = True,
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
 
@@ -252,6 +253,7 @@ class Node:
             raise LocalProtocolError(
                 f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
             )
+        pull.is_last = is_last
         if pull.reason is None:
             self.pulling.begin(pull, lists, now + timeout_s, now)
         return pull

@@ -248,6 +248,8 @@ class Pull:
     """The outcome, once there is one (COMPLETE or why not)."""
     detail: str = ""
     failure: tuple[Reason, str] | None = None
+    is_last: bool = True
+    """If it fails no other attempt follows: the reader is discharged."""
     is_hit: bool = False
     """Nothing is to be filled: everybody is only released."""
     unmet: tuple[Reason, str] | None = None
@@ -476,6 +478,11 @@ class Pull:
         match self.reason:
             case Reason.COMPLETE:
                 return Outcome.COMPLETE
+            case _ if not self.is_last:
+                return Outcome.RETRY
+            case reason if self.lists is None and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
+                # Only announced: whoever announced it has not given up, and may still ask for the blocks.
+                return Outcome.RETRY
             case Reason.CANCELLED:
                 return Outcome.CANCELLED
             case _:

@@ -332,6 +332,7 @@ class Pulling:
             for leg in pull.legs:
                 if self._settles_itself(pull, leg):
                     pull.settled(leg, "the rank is gone", now)
+                self._make_room(leg)
             self._return(pull)
             self._desk.commands.append(PullEnded(pull))
         elif pull.is_told:
@@ -345,6 +346,16 @@ class Pulling:
             self._finish(pull, now)
         else:
             self._timers.wake(pull, pull.wake_at)
+
+    def _make_room(self, leg: Leg) -> None:
+        """What still runs for a pull that has its outcome may never end: it must not take the window from others."""
+        peer = self.peers.get((leg.address, leg.incarnation))
+        for transfer_id in leg.running:
+            transfer = self.transfers[transfer_id]
+            transfer.peer.in_flight_bytes -= transfer.windowed
+            transfer.windowed = 0
+        if peer is not None and (leg.running or leg.queued):
+            self._take_turn(peer)
 
     def _return(self, pull: Pull) -> None:
         if not pull.is_returned and not pull.holds_blocks:
@@ -657,6 +668,9 @@ class Pulling:
         peer.not_before = now + self._config.backoff_s
         self._change(peer, E.LOST)
         self._fail_readers(peer, reason, detail, now)
+        for _, leg in peer.queue:
+            leg.queued = False
+        peer.queue.clear()
         self._reap(peer)
         self._wake(peer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import hashlib
 import heapq
 import itertools
@@ -16,8 +17,8 @@ import math
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVarTuple
 
 import numpy as np
@@ -131,7 +132,7 @@ class Process:
         self.frozen_until = -math.inf
         self.frozen_s = 0.0
         self.pauses = 0.0
-        self.is_dead = False
+        self.is_dead, self.died_at = False, math.inf
         self.random = world.random_of(name)
         self._is_turn_due = False
         self.loop = _Loop(self)
@@ -140,9 +141,13 @@ class Process:
         """Do something in this process at a time of the world's, or as soon after as it can."""
         self.world.at(max(when, self.now), action, self)
 
-    def spawn(self, make: Callable[[], Any]) -> None:
+    def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call something in this process's event loop."""
+        self.at(when, functools.partial(self.loop.call_soon, callback, *args))
+
+    def spawn(self, make: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Start a coroutine in the process's next turn."""
-        self.at(self.now, lambda: self.loop.call_soon(lambda: self.loop.create_task(make())))
+        self.call_at(self.now, lambda: self.loop.create_task(make()))
 
     def want_turn(self) -> None:
         """Have the loop run a turn, once."""
@@ -177,16 +182,15 @@ class Process:
 
     def kill(self) -> None:
         """End it without a word."""
-        self.is_dead = True
+        self.is_dead, self.died_at = True, self.world.now
 
     def close(self) -> None:
         """Give back what the loop holds."""
         self.is_dead = True
         self.loop.set_exception_handler(lambda loop, context: None)
-        with self.world.quietly():
-            for task in asyncio.all_tasks(self.loop):
-                # Never to be run again, and not to be complained about.
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for task in asyncio.all_tasks(self.loop):
+            # Never to be run again, and not to be complained about.
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.loop.close()
 
 
@@ -233,6 +237,10 @@ class World:
         """Remember what happened."""
         self.trace.append((self.now, who, what, detail))
 
+    def is_quiet(self, until: float) -> bool:
+        """Nothing is going to happen before a time: what a process that is ahead sees now is what it would see then."""
+        return not self._heap or self._heap[0][0] > until
+
     def violate(self, what: str) -> None:
         """Note the first thing that must never happen, and stop."""
         if not self.violation:
@@ -264,12 +272,6 @@ class World:
             except AssertionError as exc:
                 self.violate(f"assertion: {exc!r}")
         self.now = max(self.now, until) if not self.violation else self.now
-
-    def quietly(self) -> Any:
-        """Between worlds no loop is running."""
-        import contextlib
-
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Give back what loops hold."""
@@ -342,9 +344,16 @@ class WorldControl:
         return True
 
     def _carry(self, to: WorldControl, origin: Address | Route, packet: bytes, delay: float) -> None:
-        self._process.world.note(self._process.name, f"-> {to._process.name}", packet)
-        when = self._process.now + delay
-        to._process.at(when, lambda: to._process.loop.call_soon(to.deliver, origin, packet))
+        sender, receiver = self._process, to._process
+        sender.world.note(sender.name, f"-> {receiver.name}", packet)
+        sent_at = sender.now
+
+        def arrive() -> None:
+            # A process that was ahead of the world may have died before it came to send this.
+            if sent_at <= sender.died_at:
+                receiver.loop.call_soon(to.deliver, origin, packet)
+
+        receiver.at(sent_at + delay, arrive)
 
     def deliver(self, origin: Address | Route, packet: bytes) -> None:
         """Take a packet, in the process's loop."""
@@ -392,6 +401,12 @@ class TransferFate:
     after: Literal[Ending.DONE, Ending.FAILED] = Ending.FAILED
     peer_lost: bool = False
     cause: str = ""
+
+    def __str__(self) -> str:
+        late = f", the rest lands {self.late_s:.3f} s later" if self.late_s < math.inf else ""
+        after = f", {self.after.value} {self.after_s:.3f} s later" if self.after_s < math.inf else ""
+        when = f"{self.ending.value} after {self.seconds:.6f} s" if self.seconds < math.inf else "never ends"
+        return f"({when}, {self.lands:.0%} landed{late}{after})"
 
 
 def _usual(reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
@@ -500,15 +515,20 @@ class WorldData:
         self.posted += 1
         owner = world.agents.get(name)
         table = self._tables.get(name, {}).get(table_id)
-        if table is None or owner is None:
+        if table is None:
             raise Violation(f"{process.name} reads from {name} with table {table_id}, which it has not loaded")
-        if owner.process.is_dead:
+        if owner is None or owner.process.is_dead:
             return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         transfer = self._transfer(transfer_id, owner, table, name, local, remote)
         self.on_post(transfer)
         fate = transfer.fate
         world.note(process.name, f"posted {transfer_id} from {name}", fate)
-        if fate.inline and fate.ending is Ending.DONE and fate.seconds < 0.1:
+        if (
+            fate.inline
+            and fate.ending is Ending.DONE
+            and fate.seconds < 0.1
+            and world.is_quiet(process.now + fate.seconds)
+        ):
             # Local transports copy before they return.
             process.now += fate.seconds
             self._land(transfer, len(transfer.pieces))
@@ -604,7 +624,8 @@ class WorldData:
         return Transfer(transfer_id, owner, pieces, spots, (name, table.table_id), fate)
 
     def _land(self, transfer: Transfer, upto: int) -> None:
-        if transfer.is_dead or self.process.is_dead or transfer.owner.process.is_dead:
+        owner = transfer.owner
+        if transfer.is_dead or self.process.is_dead or owner.process.is_dead or owner.is_closed:
             return
         if upto > transfer.landed:
             self.on_land(transfer, transfer.spots[transfer.landed : upto])
@@ -639,12 +660,4 @@ class WorldData:
             return
         transfer.is_over = ending is not Ending.IN_DOUBT
         self._news.append(Ended(transfer.transfer_id, ending, cause, peer_lost))
-        loop = self.process.loop
-        self.process.at(self.process.world.now, lambda: loop.call_soon(self._on_ready))
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a run did."""
-
-    values: Counter[str] = field(default_factory=Counter)
+        self.process.call_at(self.process.world.now, self._on_ready)

@@ -1,0 +1,314 @@
+"""Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from asynckv.core import lease as lease_module
+from asynckv.core import lending, messages, node, pulling
+from asynckv.core.group import PrefillGroup
+from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.ledger import Ledger
+from asynckv.core.messages import Ack, Granted, Release
+from asynckv.core.pull import RATE_MARGIN, Leg, News, Pull
+from asynckv.core.types import Outcome, PullId
+from asynckv.engine import Engine, _news
+from asynckv.testing import simulation
+from asynckv.testing.world import WorldData
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: dict[str, Plant] = {}
+
+
+def planted(plant: Plant) -> Plant:
+    PLANTED[plant.__name__] = plant
+    return plant
+
+
+@planted
+def release_by_count(patch: pytest.MonkeyPatch) -> None:
+    """Any release strikes off any reader; a repeated one counts twice."""
+
+    def release(self: Lease, message: Release, source: str, now: float) -> Any:
+        if refusal := self._bind(message):
+            return refusal
+        self.held.pop(PullId(message.pull_id), None)
+        self.final.add(PullId(message.pull_id))
+        owed = self.cohorts[message.cohort.id].owed
+        if owed:
+            reader = sorted(owed)[0]
+            owed.discard(reader)
+            self.outcomes.setdefault(reader, message.outcome)
+        return Ack(message.key, message.pull_id)
+
+    patch.setattr(Lease, "_release", release)
+
+
+@planted
+def strikes_off_all_attempts_of_a_rank(patch: pytest.MonkeyPatch) -> None:
+    """A release ends every attempt of its rank, not only its own."""
+    honest = Lease._release
+
+    def release(self: Lease, message: Release, source: str, now: float) -> Any:
+        answer = honest(self, message, source, now)
+        if isinstance(answer, Ack):
+            reader = self._reader(message.cohort)
+            for pull_id in [p for p, hold in self.held.items() if hold.reader == reader]:
+                del self.held[pull_id]
+            if message.cohort.id in self.cohorts:
+                self.cohorts[message.cohort.id].owed.discard(reader)
+        return answer
+
+    patch.setattr(Lease, "_release", release)
+
+
+@planted
+def frees_before_it_drained(patch: pytest.MonkeyPatch) -> None:
+    """Blocks go back with the outcome, whatever still runs."""
+    patch.setattr(Pull, "holds_blocks", property(lambda self: False))
+
+
+@planted
+def trusts_an_exception(patch: pytest.MonkeyPatch) -> None:
+    """A transfer that is in doubt is taken for ended."""
+    honest = Pull.ended
+
+    def ended(self: Pull, leg: Leg, news: News, now: float) -> None:
+        honest(self, leg, News(news.transfer_id, news.ok, False, news.cause, news.peer_lost), now)
+
+    patch.setattr(Pull, "ended", ended)
+
+
+@planted
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    """Bytes are believed because they have arrived."""
+
+    def prove(self: Leg) -> None:
+        self.proven = self.proven or self.is_done
+
+    patch.setattr(Leg, "prove", prove)
+
+
+@planted
+def deadline_from_another_transmission(patch: pytest.MonkeyPatch) -> None:
+    """A grant counts from the newest claim, not from the one that it answers."""
+    honest = Pull._granted
+
+    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+        honest(self, leg, answer, max(leg.nonces.values()), now)
+
+    patch.setattr(Pull, "_granted", granted)
+
+
+@planted
+def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None:
+    """The clock is read, then the data plane is asked."""
+
+    def on_data(self: Engine) -> None:
+        now = self._clock.now()
+        news = self._data.poll()
+        for ended in news:
+            self._node.pulling.ended(_news(ended), 0.0, now)
+        self._soon()
+
+    patch.setattr(Engine, "_on_data", on_data)
+
+
+@planted
+def revoking_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+    """What is revoked is free at once, whoever was promised it."""
+    honest = Lease._stop
+
+    def stop(self: Lease, event: Any, cause: Any, now: float) -> None:
+        self.held.clear()
+        honest(self, event, cause, now)
+
+    patch.setattr(Lease, "_stop", stop)
+
+
+@planted
+def expiry_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+    """A lease ends at its time, though a grant runs on."""
+    honest = Lease._grant
+
+    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
+        until = self.expires_at
+        answer = honest(self, ask, reader, source, now)
+        self.expires_at = until
+        return answer
+
+    def settle(self: Lease, now: float) -> None:
+        if self.state is LeaseState.ENDING:
+            self.held.clear()
+        honest_settle(self, now)
+
+    honest_settle = Lease._settle
+    patch.setattr(Lease, "_grant", grant)
+    patch.setattr(Lease, "_settle", settle)
+
+
+@planted
+def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    """A scheduler that counts from the start again, and ranks that let it."""
+    honest = PrefillGroup.make_params
+
+    def make_params(self: PrefillGroup, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        params = honest(self, *args, **kwargs)
+        epoch, memory, sequence, _ = params["key"]
+        params["key"] = [epoch, memory, sequence % 2, "0" * 32]
+        params["request_id"] = "P"
+        return params
+
+    honest_lend = lending.Lending.lend
+
+    def lend(self: lending.Lending, lent: Any, now: float) -> Any:
+        self._ended.pop(lent.key, None)
+        return honest_lend(self, lent, now)
+
+    def digest(*args: Any) -> bytes:
+        return bytes(16)
+
+    patch.setattr(PrefillGroup, "make_params", make_params)
+    patch.setattr(lending.Lending, "lend", lend)
+    patch.setattr(node, "blocks_digest", digest)
+    patch.setattr(lease_module, "blocks_digest", digest)
+
+
+@planted
+def retries_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The next attempt does not wait for what the last one may still write."""
+
+    async def wait(self: Any, returned: Any) -> None:
+        returned.close()
+
+    patch.setattr(simulation._Attempt, "_wait", wait)
+    patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
+
+
+@planted
+def skipped_ranks_hear_our_own_id(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that were read nothing from are released under the decode side's request id."""
+    honest = Pull.due_release
+
+    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+        release = honest(self, leg, now)
+        if release is None or leg.reads:
+            return release
+        return Release(release.key, self.request_id, release.cohort, release.pull_id, release.outcome)
+
+    patch.setattr(Pull, "due_release", due_release)
+
+
+@planted
+def skipped_ranks_hear_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Ranks that were read nothing from are not released at all."""
+    honest = Pull.due_release
+
+    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+        release = honest(self, leg, now)
+        if release is not None and not leg.reads:
+            self.settled(leg, "forgotten", now)
+            return None
+        return release
+
+    patch.setattr(Pull, "due_release", due_release)
+
+
+@planted
+def releases_are_sent_once(patch: pytest.MonkeyPatch) -> None:
+    """A release that was lost stays lost."""
+    honest = Pull.due_release
+
+    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+        release = honest(self, leg, now)
+        if release is not None:
+            leg.release_at = math.inf
+        return release
+
+    patch.setattr(Pull, "due_release", due_release)
+
+
+@planted
+def early_reads_are_believed(patch: pytest.MonkeyPatch) -> None:
+    """A read that began before the request was lent is not done again."""
+    patch.setattr(Leg, "is_early", property(lambda self: False))
+
+
+@planted
+def rates_are_equal(patch: pytest.MonkeyPatch) -> None:
+    """Grants are used to their last moment, as if both clocks ran alike, from when they were received."""
+    honest = Pull._granted
+
+    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+        honest(self, leg, answer, now, now)
+
+    patch.setattr(Pull, "_granted", granted)
+
+
+@planted
+def peers_are_removed_under_transfers(patch: pytest.MonkeyPatch) -> None:
+    """A peer that is lost leaves the data plane at once."""
+    honest = pulling.Pulling._reap
+
+    def reap(self: pulling.Pulling, peer: Any) -> None:
+        transfers, peer.transfers = peer.transfers, set()
+        try:
+            honest(self, peer)
+        finally:
+            peer.transfers = transfers
+
+    patch.setattr(pulling.Pulling, "_reap", reap)
+
+
+@planted
+def restarts_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever listens at an address is taken for the process that listened there before."""
+    honest = node.Node.receive
+
+    def receive(self: node.Node, origin: Any, data: bytes, now: float) -> None:
+        incarnation = self.identity.incarnation
+        try:
+            packet = messages.decode_packet(data)
+        except Exception:
+            return honest(self, origin, data, now)
+        if packet.target not in ("", incarnation):
+            data = messages.encode_packet(packet.source, incarnation, packet.messages)
+        return honest(self, origin, data, now)
+
+    patch.setattr(node.Node, "receive", receive)
+
+
+@planted
+def a_failed_attempt_says_it_was_the_last(patch: pytest.MonkeyPatch) -> None:
+    """An attempt that will be retried discharges its reader."""
+    honest = Pull._outcome.fget
+    assert honest is not None
+
+    def outcome(self: Pull) -> Outcome:
+        found: Outcome = honest(self)
+        return Outcome.FAILED if found is Outcome.RETRY else found
+
+    patch.setattr(Pull, "_outcome", property(outcome))
+
+
+@planted
+def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Nothing ends a pull that waits."""
+    honest = Pull.tick
+
+    def tick(self: Pull, now: float) -> None:
+        if now < self.deadline:
+            honest(self, now)
+        else:
+            self._advance(now)
+
+    patch.setattr(Pull, "tick", tick)
+    patch.setattr(Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.legs))))
+
+
+unused = functools, RATE_MARGIN, WorldData
