@@ -493,6 +493,88 @@ def _model(name: str | None, hf_config: Path | None) -> Any:
     return models.read_hf_config(hf_config) if hf_config else models.preset(name or DEFAULT_MODEL)
 
 
+SIMULATE_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv simulate --seeds 10000
+
+  asynckv simulate --first-seed 4711 --seeds 1 --faults loss,crash --events 500
+
+[bold]Exit status[/bold]  0 clean, 1 a violation, 2 bad input, 130 Ctrl-C
+"""
+
+
+@app.command(epilog=SIMULATE_EPILOG)
+def simulate(
+    seeds: Annotated[
+        int, typer.Option(help="How many services to simulate, one per seed.", rich_help_panel=RUN)
+    ] = 1000,
+    first_seed: Annotated[int, typer.Option(help="The first seed.", rich_help_panel=RUN)] = 0,
+    faults: Annotated[
+        str, typer.Option(help="What may go wrong: all, none, or kinds with commas between.", rich_help_panel=RUN)
+    ] = "all",
+    jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", rich_help_panel=RUN)] = 0,
+    events: Annotated[
+        int, typer.Option(help="Events to print before a violation, after minimising.", rich_help_panel=OUT)
+    ] = 120,
+    json: Annotated[
+        str | None, typer.Option(help="Write the counts there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+) -> None:
+    """Simulate whole services under faults, with virtual time, and look for anything that must never happen.
+
+    Every seed stands for some prefill and decode ranks, requests, and a script of faults: lost, late and repeated
+    packets, crashes, restarts, freezes, pauses anywhere, transfers that fail, never end, or land after their end.
+    Real engines run on simulated planes; freed memory is overwritten at once. The same seed gives the same run.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from asynckv.testing import simulation
+
+    known = simulation.FAULTS
+    chosen = known if faults == "all" else () if faults == "none" else tuple(x.strip() for x in faults.split(","))
+    if strange := [x for x in chosen if x not in known]:
+        raise ConfigError(f"--faults {strange[0]!r} is unknown; use all, none, or some of {', '.join(known)}")
+    for name, number, least in (("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--jobs", jobs, 0)):
+        if not least <= number <= 1 << 40:
+            raise ConfigError(f"{name} {number} is outside {least} ... {1 << 40}")
+    errors = Console(stderr=True)
+    with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("seeds", total=seeds)
+        found = simulation.simulate_many(
+            range(first_seed, first_seed + seeds), chosen, jobs or os.cpu_count() or 1, lambda n: bar.advance(task, n)
+        )
+    report = {
+        "schema": "asynckv.simulate/1",
+        "seeds": found.seeds,
+        "first_seed": first_seed,
+        "faults": list(chosen),
+        "violations": dict(found.violations),
+        "counts": dict(sorted(found.counts.items())),
+        "seconds": round(found.seconds, 3),
+    }
+    if json is not None:
+        _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    console = Console(stderr=json == "-")
+    rate = found.seeds / found.seconds if found.seconds else 0.0
+    console.print(
+        f"{found.seeds:,} services in {found.seconds:.1f} s ({rate:.0f} per second): {found.counts['pull.complete']:,} pulls "
+        f"complete, {sum(n for k, n in found.counts.items() if k.startswith('fault.')):,} faults, "
+        f"{len(found.violations)} violations",
+        highlight=False,
+    )
+    if found.violations:
+        seed, violation = next(iter(found.violations.items()))
+        console.print(f"\nseed {seed}: {violation}\nminimised:", highlight=False, markup=False)
+        small = simulation.minimise(simulation.make_script(seed, chosen))
+        for line in small.explain(events):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nagain: asynckv simulate --first-seed {seed} --seeds 1 --faults {faults}", highlight=False)
+        raise typer.Exit(1)
+
+
 def _write(option: str, target: str, text: str) -> None:
     if target == "-":
         sys.stdout.write(text)

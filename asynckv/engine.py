@@ -341,8 +341,8 @@ class Engine:
                 all tokens before it. Only tokens on which both sides agree are read; the result's
                 `num_tokens` says how many that are.
             num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
-            is_last: False says that another attempt will follow if this one fails or is cancelled: the request stays
-                lent to this reader. A last attempt discharges it whatever the outcome.
+            is_last: False says that another attempt will follow if this one fails, or its task is cancelled: the
+                request stays lent to this reader. A last attempt discharges it whatever the outcome.
 
         Returns:
             What was moved, once it is proven to be what was lent.
@@ -389,7 +389,10 @@ class Engine:
         )
 
     def cancel(self, request_id: str) -> bool:
-        """Give up a pull or an announcement; False if there is none without an outcome."""
+        """Give up a request, announced or being pulled; False if there is no pull without an outcome.
+
+        The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more.
+        """
         found = self._node.cancel(request_id, self._clock.now())
         self._soon()
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import pytest
 
 from asynckv.core import lease as lease_module
-from asynckv.core import lending, messages, node, pulling
+from asynckv.core import lending, node, pulling
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Granted, Release
-from asynckv.core.pull import RATE_MARGIN, Leg, News, Pull
+from asynckv.core.pull import Leg, News, Pull
 from asynckv.core.types import Outcome, PullId
 from asynckv.engine import Engine, _news
 from asynckv.testing import simulation
-from asynckv.testing.world import WorldData
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTED: dict[str, Plant] = {}
@@ -266,28 +264,9 @@ def peers_are_removed_under_transfers(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
-def restarts_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    """Whoever listens at an address is taken for the process that listened there before."""
-    honest = node.Node.receive
-
-    def receive(self: node.Node, origin: Any, data: bytes, now: float) -> None:
-        incarnation = self.identity.incarnation
-        try:
-            packet = messages.decode_packet(data)
-        except Exception:
-            return honest(self, origin, data, now)
-        if packet.target not in ("", incarnation):
-            data = messages.encode_packet(packet.source, incarnation, packet.messages)
-        return honest(self, origin, data, now)
-
-    patch.setattr(node.Node, "receive", receive)
-
-
-@planted
 def a_failed_attempt_says_it_was_the_last(patch: pytest.MonkeyPatch) -> None:
     """An attempt that will be retried discharges its reader."""
-    honest = Pull._outcome.fget
-    assert honest is not None
+    honest: Any = Pull.__dict__["_outcome"].fget
 
     def outcome(self: Pull) -> Outcome:
         found: Outcome = honest(self)
@@ -309,6 +288,3 @@ def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Pull, "tick", tick)
     patch.setattr(Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.legs))))
-
-
-unused = functools, RATE_MARGIN, WorldData

@@ -265,10 +265,11 @@ class Node:
         return self._predicted[size]
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Give up a pull by the caller's id; False if there is none without an outcome."""
+        """Give up a request by the caller's id; False if there is no pull of it without an outcome."""
         pull = self.pulling.by_request.get(RequestId(request_id))
         if pull is None:
             return False
+        pull.is_last = True
         self.pulling.cancel(pull, now)
         return True
 

@@ -15,10 +15,12 @@ import asyncio
 import hashlib
 import logging
 import math
+import multiprocessing
 import random
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,6 +32,7 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.core.messages import decode_packet
+from asynckv.core.topology import owed_readers
 from asynckv.core.types import Route
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullError
@@ -46,7 +49,19 @@ from asynckv.testing.world import (
     WorldData,
 )
 
-__all__ = ["FAULTS", "Fault", "Outcome", "Script", "make_script", "minimise", "play", "simulate"]
+__all__ = [
+    "FAULTS",
+    "Ask",
+    "Fault",
+    "Found",
+    "Outcome",
+    "Script",
+    "make_script",
+    "minimise",
+    "play",
+    "simulate",
+    "simulate_many",
+]
 
 FAULTS = (
     "loss",
@@ -186,6 +201,18 @@ class Outcome:
                 detail = _messages(detail)
             yield f"{at:11.6f}  {who:<12} {what} {detail}".rstrip()
 
+    def explain(self, last: int = 200) -> Iterator[str]:
+        """Tell what was violated, by which requests and faults, and the last events."""
+        script = self.script
+        yield f"{self.violation or 'no violation'}"
+        yield (
+            f"{script.prefill} prefill ranks, {script.decode_engines} decode engines of {script.decode} ranks, "
+            f"{script.heads} heads, wire x{script.wire:g}, transfers x{script.data:g}"
+        )
+        yield from map(str, script.asks)
+        yield from map(str, script.faults)
+        yield from self.events(last)
+
 
 def _messages(packet: bytes) -> str:
     try:
@@ -200,6 +227,11 @@ def _messages(packet: bytes) -> str:
 def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     """Draw a service, its requests and its faults from a seed."""
     rng = random.Random(repr(("script", seed)))
+    if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
+        # A small request whose reader is away again and again while its few reads take longer than a promise.
+        ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
+        long = (Fault("slow", 0.4, 8.0, ("d0.0",), 1.0), Fault("pause", 0.5 + rng.random(), 8.0, ("d0.0",), 0.15))
+        return Script(seed, 1, 1, 1, 12, (ask,), long, 9.0)
     prefill, decode = rng.choice([(1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2)])
     engines = rng.choice([1, 1, 1, 2])
     seconds = rng.uniform(3.0, 8.0)
@@ -239,6 +271,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
 RECIPES = (
     ("slow", "delay", "loss"),
     ("slow", "pause"),
+    ("slow", "pause"),
     ("slow", "partition"),
     ("slow", "freeze"),
     ("fail", "delay", "duplicate"),
@@ -260,7 +293,7 @@ def _cook(
     for kind in recipe:
         at = min(ask.at + rng.random() ** 2 * 1.0, seconds)
         target = str(ask.number) if kind in ("cancel", "revoke") else who
-        p = rng.choice([0.02, 0.1]) if kind == "pause" else rng.choice([0.3, 0.6, 1.0])
+        p = rng.choice([0.02, 0.1, 0.2]) if kind == "pause" else rng.choice([0.3, 0.6, 1.0])
         out.append(Fault(kind, at, rng.uniform(0.5, 5.0), (target,), p))
     return out
 
@@ -406,6 +439,7 @@ class Service:
         self.world = World(script.seed)
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
+        self.world.is_calm = self._is_calm
         self.prefill = [_Rank(self, "prefill", 0, r) for r in range(script.prefill)]
         self.decode = [
             [_Rank(self, "decode", e, r) for r in range(script.decode)] for e in range(script.decode_engines)
@@ -423,8 +457,8 @@ class Service:
         self.group: PrefillGroup | None = None
         self.attempts: list[_Attempt] = []
         self.leases: list[tuple[_Rank, Process, Any]] = []
-        self.discharged: set[tuple[int, str]] = set()
-        """Requests and the readers that need them no more."""
+        self.discharged: dict[tuple[int, str], float] = {}
+        """Requests, the readers that need them no more, and since when."""
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -538,6 +572,10 @@ class Service:
                 case _:
                     pass
 
+    def _is_calm(self, until: float) -> bool:
+        deaths = (f for f in self.script.faults if f.kind in ("crash", "close"))
+        return not any(f.at < until and f.at + 5.0 > self.world.now for f in deaths)
+
     def _heal(self) -> None:
         for process in self.world.processes.values():
             process.pauses = 0.0
@@ -617,7 +655,7 @@ class Service:
 
     def _give_up(self, rank: _Rank, number: int) -> None:
         if rank.engine.cancel(f"D{number}"):
-            self.discharged.add((number, rank.name))
+            self.discharged.setdefault((number, rank.name), rank.process.now)
 
     # -- the prefill engine -----------------------------------------------------------------------------
 
@@ -689,7 +727,6 @@ class Service:
             return
         holder = _Lease(lent.ask.number, handle)
         self.leases.append((rank, process, holder))
-        holder.epoch_s = rank.engine._clock.now()
 
         async def wait() -> None:
             try:
@@ -698,7 +735,7 @@ class Service:
                 return
             if holder.ended:
                 self.world.violate(f"two ends of lease {lent.ask.number} on {rank.name}")
-            holder.ended = end.cause
+            holder.ended, holder.ended_at = end.cause, process.now
             self.outcomes[f"lease.{end.cause}"] += 1
             self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
             self.world.at(process.now, partial(self._given_back, rank, lent))
@@ -735,6 +772,24 @@ class Service:
         task = rank.process.loop.create_task(attempt.run(retries))
         self.tasks.setdefault(lent.ask.number, []).append((rank, rank.process, task))
 
+    @property
+    def _is_mild(self) -> bool:
+        """Nothing keeps a reader's releases from arriving in time."""
+        return all(
+            f.kind in ("duplicate", "slow", "doubt", "stuck", "cancel", "garbage")
+            or (f.kind == "loss" and f.seconds <= 1.3)
+            for f in self.script.faults
+        )
+
+    def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
+        """Everybody who owed a release had been discharged for a while when the lease ended."""
+        ask = next(a for a in self.script.asks if a.number == lease.ask)
+        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
+        # A release that was lost is repeated after 0.2, 0.6, 1.4 and 3 seconds.
+        slack = 3.3 if any(f.kind == "loss" for f in self.script.faults) else 1.0
+        return all(at is not None and at < lease.ended_at - slack for at in since)
+
     # -- afterwards -------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -747,6 +802,9 @@ class Service:
         for rank, process, lease in self.leases:
             if not process.is_dead and not lease.ended:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} never ended")
+                return
+            if lease.ended == "expired" and self._is_mild and self._was_done_with(rank, lease):
+                world.violate(f"the lease of request {lease.ask} on {rank.name} expired with all its readers done")
                 return
         for rank in self.ranks.values():
             if rank.process.is_dead or rank.engine._node_or_none is None or rank.data.is_closed:
@@ -777,7 +835,7 @@ class _Lease:
     ask: int
     handle: Any
     ended: str = ""
-    epoch_s: float = 0.0
+    ended_at: float = 0.0
 
     def revoke(self) -> None:
         """Take it back."""
@@ -825,8 +883,11 @@ class _Attempt:
         world, engine = service.world, rank.engine
         first = ask.cached
         count = -(-ask.tokens // BLOCK) - first // BLOCK if first < ask.tokens else 0
-        while len(rank.free) < count:  # noqa: ASYNC110
+        while len(rank.free) < count:
+            # All blocks may be held by transfers that never end: that is no pull's fault.
+            self.is_open = False
             await asyncio.sleep(0.2)
+        self.is_open = True
         token = object()
         blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
         for block in blocks:
@@ -858,10 +919,12 @@ class _Attempt:
             service.outcomes["pull.complete"] += 1
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
-            self._verify(blocks, first)
-        if is_last or not again:
-            service.discharged.add((ask.number, rank.name))
-        self._give_back(blocks)
+            world.at(self.process.now, partial(self._verify, blocks, first))
+            is_last = True
+        if is_last:
+            service.discharged.setdefault((ask.number, rank.name), self.process.now)
+        # The process may be ahead of the world; memory is looked at and given back when the world is there.
+        world.at(self.process.now, partial(self._give_back, blocks))
         if cancelled is not None:
             raise cancelled
         return again
@@ -934,6 +997,65 @@ def play(script: Script) -> Outcome:
 def simulate(seed: int, faults: Sequence[str] = FAULTS) -> Outcome:
     """Run what a seed stands for."""
     return play(make_script(seed, faults))
+
+
+@dataclass(slots=True)
+class Found:
+    """What many seeds showed."""
+
+    seeds: int = 0
+    violations: dict[int, str] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+CHUNK = 25
+MOST_VIOLATIONS = 20
+
+
+def _chunk(seeds: Sequence[int], faults: Sequence[str]) -> tuple[int, dict[int, str], Counter[str]]:
+    violations, counts = {}, Counter[str]()
+    for seed in seeds:
+        outcome = simulate(seed, faults)
+        counts += outcome.counts
+        if outcome.violation:
+            violations[seed] = outcome.violation
+    return len(seeds), violations, counts
+
+
+def simulate_many(
+    seeds: Sequence[int],
+    faults: Sequence[str] = FAULTS,
+    jobs: int = 1,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Found:
+    """Run many seeds, on several processes; stops early once there are many violations.
+
+    Args:
+        seeds: Which.
+        faults: Kinds that may happen.
+        jobs: Processes.
+        progress: Called with how many more are done.
+    """
+    found, begun = Found(), time.perf_counter()
+    chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
+    with ExitStack() as stack:
+        results: Iterator[tuple[int, dict[int, str], Counter[str]]]
+        if jobs == 1 or len(chunks) == 1:
+            results = (_chunk(chunk, faults) for chunk in chunks)
+        else:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(min(jobs, len(chunks))))
+            results = pool.imap(partial(_chunk, faults=faults), chunks)
+        for done, violations, counts in results:
+            found.seeds += done
+            found.violations |= violations
+            found.counts += counts
+            progress(done)
+            if len(found.violations) >= MOST_VIOLATIONS:
+                break
+    found.seconds = time.perf_counter() - begun
+    return found
 
 
 def minimise(script: Script, most: int = 200) -> Outcome:

@@ -216,6 +216,8 @@ class World:
         self.listeners: dict[str, WorldControl] = {}
         self.agents: dict[str, WorldData] = {}
         self.fate: WireFate = lambda sender, to, rng: (5e-5 + rng.random() * 2e-4,)
+        self.is_calm: Callable[[float], bool] = lambda until: True
+        """No process is going to die before a time."""
         self.transfer_fate: Callable[[WorldData, WorldData, random.Random], TransferFate] = _usual
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
@@ -427,6 +429,7 @@ class Transfer:
     """Where they land: memory, start, length."""
     table: tuple[str, int]
     fate: TransferFate
+    end_at: float = math.inf
     landed: int = 0
     is_over: bool = False
     """Nothing will be written, and its end was reported."""
@@ -537,6 +540,7 @@ class WorldData:
             return Ended(transfer_id, Ending.DONE)
         self.transfers[transfer_id] = transfer
         begin, half = process.now, len(transfer.pieces) * fate.lands / 2
+        transfer.end_at = begin + fate.seconds
         if fate.seconds < math.inf:
             world.at(begin + fate.seconds * self._random.random(), lambda: self._land(transfer, math.floor(half)))
             world.at(begin + fate.seconds, lambda: self._end(transfer))
@@ -546,8 +550,16 @@ class WorldData:
         return None
 
     def poll(self) -> list[Ended]:
-        """Return news."""
+        """Return news; what ends while this call takes its time is news as well."""
         self.process.spend()
+        world, until = self.process.world, self.process.now
+        if until > world.now + 1e-4 and world.is_calm(until):
+            # The bytes land when the world is there; nothing of this process's is seen before.
+            ends = [t for t in self.transfers.values() if t.end_at <= until and t.fate.ending is Ending.DONE]
+            for transfer in ends:
+                if not transfer.is_over and not transfer.is_dead:
+                    transfer.is_over = True
+                    self._news.append(Ended(transfer.transfer_id, Ending.DONE))
         news, self._news = self._news, []
         for ended in news:
             if ended.ending is not Ending.IN_DOUBT:

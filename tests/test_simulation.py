@@ -1,0 +1,115 @@
+"""Whole services under faults: nothing leaks, nothing lies; and the simulation sees planted bugs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
+from tests.mutations import PLANTED
+
+
+def test_hundreds_of_services_keep_every_promise() -> None:
+    found = simulate_many(range(400))
+    assert found.violations == {}
+    # It was no walk in the park.
+    for what in (
+        "pull.complete",
+        "pull.timeout",
+        "pull.read_failed",
+        "pull.lease_lost",
+        "lease.expired",
+        "lease.revoked",
+    ):
+        assert found.counts[what] > 0
+    assert {kind for kind in FAULTS if found.counts[f"fault.{kind}"]} == set(FAULTS)
+
+
+def test_without_faults_every_request_completes() -> None:
+    for seed in range(60):
+        outcome = simulate(seed, ())
+        assert outcome.violation == ""
+        assert {k for k in outcome.counts if k.startswith("pull.")} <= {"pull.complete", "pull.expired"}
+
+
+def digest(seed: int) -> str:
+    outcome = simulate(seed)
+    return hashlib.sha256("\n".join(outcome.events(1 << 30)).encode()).hexdigest()
+
+
+@pytest.mark.slow
+def test_a_seed_gives_the_same_run_in_any_process() -> None:
+    code = "from tests.test_simulation import digest; print(*map(digest, range(30)))"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0].split() == [digest(seed) for seed in range(30)]
+
+
+QUICK = {
+    "a_failed_attempt_says_it_was_the_last",
+    "early_reads_are_believed",
+    "expiry_breaks_promises",
+    "frees_before_it_drained",
+    "keys_are_used_again",
+    "no_fence",
+    "peers_are_removed_under_transfers",
+    "release_by_count",
+    "retries_into_the_same_blocks",
+    "revoking_breaks_promises",
+    "skipped_ranks_hear_nothing",
+    "skipped_ranks_hear_our_own_id",
+    "strikes_off_all_attempts_of_a_rank",
+    "trusts_an_exception",
+}
+
+
+def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    PLANTED[name](monkeypatch)
+    return any(simulate(seed).violation for seed in range(seeds))
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caught(name, 150, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("name", sorted(PLANTED.keys() - QUICK))
+def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caught(name, 4000, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_services_keep_every_promise() -> None:
+    found = simulate_many(range(100_000, 110_000), jobs=os.cpu_count() or 1)
+    assert found.seeds == 10_000
+    assert found.violations == {}
+
+
+def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED["frees_before_it_drained"](monkeypatch)
+    script = next(s for s in map(make_script, range(50)) if play(s).violation)
+    padded = replace(script, faults=(*script.faults, Fault("delay", 0.1, 0.1, ("p0",), 0.1)))
+    small = minimise(padded)
+    assert small.violation
+    assert len(small.script.faults) < len(padded.faults)
+    assert any("VIOLATION" in line for line in small.explain())
