@@ -559,10 +559,10 @@ def simulate(
         _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     console = Console(stderr=json == "-")
     rate = found.seeds / found.seconds if found.seconds else 0.0
+    num_faults = sum(n for k, n in found.counts.items() if k.startswith("fault."))
     console.print(
-        f"{found.seeds:,} services in {found.seconds:.1f} s ({rate:.0f} per second): {found.counts['pull.complete']:,} pulls "
-        f"complete, {sum(n for k, n in found.counts.items() if k.startswith('fault.')):,} faults, "
-        f"{len(found.violations)} violations",
+        f"{found.seeds:,} services in {found.seconds:.1f} s ({rate:.0f} per second): "
+        f"{found.counts['pull.complete']:,} pulls complete, {num_faults:,} faults, {len(found.violations)} violations",
         highlight=False,
     )
     if found.violations:
