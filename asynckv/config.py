@@ -53,6 +53,8 @@ class PullConfig:
         release_retry_s: When an unanswered release is repeated first; then doubling to 5 s.
         release_timeout_s: When an unanswered release is given up; the lease will expire.
         drain_s: How long a failed or cancelled pull waits for its transfers before it says so.
+        held_s: How long after its outcome a pull's blocks may still be held by a transfer that does not end,
+            before they are retired: an error is logged, and whoever waits for them is told.
         heartbeat_s: How often a silent peer is pinged, where something is owed or held.
         suspect_s: Silence after which no new work goes to a peer.
         gone_s: Silence after which a peer is taken for dead.
@@ -72,6 +74,7 @@ class PullConfig:
     release_retry_s: float = 0.2
     release_timeout_s: float = 30.0
     drain_s: float = 5.0
+    held_s: float = 600.0
     heartbeat_s: float = 0.25
     suspect_s: float = 1.0
     gone_s: float = 30.0

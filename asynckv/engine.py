@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, assert_never
+from typing import Any, Self, TypeVarTuple, assert_never
 
 import anyio
 import msgspec
@@ -24,6 +24,7 @@ import msgspec
 from asynckv.config import EngineConfig
 from asynckv.core.commands import (
     AddTable,
+    BlocksRetired,
     BlocksReturned,
     Command,
     Disconnect,
@@ -39,7 +40,7 @@ from asynckv.core.commands import (
 )
 from asynckv.core.layout import fingerprint
 from asynckv.core.lease import Lease
-from asynckv.core.node import Identity, Node
+from asynckv.core.node import Hold, Identity, Node
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
@@ -62,6 +63,7 @@ from asynckv.errors import (
     RemoteProtocolError,
     RemoteTooShort,
 )
+from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import Recorder, phases
 from asynckv.ports import Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
 from asynckv.registration import Registration
@@ -72,6 +74,7 @@ __all__ = ["Engine", "LentRequest"]
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
 
+Ts = TypeVarTuple("Ts")
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
 _ERRORS: Mapping[Reason, type[PullError]] = {
@@ -122,12 +125,14 @@ class LentRequest:
         """Wait until the blocks are the engine's again, whatever the reason."""
         await self._ended.wait()
         lease = self._lease
+        cause = lease.state.value if lease.is_over else "closed"
+        ended_at = lease.ended_at if lease.is_over else self._engine._clock.now()
         return LeaseEnd(
             lease.lent.request_id,
-            lease.state.value,
+            cause,
             {str(r): o.value for r, o in lease.outcomes.items()},
-            () if lease.state.value == "released" else lease.owed(),
-            lease.ended_at - lease.lent_at,
+            () if cause == "released" else lease.owed(),
+            ended_at - lease.lent_at,
         )
 
 
@@ -137,6 +142,18 @@ class _Waiting:
 
     outcome: asyncio.Future[None] | None = None
     returned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is nothing more to wait for."""
+    retired: bool = False
+
+    async def wait(self) -> None:
+        """Wait for the blocks.
+
+        Raises:
+            BlocksRetired: They were given up.
+        """
+        await self.returned.wait()
+        if self.retired:
+            raise Retired("a transfer that does not end may still write these blocks; never use them again")
 
 
 class Engine:
@@ -249,7 +266,7 @@ class Engine:
         Nothing is cancelled: call `aclose` for that.
         """
         node = self._node
-        node.is_closed = True
+        node.shut()
         with anyio.move_on_after(timeout_s):
             await self._wait_idle()
         return node.is_idle
@@ -402,6 +419,9 @@ class Engine:
 
         What `PullError.returned` is for a failed pull, this is for one whose task was cancelled: the
         `CancelledError` cannot carry it. Returns at once if nothing is held.
+
+        Raises:
+            BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
         """
         node = self._node
         while not self._is_shut:
@@ -409,7 +429,7 @@ class Engine:
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
                 return
-            await self._waiting.setdefault(held.pull_id, _Waiting()).returned.wait()
+            await self._waiting.setdefault(held.pull_id, _Waiting()).wait()
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
@@ -425,6 +445,10 @@ class Engine:
         counters |= {f"control.{k}": v for k, v in self._control.statistics().items()}
         counters |= {f"data.{k}": v for k, v in self._data.statistics().items()}
         return Statistics(counters, node.gauges(), tuple(self._release_s))
+
+    def holds(self) -> tuple[Hold, ...]:
+        """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
+        return self._node.holds(self._clock.now())
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -448,7 +472,7 @@ class Engine:
         return self._node_or_none
 
     def _on_packet(self, origin: Address | Route, data: bytes) -> None:
-        self._node.receive(origin, data, self._clock.now())
+        self._safely(self._node.receive, origin, data, self._clock.now())
         self._soon()
 
     def _on_data(self) -> None:
@@ -456,14 +480,22 @@ class Engine:
         news = self._data.poll()
         now = self._polled_at = self._clock.now()
         for ended in news:
-            self._node.pulling.ended(_news(ended), now - before, now)
+            self._safely(self._node.pulling.ended, _news(ended), now - before, now)
         if news:
             self._soon()
 
     def _on_timer(self) -> None:
         self._timer, self._timer_at = None, math.inf
-        self._node.tick(self._clock.now())
+        self._safely(self._node.tick, self._clock.now())
         self._soon()
+
+    def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Hand one event to the core: a bug that one of them meets must not take the others with it."""
+        try:
+            take(*args)
+        except Exception as exc:
+            self._node.desk.counters["internal_errors"] += 1
+            self._recorder.internal_error(exc)
 
     def _soon(self) -> None:
         """Do what the core wants, once, in the loop's next turn."""
@@ -532,6 +564,11 @@ class Engine:
                 if pull.pull_id in self._held:
                     self._held.discard(pull.pull_id)
                     self._recorder.blocks_returned(pull, now)
+            case BlocksRetired(pull):
+                if (waiting := self._waiting.get(pull.pull_id)) is not None:
+                    waiting.retired = True
+                    waiting.returned.set()
+                self._recorder.blocks_retired(pull, now)
             case PullOver(pull):
                 self._waiting.pop(pull.pull_id, None)
                 self._release_s.append(pull.released_at - pull.published_at)
@@ -590,7 +627,7 @@ class Engine:
         if not pull.is_returned:
             blocks = pull.lists.local if pull.lists else ()
             held = {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(blocks) if len(ids)}
-            wait_returned = waiting.returned.wait
+            wait_returned = waiting.wait
         assert pull.reason is not None
         kind = _ERRORS.get(pull.reason, LeaseRefused)
         return kind(
@@ -641,7 +678,10 @@ class Engine:
         for waiting in self._waiting.values():
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
+            waiting.retired = False
             waiting.returned.set()  # without its agent nothing writes any more
+        for lent in self._lent.values():
+            lent._ended.set()  # nor reads
         if node is not None:
             self._recorder.event("info", "engine_stopped")
 

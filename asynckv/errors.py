@@ -73,6 +73,10 @@ class RemoteProtocolError(ProtocolError):
     """The other side sent something malformed; it was dropped."""
 
 
+class BlocksRetired(AsyncKVError):
+    """Blocks of a failed pull are lost to this process: a transfer that does not end may still write them."""
+
+
 class EngineClosed(AsyncKVError):
     """The engine is closed or draining and takes no new work."""
 

@@ -40,7 +40,7 @@ class LeaseEnd:
     """How a lent request ended.
 
     Attributes:
-        cause: `released`, `expired` or `revoked`.
+        cause: `released`, `expired` or `revoked`; `closed` if the engine was closed with it.
         readers: Who released it, and how their attempts ended.
         owed: Readers that never did; `*` for a cohort that never spoke up.
         held_s: How long it was lent.

@@ -181,8 +181,9 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
 def retries_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
     """The next attempt does not wait for what the last one may still write."""
 
-    async def wait(self: Any, returned: Any) -> None:
+    async def wait(self: Any, returned: Any) -> bool:
         returned.close()
+        return True
 
     patch.setattr(simulation._Attempt, "_wait", wait)
     patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)

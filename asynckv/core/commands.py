@@ -23,6 +23,7 @@ from asynckv.core.types import Address, Route, TransferId
 
 __all__ = [
     "AddTable",
+    "BlocksRetired",
     "BlocksReturned",
     "Command",
     "Desk",
@@ -111,6 +112,13 @@ class BlocksReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRetired:
+    """Something may still write this pull's blocks after so long a time that they should be given up."""
+
+    pull: Pull
+
+
+@dataclass(frozen=True, slots=True)
 class PullOver:
     """A pull is over: every rank was told, every block returned."""
 
@@ -149,6 +157,7 @@ Command = (
     | Disconnect
     | PullEnded
     | BlocksReturned
+    | BlocksRetired
     | PullOver
     | LeaseEnded
     | PeerChanged

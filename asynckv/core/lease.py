@@ -157,6 +157,12 @@ class Lease:
             return max(lapse, default=-math.inf)
         return min([self.expires_at, *lapse] if not self._owes() else [self.expires_at])
 
+    @property
+    def until(self) -> float:
+        """When the blocks return at the latest, if nobody asks for more."""
+        lapse = max((hold.until for hold in self.held.values()), default=-math.inf)
+        return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
+
     def owed(self) -> tuple[str, ...]:
         """Names of the readers that have not released; `*` for cohorts that never spoke up."""
         names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]

@@ -7,6 +7,7 @@ engine owns the free list; asynckv audits holders.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,17 +23,26 @@ __all__ = ["Hold", "Ledger"]
 Int64s = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Hold:
-    """One holder's blocks."""
+    """One holder's blocks.
+
+    Attributes:
+        holder: Pull id, or the lease's key token.
+        kind: Lenders share, a writer is exclusive.
+        since: When it began.
+        blocks: Group -> block ids.
+        reason: Why, in a word: what the lease or the pull is at.
+        until: When this reason ends at the latest; infinite if nothing bounds it.
+    """
 
     holder: str
-    """Pull id, or the lease's key token."""
     kind: Literal["lent", "writing"]
     request_id: str
     since: float
     blocks: Mapping[int, Int64s]
-    """Group -> block ids."""
+    reason: str = ""
+    until: float = math.inf
 
     @property
     def num_blocks(self) -> int:
@@ -93,7 +103,7 @@ class Ledger:
                 np.add.at(self._lent[group], ids, 1)
             else:
                 self._writing[group][ids] = True
-        self._holds[holder] = Hold(holder, kind, request_id, now, blocks)
+        self._holds[holder] = Hold(holder, kind, request_id, now, blocks, kind)
 
     def check(
         self, kind: Literal["lent", "writing"], groups: Mapping[int, Sequence[int] | Int64s]
@@ -115,6 +125,16 @@ class Ledger:
                     f"block {int(ids[twice[0]])} is named in two groups that share its page; every page holds one thing"
                 )
         return blocks
+
+    def note(self, holder: str, reason: str, until: float) -> None:
+        """Say why a holder still holds its blocks, and until when; harmless if there is none."""
+        if (hold := self._holds.get(holder)) is not None:
+            hold.reason, hold.until = reason, until
+
+    def holders_of(self, group: int, block: int) -> list[Hold]:
+        """Return everybody who holds a block, through whatever group its page is seen."""
+        groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
+        return [h for h in self._holds.values() if any(block in h.blocks.get(g, ()) for g in groups)]
 
     def drop(self, holder: str) -> None:
         """Forget a hold; harmless if there is none."""
@@ -152,10 +172,7 @@ class Ledger:
             self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
 
     def _conflict(self, kind: str, group: int, block: int, other: str) -> None:
-        groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
-        holders = [
-            h for h in self._holds.values() if h.kind == other and any(block in h.blocks.get(g, ()) for g in groups)
-        ]
+        holders = [h for h in self.holders_of(group, block) if h.kind == other]
         names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
         what = "be lent" if kind == "lent" else "be filled"
         held = "is still being written by a pull" if other == "writing" else "is lent to"

@@ -9,7 +9,7 @@ that has ended is answered from a bounded memory of endings.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
 
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
@@ -48,10 +48,14 @@ class Lending:
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
+        self.is_closed = False
+        """Nothing will be lent any more, so nothing is worth waiting for."""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
         self._parked_s, self._max_parked = parked_s, max_parked
         self._parked: dict[Key, dict[tuple[type, str], _Parked]] = {}
         self._parked_order: deque[tuple[float, Key, tuple[type, str]]] = deque()
+        self._parked_by: Counter[str] = Counter()
+        """Process starts, and how many of their messages are parked."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
         self._newest: dict[str, int] = {}
         self._floor: dict[str, int] = {}
@@ -60,7 +64,7 @@ class Lending:
     @property
     def num_parked(self) -> int:
         """Claims and releases that wait for their request to be lent."""
-        return sum(map(len, self._parked.values()))
+        return self._parked_by.total()
 
     @property
     def next_at(self) -> float:
@@ -104,6 +108,7 @@ class Lending:
         self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
         self._desk.counters["leases.lent"] += 1
         for parked in self._parked.pop(key, {}).values():
+            self._unpark(parked)
             if parked.until > now and not lease.is_over:
                 self._answer(lease, parked.message, parked.route, parked.source, now)
         self.after(lease, now)
@@ -127,6 +132,8 @@ class Lending:
             reason = Reason.STALE_MEMORY
         if reason is None and key.sequence <= self._newest.get(key.epoch, -1):
             reason = Reason.UNKNOWN
+        if reason is None and self.is_closed:
+            reason = Reason.ENGINE_CLOSED
         if isinstance(message, Release):
             if reason is None:
                 self._park(message, route, source, now)
@@ -145,6 +152,7 @@ class Lending:
             self._desk.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
             lease.num_traced = len(lease.history)
         if not lease.is_over:
+            self._ledger.note(lease.lent.key.token, lease.state.value, lease.until)
             self._timers.wake(lease, lease.wake_at)
             return
         key = lease.lent.key
@@ -165,10 +173,15 @@ class Lending:
             _, key, slot = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
             if slot in waiting and waiting[slot].until <= now:
-                del waiting[slot]
+                self._unpark(waiting.pop(slot))
                 self._desk.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
+
+    def _unpark(self, parked: _Parked) -> None:
+        self._parked_by[parked.source] -= 1
+        if not self._parked_by[parked.source]:
+            del self._parked_by[parked.source]
 
     def _answer(self, lease: Lease, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
         if lease.is_over:
@@ -187,17 +200,25 @@ class Lending:
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
         slot = (type(message), message.pull_id)
         waiting = self._parked.get(message.key, {})
-        if slot not in waiting and len(self._parked_order) >= self._max_parked:
+        known = waiting.get(slot)
+        # No source takes more than an eighth, so that one that floods us leaves room for others.
+        full = self.num_parked >= self._max_parked or self._parked_by[source] >= max(self._max_parked // 8, 1)
+        if known is None and full:
             self._desk.counters["parked.refused"] += 1
             if isinstance(message, Claim):
-                self._refuse(message, route, source, Reason.OVERLOADED)
+                # Not remembered; its sender repeats it.
+                self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
             return
         until = now + self._parked_s
-        if slot not in waiting:
+        if known is None:
             self._parked_order.append((until, message.key, slot))
         else:
-            until = waiting[slot].until  # a lifetime of its own: repeats do not extend it
+            until = known.until  # a lifetime of its own: repeats do not extend it
+            self._unpark(known)
         self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
+        self._parked_by[source] += 1
+        if len(self._parked_order) > 8 * self._max_parked:
+            self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
             self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
         else:

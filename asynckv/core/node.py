@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,7 +49,7 @@ from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
 from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError, RemoteTooShort
 
-__all__ = ["Identity", "Node"]
+__all__ = ["Hold", "Identity", "Node"]
 
 MAX_READERS = 65_536
 MAX_LEGS = 1024
@@ -73,6 +73,30 @@ class Identity:
     metadata: bytes
     layout: Layout
     first_nonce: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Blocks that are not the engine's to use now, as an operator asks for them.
+
+    Attributes:
+        request_id: This side's id of the request.
+        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `quarantined` (the pull has failed,
+            something may still write) or `retired`.
+        blocks: Group -> block ids.
+        held_s: Since when.
+        left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
+        waits_for: Readers that are owed, or remote ranks whose transfers run.
+        pull_id: Of a pull, as in the logs.
+    """
+
+    request_id: str
+    reason: str
+    blocks: Mapping[int, tuple[int, ...]]
+    held_s: float
+    left_s: float
+    waits_for: tuple[str, ...]
+    pull_id: str = ""
 
 
 class Node:
@@ -197,6 +221,7 @@ class Node:
             claim_retry_s=pull_config.claim_retry_s,
             release_retry_s=pull_config.release_retry_s,
             release_timeout_s=pull_config.release_timeout_s,
+            held_s=pull_config.held_s,
             is_hit=not reads,
             max_post_bytes=pull_config.max_post_bytes,
             max_post_descriptors=pull_config.max_post_descriptors,
@@ -275,11 +300,15 @@ class Node:
 
     def close(self, now: float) -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
-        self.is_closed = True
+        self.shut()
         for pull in list(self.pulling.by_request.values()):
             self.pulling.cancel(pull, now)
         for lease in list(self.lending.leases.values()):
             self.lending.revoke(lease, now)
+
+    def shut(self) -> None:
+        """Take nothing new."""
+        self.is_closed = self.lending.is_closed = True
 
     def say_goodbye(self) -> None:
         """Tell everyone who shook hands that this process start serves nobody any more."""
@@ -296,6 +325,30 @@ class Node:
     def is_serving(self) -> bool:
         """Remote data planes may need ours to make progress."""
         return bool(self.lending.leases)
+
+    def holds(self, now: float) -> tuple[Hold, ...]:
+        """Say who holds which blocks, the oldest first."""
+        waiting = {key.token: lease.owed() for key, lease in self.lending.leases.items()}
+        out = []
+        for hold in sorted(self.ledger, key=lambda h: h.since):
+            pull = self.pulling.pulls.get(PullId(hold.holder))
+            if pull is not None:
+                legs = (leg for leg in pull.legs if leg.running or leg.doubtful or (leg.reads and not leg.proven))
+                waits_for = tuple(f"{leg.name} at {leg.address}" for leg in legs)
+            else:
+                waits_for = waiting.get(hold.holder, ())
+            out.append(
+                Hold(
+                    request_id=hold.request_id,
+                    reason=hold.reason,
+                    blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
+                    held_s=now - hold.since,
+                    left_s=max(hold.until - now, 0.0),
+                    waits_for=waits_for,
+                    pull_id=hold.holder if pull is not None else "",
+                )
+            )
+        return tuple(out)
 
     def check_integrity(self) -> list[str]:
         """List what does not add up; empty is right."""
@@ -417,8 +470,11 @@ class Node:
             return self._wrong_target(hello)
         if self.is_closed and not self.lending.leases:
             return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, "the engine is closing")
-        if source in self._readers or len(self._readers) < MAX_READERS:
-            self._readers[source] = route
+        self._readers.pop(source, None)
+        self._readers[source] = route
+        if len(self._readers) > MAX_READERS:
+            # Only for saying goodbye: who has not been heard of for longest does without.
+            del self._readers[next(iter(self._readers))]
         return Welcome(
             hello.nonce,
             MAJOR,

@@ -238,6 +238,7 @@ class Pull:
     claim_retry_s: float
     release_retry_s: float
     release_timeout_s: float
+    held_s: float
     max_post_bytes: int
     max_post_descriptors: int
 
@@ -275,6 +276,8 @@ class Pull:
     """The outcome was handed over."""
     is_returned: bool = False
     """The blocks were handed back."""
+    is_retired: bool = False
+    """They were held for so long that nobody waits for them any more."""
 
     def __post_init__(self) -> None:
         self.history.append((self.called_at, self.state.value))
@@ -314,15 +317,23 @@ class Pull:
     def wake_at(self) -> float:
         """When `tick` has something to do."""
         match self.state:
-            case S.RELEASED | S.HELD:
+            case S.RELEASED:
                 return math.inf
+            case S.HELD:
+                return self.retire_at
             case S.NOTIFYING:
                 ends = self.published_at + self.release_timeout_s
-                return min([ends, *(leg.release_at for leg in self.legs)])
+                return min([ends, self.retire_at, *(leg.release_at for leg in self.legs)])
             case S.DRAINING:
                 return min(self.drain_by, self.deadline, self._claims_due)
             case _:
                 return min(self.deadline, self._claims_due)
+
+    @property
+    def retire_at(self) -> float:
+        """When blocks that something may still write are given up."""
+        held = not self.is_retired and self.begun_at < math.inf and self.holds_blocks
+        return self.published_at + self.held_s if held else math.inf
 
     @property
     def _claims_due(self) -> float:
@@ -428,6 +439,9 @@ class Pull:
 
     def tick(self, now: float) -> None:
         """Let time pass."""
+        if now >= self.retire_at:
+            self.is_retired = True
+            self._note(now, "blocks retired")
         if self.state in (S.RELEASED, S.HELD):
             return
         if self.state is S.NOTIFYING:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from asynckv.config import PullConfig
 from asynckv.core.commands import (
     AddTable,
+    BlocksRetired,
     BlocksReturned,
     Desk,
     Disconnect,
@@ -312,7 +313,11 @@ class Pulling:
 
     def tick_pull(self, pull: Pull, now: float) -> None:
         """Let time pass for a pull."""
+        was_retired = pull.is_retired
         pull.tick(now)
+        if pull.is_retired and not was_retired:
+            self._desk.counters["blocks.retired"] += 1
+            self._desk.commands.append(BlocksRetired(pull))
         self._after(pull, now)
 
     def _after(self, pull: Pull, now: float) -> None:
@@ -337,6 +342,10 @@ class Pulling:
             self._desk.commands.append(PullEnded(pull))
         elif pull.is_told:
             self._return(pull)
+        if pull.is_told and not pull.is_returned:
+            self._ledger.note(pull.pull_id, "retired" if pull.is_retired else "quarantined", pull.retire_at)
+        elif not pull.is_told and pull.lists is not None:
+            self._ledger.note(pull.pull_id, pull.state.value, pull.deadline)
         for leg, message in pull.due(self._nonces, now):
             self._desk.send(leg.address, leg.incarnation, message)
         if self._desk.trace and len(pull.history) > pull.num_traced:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Literal, TextIO
 
@@ -157,6 +158,25 @@ class Recorder:
         self.event(
             "warning", "blocks_returned", request_id=pull.request_id, pull_id=pull.pull_id, seconds_after_failure=held_s
         )
+
+    def blocks_retired(self, pull: Pull, now: float) -> None:
+        """Log blocks that are given up: the alarm of a transfer that does not end."""
+        self.event(
+            "error",
+            "blocks_retired",
+            request_id=pull.request_id,
+            pull_id=pull.pull_id,
+            blocks=sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0,
+            held_by=[f"{leg.name} at {leg.address}" for leg in pull.legs if leg.running or leg.doubtful],
+            transfers=sum(len(leg.running | leg.doubtful) for leg in pull.legs),
+            seconds_after_failure=round(now - pull.published_at, 6),
+            history=_relative(pull.history),
+        )
+
+    def internal_error(self, exc: Exception) -> None:
+        """Log a bug of ours, with its traceback."""
+        text = "".join(traceback.format_exception(exc))
+        self.event("error", "internal_error", error=repr(exc), traceback=text)
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a prefill side's lease; one that expired names the readers still owed."""

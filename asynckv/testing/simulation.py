@@ -35,7 +35,7 @@ from asynckv.core.messages import decode_packet
 from asynckv.core.topology import owed_readers
 from asynckv.core.types import Route
 from asynckv.engine import Engine
-from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullError
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.testing.world import (
@@ -94,6 +94,7 @@ PULL = PullConfig(
     announce_s=6.0,
     handshake_s=2.0,
     drain_s=1.0,
+    held_s=10.0,
     release_timeout_s=5.0,
     heartbeat_s=0.5,
     suspect_s=1.2,
@@ -813,6 +814,12 @@ class Service:
             if wrong := node.check_integrity():
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
+            if node.desk.counters["internal_errors"]:
+                world.violate(f"{rank.name}: internal errors")
+                return
+            if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
+                world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
+                return
             stuck = [t for t in rank.data.transfers.values() if not t.is_over]
             if not stuck and not node.is_idle:
                 world.violate(f"{rank.name} is not idle: {node.gauges()}")
@@ -848,6 +855,7 @@ class _Attempt:
     def __init__(self, service: Service, rank: _Rank, lent: _Lent) -> None:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.is_open = True
+        self.announced_at = math.inf
 
     def __str__(self) -> str:
         return f"request {self.lent.ask.number} on {self.process.name}"
@@ -860,6 +868,7 @@ class _Attempt:
         try:
             if ask.announce_s:
                 engine.announce(request_id, self.lent.params)
+                self.announced_at = self.process.now
                 await asyncio.sleep(ask.announce_s)
             for attempt in range(retries + 1):
                 if not await self._pull(request_id, attempt == retries):
@@ -894,6 +903,9 @@ class _Attempt:
             rank.owner[block] = token
             rank.words[block] = UNUSED
         called, frozen = self.process.now, self.process.frozen_s
+        if called > self.announced_at + PULL.announce_s * 0.99:
+            # Announced and not pulled in time: the engine has given it up.
+            service.discharged.setdefault((ask.number, rank.name), called)
         again = False
         cancelled = None
         try:
@@ -905,13 +917,14 @@ class _Attempt:
             if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
                 self._violate("was refused as consumed, though this reader released nothing")
             self._in_time(called, frozen)
-            if exc.held:
-                await self._wait(exc.returned())
+            if exc.held and not await self._wait(exc.returned()):
+                return False
         except asyncio.CancelledError as exc:
             service.outcomes["pull.cancelled_task"] += 1
             self._in_time(called, frozen)
             cancelled = exc
-            await self._wait(engine.returned(request_id))
+            if not await self._wait(engine.returned(request_id)):
+                raise
         except BaseException:
             self._give_back(blocks)
             raise
@@ -929,8 +942,8 @@ class _Attempt:
             raise cancelled
         return again
 
-    async def _wait(self, returned: Any) -> None:
-        """Wait for blocks, however often the task is cancelled; a closed engine returns them all."""
+    async def _wait(self, returned: Any) -> bool:
+        """Wait for blocks, however often the task is cancelled; False if they are lost."""
         waiting = self.process.loop.create_task(returned)
         self.is_open = False
         while not waiting.done():
@@ -938,7 +951,12 @@ class _Attempt:
                 await asyncio.shield(waiting)
             except asyncio.CancelledError:
                 continue
+            except BlocksRetired:
+                self.service.outcomes["blocks.retired"] += 1
+                self.service.world.note(self.rank.name, "blocks retired", self.lent.ask.number)
+                return False
         self.is_open = True
+        return True
 
     def _in_time(self, called: float, frozen: float) -> None:
         # Deadlines are bounds for a process that runs: what it was stopped for comes on top.

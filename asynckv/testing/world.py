@@ -8,10 +8,12 @@ real hosts. All randomness comes from the seed, so a run repeats exactly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import hashlib
 import heapq
+import inspect
 import itertools
 import math
 import random
@@ -191,6 +193,9 @@ class Process:
         for task in asyncio.all_tasks(self.loop):
             # Never to be run again, and not to be complained about.
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+            if inspect.iscoroutine(coroutine := task.get_coro()):
+                with contextlib.suppress(RuntimeError, Violation):
+                    coroutine.close()
         self.loop.close()
 
 
