@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         dense_part,
         shard,
     )
+    from asynckv.core.node import Hold
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
         AsyncKVError,
         BackendError,
+        BlocksRetired,
         ConfigError,
         EngineClosed,
         GeometryRefused,
@@ -55,14 +57,15 @@ if TYPE_CHECKING:
 _HOMES = {
     "asynckv.config": "EngineConfig LeaseConfig LogConfig NixlConfig PullConfig",
     "asynckv.core.group": "PrefillGroup",
+    "asynckv.core.node": "Hold",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors",
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
-        "AsyncKVError BackendError ConfigError EngineClosed GeometryRefused LayoutError LeaseLost LeaseRefused "
-        "LocalProtocolError PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled PullError PullTimeout "
-        "ReadFailed RemoteProtocolError RemoteTooShort"
+        "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
+        "LeaseRefused LocalProtocolError PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled PullError "
+        "PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
@@ -75,6 +78,7 @@ __all__ = [
     "ONE_PER_REQUEST",
     "AsyncKVError",
     "BackendError",
+    "BlocksRetired",
     "ConfigError",
     "Dim",
     "Endpoint",
@@ -83,6 +87,7 @@ __all__ = [
     "EngineConfig",
     "GeometryRefused",
     "Group",
+    "Hold",
     "Layout",
     "LayoutError",
     "LeaseConfig",

@@ -17,6 +17,7 @@ import structlog
 
 from asynckv import (
     BackendError,
+    BlocksRetired,
     Engine,
     EngineClosed,
     EngineConfig,
@@ -36,6 +37,7 @@ from asynckv import (
 )
 from asynckv.config import PullConfig
 from asynckv.core.layout import Memory
+from asynckv.core.pulling import News, Pulling
 from asynckv.observe.log import configure
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.testing.planes import Fate
@@ -295,6 +297,91 @@ async def test_blocks_that_come_back_late_are_logged(sim: Bench, caplog: pytest.
             with anyio.fail_after(5):
                 await caught.value.returned()
     assert [r.getMessage().split()[0] for r in caplog.records] == ["pull_ended", "blocks_returned"]
+
+
+async def test_blocks_that_never_come_back_are_retired_with_an_alarm(
+    sim: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="asynckv"):
+        async with sim.pair() as (prefill, decode, group):
+            assert decode.data is not None
+            decode.data.deferred = True
+            params = group.make_params("r", [(0, [1])], 16, written=True)
+            prefill.engine.lend(params)
+            task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=5.0))
+            await until(lambda: decode.data is not None and decode.data.running)
+            (transfer_id,) = decode.data.running
+            sim.clock.advance(6)
+            with pytest.raises(PullTimeout) as caught:
+                await task
+            [hold] = decode.engine.holds()
+            assert (hold.request_id, hold.reason, hold.blocks) == ("d", "quarantined", {0: (6,)})
+            assert hold.waits_for == (f"tp0 at {prefill.engine.endpoint.address}",)
+            assert 593 < hold.left_s <= 600
+            waiting = asyncio.create_task(caught.value.returned())
+            await asyncio.sleep(0)
+            sim.clock.advance(600)
+            with pytest.raises(BlocksRetired, match="never use them again"):
+                await waiting
+            with pytest.raises(BlocksRetired):
+                await decode.engine.returned("d")
+            assert [h.reason for h in decode.engine.holds()] == ["retired"]
+            # Evidence may come after all.
+            decode.data.finish(transfer_id)
+            await until(lambda: not decode.engine.holds())
+    names = [r.getMessage().split()[0] for r in caplog.records if r.getMessage().startswith("blocks")]
+    assert names == ["blocks_retired", "blocks_returned"]
+
+
+async def test_one_bad_event_takes_no_others_along(
+    sim: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        honest, calls = Pulling.ended, []
+
+        def ended(self: Pulling, news: News, detect_s: float, now: float) -> None:
+            calls.append(news)
+            if len(calls) == 1:
+                raise ZeroDivisionError("a bug")
+            honest(self, news, detect_s, now)
+
+        assert decode.data is not None
+        decode.data.deferred = True
+        monkeypatch.setattr(Pulling, "ended", ended)
+        tasks = []
+        for i in range(2):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            prefill.engine.lend(params)
+            tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params, timeout_s=5.0)))
+        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        with caplog.at_level(logging.ERROR, logger="asynckv"):
+            decode.data.finish()
+            await until(lambda: any(task.done() for task in tasks))
+        assert decode.engine.statistics().counters["internal_errors"] == 1
+        assert "ZeroDivisionError" in caplog.records[0].getMessage()
+        sim.clock.advance(6)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sorted(type(r).__name__ for r in results) == ["PullResult", "PullTimeout"]
+        # What was lost by the bug is found by its age.
+        (lost,) = decode.engine._node.pulling.transfers
+        decode.engine._node.pulling.ended(News(lost, True, False), 0.0, sim.clock.now())
+        decode.engine._soon()
+
+
+async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:
+    prefill = sim.side("prefill", 1)
+    async with prefill.engine:
+        group = PrefillGroup("prefill", [prefill.engine.endpoint])
+        lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        prefill.engine._node.lending.revoke = lambda lease, now: None  # type: ignore[method-assign]
+        closing = asyncio.create_task(prefill.engine.aclose())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sim.clock.advance(20)
+        await closing
+        with anyio.fail_after(5):
+            end = await lent.wait_released()
+    assert (end.cause, end.owed) == ("closed", ("*",))
 
 
 async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -> None:

@@ -193,6 +193,52 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     assert decode
 
 
+def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
+    config = EngineConfig(engine_id="x", lease=LeaseConfig(max_parked=16))
+    world = World(config)
+    prefill = world.add("p", make_layout(), engine_id="prefill")
+    flood, other = (world.add(f"d{i}", make_layout(base=(i + 2) << 40), engine_id=f"decode{i}") for i in range(2))
+    group = [world.params([prefill], f"r{i}", [i % 8], 4) for i in range(8)]
+    for i in range(8):
+        world.pull(flood, f"f{i}", [i], group[i])
+    world.deliver_all()
+    # A sixteenth of the room is one eighth of the 16: two; the others are told to come again.
+    assert prefill.node.gauges()["parked"] == 2
+    assert prefill.node.desk.counters["parked.refused"] == 6
+    pull = world.pull(other, "o", [1], group[0])
+    world.deliver_all()
+    assert prefill.node.gauges()["parked"] == 3
+    world.lend(prefill, group[0], readers=2)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert prefill.node.gauges()["parked"] == 1
+
+
+def test_a_closed_engine_parks_nothing() -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    world.lend(prefill, world.params([prefill], "other", [5], 4))
+    pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
+    prefill.node.shut()
+    world.run()
+    assert pull.reason is Reason.ENGINE_CLOSED
+    assert prefill.node.gauges()["parked"] == 0
+
+
+def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    params = world.params([prefill], "r", [1], 4)
+    lease = world.lend(prefill, params)
+    first = decode.node.pull("a", [(0, [2])], params, "x" * 512, 5.0, 0.0)
+    world.settle(decode)
+    world.run()
+    assert first.reason is Reason.COMPLETE
+    assert lease.is_over
+    with pytest.raises(LocalProtocolError, match=r"cohort_id .* has 513 characters; at most 512"):
+        decode.node.pull("b", [(0, [2])], params, "x" * 513, 5.0, 0.0)
+
+
 def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from asynckv.core.lease import Lease
-from asynckv.core.messages import MAX_MESSAGES, Message, encode_packet
+from asynckv.core.messages import MAX_DETAIL, MAX_MESSAGES, Message, Refused, Unwelcome, encode_packet
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.plan import PieceTable, Post
 from asynckv.core.pull import Pull
@@ -178,6 +180,9 @@ class Desk:
 
     def send(self, to: Address | Route, target: str, message: Message) -> None:
         """Send a message to a process start, with all others of this turn."""
+        if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
+            # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
+            message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
         self._outbox.setdefault((to, target), []).append(message)
         self.counters[f"sent.{type(message).__name__.lower()}"] += 1
 

@@ -65,7 +65,8 @@ MAX_MESSAGES = 512
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
 Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Detail = Annotated[str, Meta(max_length=4096)]
+MAX_DETAIL = 4096
+Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag=1):

@@ -52,6 +52,7 @@ from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, Remote
 __all__ = ["Hold", "Identity", "Node"]
 
 MAX_READERS = 65_536
+MAX_NAME = 512
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
 
@@ -179,6 +180,10 @@ class Node:
     ) -> Pull:
         """Start a pull that answers for every rank that overlaps ours, in every stage."""
         self._check_open()
+        if len(cohort_id) > MAX_NAME:
+            raise LocalProtocolError(
+                f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent"
+            )
         roster = {(e.pp_stage, e.tp_rank): e for e in params.roster}
         size = params.tp_size * params.pp_size
         whole = len(roster) == len(params.roster) == size
