@@ -592,8 +592,8 @@ class Engine:
                 self._data.remove_table(peer.agent_name, table_id)
             case SlowGeometry(peer, detail):
                 self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
-            case RemovePeer(peer):
-                self._data.remove_peer(peer.agent_name)
+            case RemovePeer(peer, keep):
+                self._data.remove_peer(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self._control.disconnect(address)
             case PeerChanged(peer, before):

@@ -127,7 +127,8 @@ class DataPlane(Protocol):
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
         """Load a remote rank's metadata.
 
-        `name` is the remote plane's `agent_name`.
+        `name` is the remote plane's `agent_name`. A plane may be reached by several addresses: it is loaded as often
+        as it is asked for, and gone when it was removed as often.
 
         Raises:
             BackendError: Metadata refused, peer not reachable.
@@ -143,8 +144,11 @@ class DataPlane(Protocol):
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget a piece table. Never called while a transfer of it is posted or in doubt."""
 
-    def remove_peer(self, name: str) -> None:
-        """Forget a peer and its descriptor lists. Never called while one of its transfers is posted."""
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
+        """Forget a peer. Never called while one of its transfers is posted.
+
+        `keep` says that its process lives and may be met again: what is costly to open may be kept, within bounds.
+        """
 
     def post_read(
         self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -366,6 +367,45 @@ async def test_one_bad_event_takes_no_others_along(
         (lost,) = decode.engine._node.pulling.transfers
         decode.engine._node.pulling.ended(News(lost, True, False), 0.0, sim.clock.now())
         decode.engine._soon()
+
+
+@pytest.mark.nixl
+async def test_one_process_under_two_addresses_serves_both() -> None:
+    bench = Bench(True)
+    async with bench.pair() as (prefill, decode, group):
+        addresses = [prefill.engine.endpoint.address, prefill.engine.endpoint.address.replace("127.0.0.1", "localhost")]
+        for i, address in enumerate([*addresses, addresses[0]]):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            params["roster"][0]["address"] = address
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
+            assert decode.blocks([10 + i]) == prefill.blocks([i])
+            await lent.wait_released()
+        assert decode.engine.statistics().counters["data.peers"] == 1
+        # One of them goes: the other reads on.
+        decode.engine.forget_peer(addresses[1])
+        await asyncio.sleep(0)
+        params = group.make_params("r9", [(0, [9])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d9", [(0, [20])], params)
+        assert decode.blocks([20]) == prefill.blocks([9])
+
+
+@pytest.mark.nixl
+async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection() -> None:
+    bench = Bench(True)
+    async with bench.pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
+        fds = []
+        for i in range(8):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
+            assert decode.blocks([10 + i]) == prefill.blocks([i])
+            await lent.wait_released()
+            await until(lambda: all(p.state.value == "gone" for p in decode.engine._node.pulling.peers.values()))
+            fds.append(len(os.listdir("/proc/self/fd")))
+            # A tombstone of an idle peer stops nobody: it is met anew.
+        assert fds[2] == fds[-1]
 
 
 async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:

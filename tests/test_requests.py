@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import messages as m
+from asynckv.core.commands import Timers
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import LeaseState
 from asynckv.core.pull import News, PullState
@@ -191,6 +193,21 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     say("req", Cohort("decode", 2, 1), "f", "d1")
     assert (lease.is_over, lease.state) == (True, LeaseState.RELEASED)
     assert decode
+
+
+def test_what_has_ended_is_not_kept_until_its_time() -> None:
+    timers, items = Timers(), [_Item() for _ in range(1000)]
+    for i, item in enumerate(items):
+        timers.wake(item, 1000.0 + i)
+    for item in items[:-1]:
+        timers.forget(item)
+    assert len(timers._heap) < 130
+    assert timers.next_at == 1999.0
+    assert timers.pop(2000.0) is items[-1]
+
+
+class _Item:
+    scheduled_at = math.inf
 
 
 def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:

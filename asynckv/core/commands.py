@@ -81,6 +81,8 @@ class RemovePeer:
     """Forget a peer in the data plane; none of its transfers is running or in doubt."""
 
     peer: Peer
+    keep: bool = False
+    """Its process lives: the connection may be kept for when it is met again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,8 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
+        self._stale = 0
+        """Entries of forgotten items, at most."""
 
     @property
     def next_at(self) -> float:
@@ -227,7 +231,14 @@ class Timers:
 
     def forget(self, item: Timed) -> None:
         """Never wake the item again."""
-        item.scheduled_at = math.inf
+        if item.scheduled_at < math.inf:
+            item.scheduled_at = math.inf
+            self._stale += 1
+            if self._stale > 64 and 2 * self._stale > len(self._heap):
+                # What has ended would else be kept until its time comes: a lease's is far away.
+                self._heap = [entry for entry in self._heap if entry[2].scheduled_at == entry[0]]
+                heapq.heapify(self._heap)
+                self._stale = 0
 
     def pop(self, now: float) -> Timed | None:
         """Return an item whose time has come."""

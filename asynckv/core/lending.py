@@ -23,7 +23,8 @@ from asynckv.errors import LocalProtocolError
 
 __all__ = ["Lending"]
 
-MAX_ENDED = 65_536
+MAX_ENDED = 8192
+"""Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
 
 _ENDED_AS = {
     LeaseState.RELEASED: Reason.CONSUMED,

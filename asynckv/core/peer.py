@@ -105,6 +105,8 @@ class Peer:
     """In the node's turn of peers that may post."""
     tables: set[int] = field(default_factory=set)
     """Piece tables that the data plane knows."""
+    is_alive: bool = False
+    """It is given up for another reason than its end."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
     unused_at: float = math.inf

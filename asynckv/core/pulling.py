@@ -117,6 +117,8 @@ class Pulling:
         these ranks are not enough."""
         self._turns: deque[Peer] = deque()
         self._ids = itertools.count(1)
+        self._table_ids = itertools.count(1)
+        """One for all peers: two of them may be one process under two addresses."""
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -272,6 +274,7 @@ class Pulling:
             self._drop(peer)
             return
         elif peer.state in (S.READY, S.SUSPECT) and now >= peer.unused_at + config.idle_s:
+            peer.is_alive = True
             self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.name} for {config.idle_s:g} s", now)
             peer.not_before = now
         elif peer.state is S.GONE and now >= peer.gone_at + TOMBSTONE_S and not peer.transfers and not peer.pulls:
@@ -445,7 +448,9 @@ class Pulling:
                 peer = None
         if peer is None:
             engine_id, stage, rank = identity
-            peer = self.peers[place] = Peer(engine_id, rank, stage, leg.address, leg.incarnation)
+            peer = self.peers[place] = Peer(
+                engine_id, rank, stage, leg.address, leg.incarnation, table_ids=self._table_ids
+            )
         return peer
 
     def _meet(self, pull: Pull, leg: Leg, now: float) -> None:
@@ -701,7 +706,9 @@ class Pulling:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
         if peer.state is S.GONE and peer.loaded and not peer.transfers:
             peer.loaded = False
-            self._desk.commands.append(RemovePeer(peer))
+            self._desk.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.tables)]
+            peer.tables.clear()
+            self._desk.commands.append(RemovePeer(peer, peer.is_alive))
         if peer.state is S.GONE and peer.maps:
             peer.maps.clear()
             place = (peer.address, peer.incarnation)

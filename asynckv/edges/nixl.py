@@ -20,6 +20,7 @@ import os
 import re
 import stat
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,9 @@ DOUBT_S = 0.25
 
 TIGHT_POLLS = 200
 DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
+MAX_KEPT = 64
+"""Remote agents that are kept connected though nobody reads from them."""
+
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 IndexArray = npt.NDArray[np.int32]
@@ -112,7 +116,10 @@ def _epolls() -> set[int]:
 class _Remote:
     """What is prepared for one peer."""
 
-    def __init__(self) -> None:
+    def __init__(self, metadata: bytes) -> None:
+        self.metadata = metadata
+        self.ready = asyncio.Event()
+        self.users = 1
         self.tables: dict[int, tuple[Any, Any]] = {}
 
 
@@ -133,6 +140,8 @@ class NixlPlane:
         self._lost: type[Exception] = Exception
         self._registered: list[Any] = []
         self._remotes: dict[str, _Remote] = {}
+        self._kept: OrderedDict[str, None] = OrderedDict()
+        """Remote agents that nobody uses now, the oldest first."""
         self._running: dict[TransferId, int] = {}
         self._doubtful: dict[TransferId, int] = {}
         self._unreleased: list[int] = []
@@ -223,19 +232,33 @@ class NixlPlane:
 
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
         """Load a peer's metadata off the loop."""
-        if name in self._remotes:
-            raise BackendError(f"peer {name} is loaded already")
-        self._remotes[name] = _Remote()
+        if (known := self._remotes.get(name)) is not None:
+            # One process under several addresses, or met again.
+            await known.ready.wait()
+            if self._remotes.get(name) is not known or known.metadata != metadata:
+                raise BackendError(f"peer {name} is loaded with other metadata; every start of a process has a name")
+            known.users += 1
+            self._kept.pop(name, None)
+            return
+        remote = self._remotes[name] = _Remote(metadata)
+        try:
+            await self._load_remote(name, metadata)
+        except BaseException:
+            if self._remotes.get(name) is remote:
+                del self._remotes[name]
+            raise
+        finally:
+            remote.ready.set()
+
+    async def _load_remote(self, name: str, metadata: bytes) -> None:
         agent = self._agent
         try:
             # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
             loaded = await anyio.to_thread.run_sync(agent.add_remote_agent, metadata)
         except Exception as exc:
-            self._remotes.pop(name, None)
             raise BackendError(f"NIXL refuses the metadata of {name}: {exc!r}") from exc
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != name:
-            self._remotes.pop(name, None)
             # Never somebody else's: metadata under a false name may be that of a peer in use.
             if found not in self._remotes:
                 with suppress(Exception):
@@ -265,11 +288,25 @@ class NixlPlane:
             with suppress(Exception):
                 self._agent.release_dlist_handle(handle)
 
-    def remove_peer(self, name: str) -> None:
-        """Forget a peer and its descriptor lists."""
-        if name in self._remotes and self._agent is not None:
-            with suppress(Exception):  # a connection that broke is gone as it is
-                self._drop_remote(self._agent, name)
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
+        """Forget a peer and its descriptor lists.
+
+        UCX keeps a socket open on both sides for every removal of an agent whose process lives (measured with NIXL
+        1.5.1): those that may be met again are kept, the last `MAX_KEPT` of them.
+        """
+        remote = self._remotes.get(name)
+        if remote is None or self._agent is None:
+            return
+        remote.users -= 1
+        if remote.users > 0:
+            return
+        if keep:
+            self._kept[name] = None
+            if len(self._kept) <= MAX_KEPT:
+                return
+            name, _ = self._kept.popitem(last=False)
+        with suppress(Exception):  # a connection that broke is gone as it is
+            self._drop_remote(self._agent, name)
 
     def _drop_remote(self, agent: Any, name: str) -> None:
         for pair in self._remotes.pop(name).tables.values():

@@ -154,6 +154,7 @@ class SimData:
         self.running: dict[TransferId, tuple[str, Callable[[], None]]] = {}
         self.memories: tuple[Memory, ...] = ()
         self._tables: dict[str, dict[int, tuple[PieceTable, Sequence[Memory], Sequence[Memory]]]] = {}
+        self._users: Counter[str] = Counter()
         self._news: list[Ended] = []
         self._on_ready: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter(posts=0)
@@ -178,11 +179,10 @@ class SimData:
 
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
         """Check name and metadata."""
-        if name in self._tables:
-            raise BackendError(f"peer {name} is loaded already")
         if metadata.decode(errors="replace") != name or name not in self._network.agents:
             raise BackendError(f"no agent {name!r} behind its metadata")
-        self._tables[name] = {}
+        self._tables.setdefault(name, {})
+        self._users[name] += 1
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Keep one more table."""
@@ -194,9 +194,13 @@ class SimData:
         """Forget a table."""
         self._tables.get(name, {}).pop(table_id, None)
 
-    def remove_peer(self, name: str) -> None:
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
         """Forget a peer."""
-        self._tables.pop(name, None)
+        if name in self._users:
+            self._users[name] -= 1
+            if not self._users[name]:
+                self._tables.pop(name, None)
+                del self._users[name]
 
     def post_read(
         self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray

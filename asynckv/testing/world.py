@@ -459,6 +459,7 @@ class WorldData:
         self.posted = 0
         self.is_closed = False
         self._tables: dict[str, dict[int, PieceTable]] = {}
+        self._users: Counter[str] = Counter()
         self._news: list[Ended] = []
         self._on_ready: Callable[[], None] = lambda: None
         self._random = process.world.random_of("nic", process.name)
@@ -486,12 +487,11 @@ class WorldData:
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
         """Load it, which takes a while."""
         await asyncio.sleep(self._random.random() * 2e-3)
-        if name in self._tables:
-            raise Violation(f"{self.process.name} loads {name} twice")
         owner = self.process.world.agents.get(metadata.decode())
         if owner is None or owner.process.is_dead:
             raise BackendError(f"no agent {name!r} behind its metadata")
-        self._tables[name] = {}
+        self._tables.setdefault(name, {})
+        self._users[name] += 1
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Keep a table."""
@@ -504,10 +504,13 @@ class WorldData:
         self._check_unused(name, table_id)
         self._tables[name].pop(table_id, None)
 
-    def remove_peer(self, name: str) -> None:
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
         """Forget a peer that nothing uses."""
-        self._check_unused(name, None)
-        self._tables.pop(name, None)
+        self._users[name] -= 1
+        if self._users[name] <= 0:
+            self._check_unused(name, None)
+            self._tables.pop(name, None)
+            del self._users[name]
 
     def _check_unused(self, name: str, table_id: int | None) -> None:
         for transfer in self.transfers.values():
