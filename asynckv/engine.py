@@ -204,6 +204,9 @@ class Engine:
         self._is_serving = False
         self._closing: asyncio.Task[None] | None = None
         self._is_shut = False
+        """No turn is taken any more."""
+        self._is_destroyed = False
+        """The data plane is gone."""
         self._idle = asyncio.Event()
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
@@ -424,7 +427,7 @@ class Engine:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
         """
         node = self._node
-        while not self._is_shut:
+        while not self._is_destroyed:
             open_pulls = (p for p in node.pulling.pulls.values() if p.request_id == request_id)
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
@@ -687,8 +690,12 @@ class Engine:
 
     async def _close_planes(self) -> None:
         self._is_shut = True
-        await self._control.aclose()
-        self._data.close()
+        try:
+            await self._control.aclose()
+        finally:
+            self._data.close()
+            # From here on nothing of ours can be written.
+            self._is_destroyed = True
 
 
 def _news(ended: Ended) -> News:

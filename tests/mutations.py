@@ -277,6 +277,20 @@ def a_failed_attempt_says_it_was_the_last(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
+def closing_returns_blocks_too_soon(patch: pytest.MonkeyPatch) -> None:
+    """Blocks come back when closing begins, not when nothing can write them any more."""
+    honest = Engine._close_planes
+
+    async def close_planes(self: Engine) -> None:
+        self._is_destroyed = True
+        for waiting in self._waiting.values():
+            waiting.returned.set()
+        await honest(self)
+
+    patch.setattr(Engine, "_close_planes", close_planes)
+
+
+@planted
 def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Nothing ends a pull that waits."""
     honest = Pull.tick

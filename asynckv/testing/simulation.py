@@ -281,6 +281,8 @@ RECIPES = (
     ("slow", "cancel", "delay"),
     ("slow", "revoke", "pause"),
     ("stuck", "delay"),
+    ("stuck", "cancel", "close"),
+    ("slow", "cancel", "close"),
     ("duplicate", "delay", "loss"),
 )
 """Faults that are worse together: on one rank, from one request on."""

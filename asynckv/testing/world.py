@@ -380,10 +380,11 @@ class WorldControl:
         return {"links": len(self._links)}
 
     async def aclose(self) -> None:
-        """Listen no more."""
+        """Listen no more; what was sent may take a moment to leave."""
         self._on_packet = None
         if self._process.world.listeners.get(self._address) is self:
             del self._process.world.listeners[self._address]
+        await asyncio.sleep(self._random.random() ** 2 * 0.5)
 
 
 @dataclass(frozen=True, slots=True)
