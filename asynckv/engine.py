@@ -511,6 +511,16 @@ class Engine:
         if self._is_shut:
             return
         node = self._node
+        self._safely(self._work, node)
+        if node.is_serving is not self._is_serving:
+            self._is_serving = node.is_serving
+            self._data.watch(self._is_serving)
+        if node.is_idle:
+            self._idle.set()
+        # Whatever happened: without its timer the engine would keep no deadline.
+        self._arm(node.next_at)
+
+    def _work(self, node: Node) -> None:
         self._do(node)
         clock = self._clock
         started = began = clock.now()
@@ -526,20 +536,17 @@ class Engine:
                 self._soon()
                 break
         self._do(node)
-        if node.is_serving is not self._is_serving:
-            self._is_serving = node.is_serving
-            self._data.watch(self._is_serving)
-        if node.is_idle:
-            self._idle.set()
-        self._arm(node.next_at)
 
     def _do(self, node: Node) -> None:
         for to, packet in node.desk.take_packets():
-            if not self._control.send(to, packet):
-                node.desk.counters["dropped.not_sent"] += 1
+            self._safely(self._send, to, packet)
         while commands := node.desk.take_commands():
             for command in commands:
-                self._execute(command, node)
+                self._safely(self._execute, command, node)
+
+    def _send(self, to: Address | Route, packet: bytes) -> None:
+        if not self._control.send(to, packet):
+            self._node.desk.counters["dropped.not_sent"] += 1
 
     def _arm(self, when: float) -> None:
         if when >= self._timer_at and self._timer is not None:

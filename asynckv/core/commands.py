@@ -193,7 +193,13 @@ class Desk:
         outbox, self._outbox = self._outbox, {}
         for (to, target), messages in outbox.items():
             for i in range(0, len(messages), MAX_MESSAGES):
-                yield to, encode_packet(self.incarnation, target, messages[i : i + MAX_MESSAGES])
+                try:
+                    packet = encode_packet(self.incarnation, target, messages[i : i + MAX_MESSAGES])
+                except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
+                    # A bug of ours, and no reason to say nothing to anybody else.
+                    self.counters["internal_errors"] += 1
+                    continue
+                yield to, packet
 
     def take_commands(self) -> list[Command]:
         """Empty the list of commands."""

@@ -173,16 +173,26 @@ class Node:
             PlanRefused: The params' roster is not a whole group.
             LocalProtocolError: The request is being pulled already.
         """
-        return self._start(request_id, params, cohort_id, wait_s, now)
+        return self._start(request_id, params, cohort_id, wait_s, now, is_announced=True)
 
     def _start(
-        self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float, *, reads: bool = True
+        self,
+        request_id: str,
+        params: Params,
+        cohort_id: str,
+        wait_s: float,
+        now: float,
+        *,
+        reads: bool = True,
+        is_announced: bool = False,
+        is_last: bool = True,
     ) -> Pull:
         """Start a pull that answers for every rank that overlaps ours, in every stage."""
         self._check_open()
-        if len(cohort_id) > MAX_NAME:
+        if len(cohort_id) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in cohort_id):
             raise LocalProtocolError(
-                f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent"
+                f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
+                f"lone surrogates"
             )
         roster = {(e.pp_stage, e.tp_rank): e for e in params.roster}
         size = params.tp_size * params.pp_size
@@ -228,6 +238,8 @@ class Node:
             release_timeout_s=pull_config.release_timeout_s,
             held_s=pull_config.held_s,
             is_hit=not reads,
+            is_announced=is_announced,
+            is_last=is_last,
             max_post_bytes=pull_config.max_post_bytes,
             max_post_descriptors=pull_config.max_post_descriptors,
         )
@@ -278,7 +290,8 @@ class Node:
         pull = self.pulling.by_request.get(RequestId(request_id))
         if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
-            pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=not lists.is_empty)
+            reads = not lists.is_empty
+            pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=reads, is_last=is_last)
         elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
             raise LocalProtocolError(
                 f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"

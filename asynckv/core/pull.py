@@ -41,6 +41,9 @@ RATE_MARGIN = 1e-3
 MIN_RENEW_S = 0.05
 """No peer can make us renew more often."""
 
+MAX_ASKED_S = 86_400.0
+"""No claim asks for more at once, however far the deadline is; renewals ask again."""
+
 MAX_NONCES = 8
 """Transmissions per leg whose answers still count."""
 
@@ -251,6 +254,8 @@ class Pull:
     failure: tuple[Reason, str] | None = None
     is_last: bool = True
     """If it fails no other attempt follows: the reader is discharged."""
+    is_announced: bool = False
+    """Nobody has asked for the blocks yet."""
     is_hit: bool = False
     """Nothing is to be filled: everybody is only released."""
     unmet: tuple[Reason, str] | None = None
@@ -345,6 +350,7 @@ class Pull:
         """Attach the blocks to fill; from here on the caller waits."""
         after = self._allow(E.BEGUN)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
+        self.is_announced = False
         if lists.is_empty:
             self.is_hit = True
             for leg in self.legs:
@@ -473,7 +479,7 @@ class Pull:
             del leg.nonces[next(iter(leg.nonces))]
         leg.claims += 1
         leg.claim_at = now + min(self.claim_retry_s * 2 ** min(leg.claims - 1, 6), 2.0)
-        seconds = max(min(self.drain_by, self.deadline) - now, 0.001)
+        seconds = min(max(min(self.drain_by, self.deadline) - now, 0.001), MAX_ASKED_S)
         if now < leg.covered_until:
             return Renew(self.params.key, self.pull_id, nonce, seconds)
         return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
@@ -494,7 +500,7 @@ class Pull:
                 return Outcome.COMPLETE
             case _ if not self.is_last:
                 return Outcome.RETRY
-            case reason if self.lists is None and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
+            case reason if self.is_announced and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
                 # Only announced: whoever announced it has not given up, and may still ask for the blocks.
                 return Outcome.RETRY
             case Reason.CANCELLED:

@@ -150,6 +150,12 @@ class Pulling:
         blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
         self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.begin(lists, deadline, now)
+        for leg in pull.legs:
+            if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
+                # It could not be met while the request was only announced; that may be long ago.
+                leg.reads = True
+                self._peer(pull, leg, now).pulls.add(pull.pull_id)
+                self._meet(pull, leg, now)
         self._route(pull, now)
         self._after(pull, now)
 
@@ -261,6 +267,9 @@ class Pulling:
                 text = f"the metadata of {peer.name} at {peer.address} was not loaded within {config.handshake_s:g} s"
                 self._failed(peer, Reason.UNREACHABLE, text, now)
         elif peer.state in (S.READY, S.SUSPECT) and peer.pulls:
+            if now > self._ping_at(peer) + config.heartbeat_s:
+                # We were away (stopped, asleep, busy): that is no silence of theirs. What they said may wait unread.
+                peer.watched_at = now - config.heartbeat_s
             silent = now - max(peer.heard_at, peer.watched_at)
             if silent >= config.gone_s:
                 self._lose(peer, Reason.PEER_LOST, f"{peer.name} was silent for {silent:.1f} s", now)
@@ -443,7 +452,8 @@ class Pulling:
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
             again = peer.identity != identity or (peer.reason not in FINAL and now >= peer.not_before)
-            if again and not peer.transfers and not peer.pulls and not (peer.loaded or peer.is_loading):
+            if again and not peer.is_loading:
+                # Transfers that may never end keep the old one in the data plane; the new one is loaded beside it.
                 self._timers.forget(peer)
                 peer = None
         if peer is None:

@@ -819,6 +819,11 @@ class Service:
             if node.desk.counters["internal_errors"]:
                 world.violate(f"{rank.name}: internal errors")
                 return
+            if node.desk.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
+                world.violate(
+                    f"{rank.name} was sent {node.desk.counters['dropped.malformed']} malformed packets by its own kind"
+                )
+                return
             if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
                 return
