@@ -291,6 +291,30 @@ def closing_returns_blocks_too_soon(patch: pytest.MonkeyPatch) -> None:
 
 
 @planted
+def whoever_was_lost_stays_lost(patch: pytest.MonkeyPatch) -> None:
+    """A peer that was given up is never met again."""
+    honest = pulling.Pulling._peer
+
+    def peer(self: pulling.Pulling, pull: Pull, leg: Leg, now: float) -> Any:
+        known = self.peers.get((leg.address, leg.incarnation))
+        return known if known is not None and known.state.value == "gone" else honest(self, pull, leg, now)
+
+    patch.setattr(pulling.Pulling, "_peer", peer)
+
+
+@planted
+def failed_announcements_are_final(patch: pytest.MonkeyPatch) -> None:
+    """Whatever cannot be met while a request is announced discharges its reader."""
+    honest: Any = Pull.__dict__["_outcome"].fget
+
+    def outcome(self: Pull) -> Outcome:
+        found: Outcome = honest(self)
+        return Outcome.FAILED if found is Outcome.RETRY and self.is_announced else found
+
+    patch.setattr(Pull, "_outcome", property(outcome))
+
+
+@planted
 def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Nothing ends a pull that waits."""
     honest = Pull.tick

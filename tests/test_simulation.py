@@ -75,6 +75,7 @@ QUICK = {
     "skipped_ranks_hear_our_own_id",
     "strikes_off_all_attempts_of_a_rank",
     "trusts_an_exception",
+    "whoever_was_lost_stays_lost",
 }
 
 

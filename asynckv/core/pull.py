@@ -179,6 +179,8 @@ class Leg:
 
     nonces: dict[int, float] = field(default_factory=dict)
     """Transmission -> the moment before it was sent."""
+    granted_nonce: int = 0
+    """The newest transmission that was granted."""
     covered_until: float = -math.inf
     lent_before: float = math.inf
     """The blocks were lent by then, on our clock."""
@@ -536,6 +538,7 @@ class Pull:
     def _granted(self, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         leg.covered_until = max(leg.covered_until, deadline)
+        leg.granted_nonce = max(leg.granted_nonce, answer.nonce)
         leg.is_not_yet = False
         # Params that left after the KV was written can only be read too late, never too early; and what
         # is granted before the first post needs no clock either.
@@ -551,6 +554,8 @@ class Pull:
         self._note(now, f"{leg.name} granted {answer.seconds:g} s")
 
     def _refused(self, leg: Leg, answer: Refused, now: float) -> None:
+        if answer.nonce < leg.granted_nonce:
+            return  # late, or repeated: what was asked after it was granted
         covered = leg.covered_until > -math.inf
         if now < leg.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED):
             # Nothing is granted any more, but what was promised stands: read on until it runs out.

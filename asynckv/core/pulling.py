@@ -348,6 +348,9 @@ class Pulling:
             self._desk.counters[f"pulls.{pull.reason}"] += 1
             for leg in pull.legs:
                 if self._settles_itself(pull, leg):
+                    # It may live after all: one word costs nothing, and its lease need not run out.
+                    if (release := pull.due_release(leg, now)) is not None:
+                        self._desk.send(leg.address, leg.incarnation, release)
                     pull.settled(leg, "the rank is gone", now)
                 self._make_room(leg)
             self._return(pull)

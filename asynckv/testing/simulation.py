@@ -85,6 +85,7 @@ FAULTS = (
 
 BLOCK, NUM_BLOCKS, HEAD_DIM = 4, 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
+PROBE = 1_000_000
 QUIET_S = 40.0
 """How long everything may take to settle once the faults are over."""
 
@@ -481,10 +482,23 @@ class Service:
             world.run(script.seconds + QUIET_S)
             if not world.violation:
                 self._check()
+            if not world.violation:
+                self._probe()
         finally:
             world.close()
         counts = self.outcomes + world.counts
         return Outcome(script, world.violation, counts, world.trace)
+
+    def _probe(self) -> None:
+        """With the faults over, a fresh request must complete on every rank that has a block for it."""
+        world, engines = self.world, tuple(range(self.script.decode_engines))
+        able = {r.name for e in self.decode for r in e if r.free and not r.process.is_dead}
+        count = len(self.attempts)
+        self._ask(Ask(PROBE, world.now, BLOCK, False, engines, -1, 0, 0.0, 0, 4.0, 0.01), 0)
+        world.run(world.now + PULL.timeout_s + 1.0)
+        for attempt in self.attempts[count:]:
+            if attempt.rank.name in able and attempt.reason != "complete" and not world.violation:
+                world.violate(f"a fresh request on {attempt.rank.name} failed: {attempt.reason}")
 
     def _new_group(self) -> None:
         roster = [r.engine.endpoint for r in self.prefill]
@@ -779,7 +793,7 @@ class Service:
     def _is_mild(self) -> bool:
         """Nothing keeps a reader's releases from arriving in time."""
         return all(
-            f.kind in ("duplicate", "slow", "doubt", "stuck", "cancel", "garbage")
+            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget", "garbage")
             or (f.kind == "loss" and f.seconds <= 1.3)
             for f in self.script.faults
         )
@@ -863,6 +877,7 @@ class _Attempt:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.is_open = True
         self.announced_at = math.inf
+        self.reason = ""
 
     def __str__(self) -> str:
         return f"request {self.lent.ask.number} on {self.process.name}"
@@ -919,6 +934,7 @@ class _Attempt:
             await engine.pull(request_id, [(first, blocks)], self.lent.params, is_last=is_last)
         except PullError as exc:
             service.outcomes[f"pull.{exc.reason}"] += 1
+            self.reason = f"{exc.reason}: {exc}"
             world.note(rank.name, "pull failed", (ask.number, exc.reason, str(exc)[:160]))
             again = exc.reason not in ("cancelled", "unplannable")
             if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
@@ -937,6 +953,7 @@ class _Attempt:
             raise
         else:
             service.outcomes["pull.complete"] += 1
+            self.reason = "complete"
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
             world.at(self.process.now, partial(self._verify, blocks, first))
