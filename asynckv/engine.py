@@ -411,7 +411,8 @@ class Engine:
     def cancel(self, request_id: str) -> bool:
         """Give up a request, announced or being pulled; False if there is no pull without an outcome.
 
-        The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more.
+        The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more. Between
+        two attempts there is nothing to give up: the lease runs out, unless a last attempt is made.
         """
         found = self._node.cancel(request_id, self._clock.now())
         self._soon()
@@ -570,6 +571,7 @@ class Engine:
                     waiting.outcome.set_result(None)
             case BlocksReturned(pull):
                 if (waiting := self._waiting.get(pull.pull_id)) is not None:
+                    waiting.retired = False
                     waiting.returned.set()
                 if pull.pull_id in self._held:
                     self._held.discard(pull.pull_id)

@@ -7,6 +7,7 @@ when it *lands*, so that a core that frees or believes too early is caught by th
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -150,6 +151,7 @@ class Rank:
     rate: float = 1.0
     epoch: float = 0.0
     peers: dict[str, tuple[Rank, dict[int, PieceTable]]] = field(default_factory=dict)
+    users: Counter[str] = field(default_factory=Counter)
     reads: dict[TransferId, PostRead] = field(default_factory=dict)
     ended: list[Pull] = field(default_factory=list)
     returned: list[Pull] = field(default_factory=list)
@@ -239,7 +241,8 @@ class World:
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
-                        rank.peers[peer.agent_name] = (self.ranks[metadata.decode()], {})
+                        rank.peers.setdefault(peer.agent_name, (self.ranks[metadata.decode()], {}))
+                        rank.users[peer.agent_name] += 1
                         rank.loading.append(peer)
                         if self.auto_load:
                             self.load(rank)
@@ -250,9 +253,11 @@ class World:
                         assert not running, "a table was removed under a running transfer"
                         del rank.peers[peer.agent_name][1][table_id]
                     case RemovePeer(peer):
-                        running = [t for t, r in rank.reads.items() if r.agent_name == peer.agent_name]
-                        assert not running, "a peer was removed under a running transfer"
-                        del rank.peers[peer.agent_name]
+                        rank.users[peer.agent_name] -= 1
+                        if not rank.users[peer.agent_name]:
+                            running = [t for t, r in rank.reads.items() if r.agent_name == peer.agent_name]
+                            assert not running, "a peer was removed under a running transfer"
+                            del rank.peers[peer.agent_name]
                     case PullEnded(pull):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)

@@ -330,6 +330,9 @@ class Pulling:
         if pull.is_retired and not was_retired:
             self._desk.counters["blocks.retired"] += 1
             self._desk.commands.append(BlocksRetired(pull))
+            for leg in pull.legs:
+                # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
+                self._part(pull, leg, now)
         self._after(pull, now)
 
     def _after(self, pull: Pull, now: float) -> None:
@@ -392,17 +395,23 @@ class Pulling:
             return
         self._timers.forget(pull)
         for leg in pull.legs:
-            peer = self.peers.get((leg.address, leg.incarnation))
-            if peer is not None:
-                peer.pulls.discard(pull.pull_id)
-                if not peer.pulls:
-                    peer.unused_at = now
-                    if peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
-                        self._drop(peer)
-                        continue
-                self._reap(peer)
-                self._wake(peer)
+            self._part(pull, leg, now)
         self._desk.commands.append(PullOver(pull))
+
+    def _part(self, pull: Pull, leg: Leg, now: float) -> None:
+        """A pull and a peer have nothing to do with each other any more."""
+        peer = self.peers.get((leg.address, leg.incarnation))
+        if peer is None:
+            return
+        if pull.pull_id in peer.pulls:
+            peer.pulls.discard(pull.pull_id)
+            if not peer.pulls:
+                peer.unused_at = now
+        if not peer.pulls and peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
+            self._drop(peer)
+            return
+        self._reap(peer)
+        self._wake(peer)
 
     def _drop(self, peer: Peer) -> None:
         self._timers.forget(peer)

@@ -86,7 +86,7 @@ FAULTS = (
 BLOCK, NUM_BLOCKS, HEAD_DIM = 4, 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
 PROBE = 1_000_000
-QUIET_S = 40.0
+QUIET_S = 45.0
 """How long everything may take to settle once the faults are over."""
 
 LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0)
@@ -479,7 +479,9 @@ class Service:
         try:
             world.run(script.seconds)
             self._heal()
-            world.run(script.seconds + QUIET_S)
+            # Now and then for so long that even tombstones must be gone.
+            is_long = script.seed % 10 == 0
+            world.run(script.seconds + QUIET_S * (2 if is_long else 1))
             if not world.violation:
                 self._check()
             if not world.violation:
@@ -816,6 +818,10 @@ class Service:
             if attempt.is_open and not attempt.process.is_dead:
                 world.violate(f"{attempt} never ended")
                 return
+        for rank, process, task in [x for tasks in self.tasks.values() for x in tasks]:
+            if task.done() and not task.cancelled() and (exc := task.exception()) is not None and not process.is_dead:
+                world.violate(f"an attempt on {rank.name} ended with {exc!r}")
+                return
         for rank, process, lease in self.leases:
             if not process.is_dead and not lease.ended:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} never ended")
@@ -851,6 +857,11 @@ class Service:
                 return
             if not stuck and sorted(rank.free) != list(range(NUM_BLOCKS)) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(set(range(NUM_BLOCKS)) - set(rank.free))}")
+                return
+            is_long = self.script.seed % 10 == 0
+            if node.lending.num_parked or (is_long and node.pulling.peers and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in node.pulling.peers.values()]
+                world.violate(f"{rank.name} remembers too long: {node.lending.num_parked} parked, peers {peers}")
                 return
             for peer in node.pulling.peers.values():
                 if not stuck and (peer.in_flight_bytes or peer.queue):
