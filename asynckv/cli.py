@@ -93,6 +93,23 @@ DEFAULT_MODEL = "llama-3.1-8b"
 GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
 
+# What `bench` and `layout` both ask for.
+HfConfig = Annotated[
+    Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
+]
+Layers = Annotated[
+    int | None,
+    typer.Option(help="Layers, instead of the model's; one of every kind is kept.", rich_help_panel=GEOMETRY),
+]
+KvHeads = Annotated[int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)]
+HeadDim = Annotated[int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)]
+Dtype = Annotated[
+    str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)]
+Ratio = Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)]
+
+
 @app.command(epilog=EPILOG)
 def bench(
     model: Annotated[
@@ -104,27 +121,16 @@ def bench(
             rich_help_panel=GEOMETRY,
         ),
     ] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers, instead of the model's; one of every kind is kept.", rich_help_panel=GEOMETRY),
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
+    hf_config: HfConfig = None,
+    layers: Layers = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    dtype: Dtype = None,
+    block_size: BlockSize = 16,
     prefill_block_size: Annotated[
         int | None, typer.Option(help="Tokens per block of the prefill side, if others.", rich_help_panel=GEOMETRY)
     ] = None,
-    ratio: Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)] = 1,
+    ratio: Ratio = 1,
     prefill_ratio: Annotated[
         int | None, typer.Option(help="Kernel blocks per block of the prefill side.", rich_help_panel=GEOMETRY)
     ] = None,
@@ -324,24 +330,13 @@ def layout(
         str | None,
         typer.Option(show_default=DEFAULT_MODEL, help="Preset; an unknown name lists all.", rich_help_panel=GEOMETRY),
     ] = None,
-    hf_config: Annotated[
-        Path | None, typer.Option(help="A Hugging Face config.json, instead of a preset.", rich_help_panel=GEOMETRY)
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(help="Layers, instead of the model's; one of every kind is kept.", rich_help_panel=GEOMETRY),
-    ] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads, instead of the model's.", rich_help_panel=GEOMETRY)
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Head dimension, instead of the model's.", rich_help_panel=GEOMETRY)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Element type, such as bfloat16 or float8_e4m3fn.", rich_help_panel=GEOMETRY)
-    ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens per block.", rich_help_panel=GEOMETRY)] = 16,
-    ratio: Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)] = 1,
+    hf_config: HfConfig = None,
+    layers: Layers = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    dtype: Dtype = None,
+    block_size: BlockSize = 16,
+    ratio: Ratio = 1,
     num_blocks: Annotated[
         int, typer.Option(help="Blocks in every group, as the engine declares them.", rich_help_panel=GEOMETRY)
     ] = 4096,

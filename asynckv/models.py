@@ -161,14 +161,6 @@ class Model(Struct, frozen=True):
             made = _pick(made, layers)
         return Model(self.name, made, self.dtype if dtype is None else dtype_named(dtype))
 
-    def truncated(self, num_layers: int) -> Model:
-        """Take fewer layers, one of every kind as far as they reach; or more, repeating the pattern.
-
-        Raises:
-            ConfigError: `num_layers` is out of range.
-        """
-        return self.resized(layers=num_layers)
-
 
 def _pick(layers: tuple[Layer, ...], count: int) -> tuple[Layer, ...]:
     """Take so many layers: the first of every kind, of every shape, then whatever comes first; or repeat."""

@@ -18,6 +18,7 @@ from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
 from asynckv.core.sources import assign
 from asynckv.core.topology import remote_ranks
 from asynckv.core.types import NULL, BlockRuns
+from tests.world import Buffers
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -253,7 +254,11 @@ def fill(rank: Rank, lists: Lists, cache: Cache, tokens: int) -> None:
 
 
 def execute(
-    plan: Plan, local: Rank, remote: Rank, written: list[npt.NDArray[np.bool_]], limits: tuple[int, int]
+    plan: Plan,
+    local: Rank | Buffers,
+    remote: Rank | Buffers,
+    written: list[npt.NDArray[np.bool_]],
+    limits: tuple[int, int],
 ) -> int:
     """Run a plan as memory copies; no byte may be written twice. Returns the bytes."""
     tables = {s.table.table_id: s.table for s in plan.sections}

@@ -16,6 +16,7 @@ from asynckv.core.plan import PeerMap, Plan, check_block_ids, plan_read
 from asynckv.core.sources import compare
 from asynckv.core.types import BlockRuns
 from asynckv.errors import PlanRefused, RemoteTooShort
+from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
 ORDERS = [
@@ -25,31 +26,8 @@ ORDERS = [
 
 def execute(plan: Plan, local: Buffers, remote: Buffers, max_bytes: int = 1 << 20, max_descriptors: int = 512) -> int:
     """Run a plan as memory copies, checking that no byte is written twice; the bytes it wrote."""
-    tables = {s.table.table_id: s.table for s in plan.sections}
     written = [np.zeros(len(a), np.bool_) for a in local.arrays]
-    total = 0
-    for post in plan.posts(max_bytes, max_descriptors):
-        table = tables[post.table_id]
-        moved = 0
-        for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
-            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
-            assert row == other
-            n = int(table.length[row])
-            m, start, stride = (int(x) for x in table.local[row])
-            r, source, step = (int(x) for x in table.remote[row])
-            start, source = start + mine * stride, source + theirs * step
-            assert 0 <= start <= start + n <= len(local.arrays[m])
-            assert 0 <= source <= source + n <= len(remote.arrays[r])
-            assert not written[m][start : start + n].any()
-            written[m][start : start + n] = True
-            local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
-            moved += n
-        assert moved == post.num_bytes
-        assert 1 <= post.num_descriptors <= len(post.local)
-        assert post.num_bytes <= max_bytes or len(post.local) == 1
-        total += moved
-    assert total == plan.num_bytes
-    return total
+    return oracle.execute(plan, local, remote, written, (max_bytes, max_descriptors))
 
 
 def token_cells(layout: Layout, ids: list[int], token: int) -> list[tuple[int, int, int]]:

@@ -130,16 +130,23 @@ def test_one_source_lost_fails_the_pull_once_the_others_have_drained() -> None:
     it.world.check()
 
 
-def test_a_rank_that_is_proven_may_go() -> None:
+def half_read() -> tuple[Pair, Pull, list[Lease]]:
+    """A pull from two ranks, of which the first has been read and has granted."""
     it = Pair(2, 1)
-    params, _ = it.lend([3], 4)
+    params, leases = it.lend([3], 4)
     [pull] = it.pull([9], params)
     [decode] = it.decode
     it.world.deliver_all()
-    legs = {leg.tp_rank: leg for leg in pull.legs}
-    for transfer_id in list(legs[0].running):
+    first = next(leg for leg in pull.legs if leg.tp_rank == 0)
+    for transfer_id in list(first.running):
         it.world.complete(decode, transfer_id)
     it.world.deliver_all()
+    return it, pull, leases
+
+
+def test_a_rank_that_is_proven_may_go() -> None:
+    it, pull, _ = half_read()
+    [decode], legs = it.decode, {leg.tp_rank: leg for leg in pull.legs}
     assert legs[0].proven
     decode.node.pulling.forget(legs[0].address, it.world.time(decode))
     it.world.settle(decode)
@@ -150,15 +157,7 @@ def test_a_rank_that_is_proven_may_go() -> None:
 
 
 def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
-    it = Pair(2, 1)
-    params, leases = it.lend([3], 4)
-    [pull] = it.pull([9], params)
-    [decode] = it.decode
-    it.world.deliver_all()
-    legs = {leg.tp_rank: leg for leg in pull.legs}
-    for transfer_id in list(legs[0].running):
-        it.world.complete(decode, transfer_id)
-    it.world.deliver_all()
+    it, pull, leases = half_read()
     it.prefill[0].node.lending.revoke(leases[0], it.world.time(it.prefill[0]))
     it.world.settle(it.prefill[0])
     for _ in range(40):

@@ -180,6 +180,11 @@ class Script:
     data: float = 1.0
     """How slow transfers are, next to 0.02 to 2 milliseconds."""
 
+    @property
+    def is_long(self) -> bool:
+        """It is watched for so long that even what is remembered of the dead must be gone."""
+        return self.seed % 10 == 0
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -400,7 +405,7 @@ class _Rank:
         data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
         self.data = data
-        self.owners: dict[int, list[tuple[int, object]]] = {}
+        self.owners: dict[int, dict[int, object]] = {}
         self.engine = Engine(
             EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=PULL),
             Registration(self.layout),
@@ -422,11 +427,11 @@ class _Rank:
         blocks = {self._block_of(start) for _, start, _ in transfer.spots}
         if strange := [b for b in blocks if b not in self.owner]:
             raise Violation(f"{self.process.name} posts a read into block {strange[0]}, which nobody gave it")
-        self.owners[int(transfer.transfer_id)] = [(b, self.owner[b]) for b in sorted(blocks)]
+        self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
         """Nothing lands in a block that was given back."""
-        owners = dict(self.owners[int(transfer.transfer_id)])
+        owners = self.owners[int(transfer.transfer_id)]
         for _, start, _ in spots:
             block = self._block_of(start)
             if self.owner.get(block) is not owners[block]:
@@ -480,8 +485,7 @@ class Service:
             world.run(script.seconds)
             self._heal()
             # Now and then for so long that even tombstones must be gone.
-            is_long = script.seed % 10 == 0
-            world.run(script.seconds + QUIET_S * (2 if is_long else 1))
+            world.run(script.seconds + QUIET_S * (2 if script.is_long else 1))
             if not world.violation:
                 self._check()
             if not world.violation:
@@ -858,8 +862,7 @@ class Service:
             if not stuck and sorted(rank.free) != list(range(NUM_BLOCKS)) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(set(range(NUM_BLOCKS)) - set(rank.free))}")
                 return
-            is_long = self.script.seed % 10 == 0
-            if node.lending.num_parked or (is_long and node.pulling.peers and not stuck):
+            if node.lending.num_parked or (self.script.is_long and node.pulling.peers and not stuck):
                 peers = [f"{p.name} {p.state.value}" for p in node.pulling.peers.values()]
                 world.violate(f"{rank.name} remembers too long: {node.lending.num_parked} parked, peers {peers}")
                 return
@@ -959,7 +962,7 @@ class _Attempt:
             cancelled = exc
             if not await self._wait(engine.returned(request_id)):
                 raise
-        except BaseException:
+        except AsyncKVError:
             self._give_back(blocks)
             raise
         else:

@@ -177,11 +177,6 @@ class Process:
         self.frozen_s += max(until - max(self.frozen_until, self.world.now), 0.0)
         self.frozen_until = max(self.frozen_until, until)
 
-    @property
-    def is_frozen(self) -> bool:
-        """It does nothing at present."""
-        return self.frozen_until > self.world.now or self.now > self.world.now + 0.01
-
     def kill(self) -> None:
         """End it without a word."""
         self.is_dead, self.died_at = True, self.world.now
