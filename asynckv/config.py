@@ -12,6 +12,8 @@ from asynckv.errors import ConfigError
 
 __all__ = ["EngineConfig", "LeaseConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
+MAX_RETRIES = 1000
+
 MIN_LEASE_S = 2.0
 """A shorter lease could end between two renewals of a reader whose loop is merely busy."""
 
@@ -61,7 +63,15 @@ class PullConfig:
         idle_s: How long a peer that nothing is read from is kept ready.
         max_post_bytes: Most bytes in one NIXL transfer.
         max_post_descriptors: Most descriptors (after merging) in one NIXL transfer.
-        window_bytes: Most bytes in flight per peer.
+        window_bytes: Most bytes in flight per peer. (A single transfer may be larger; it then goes alone.)
+        window_descriptors: Most descriptors in flight per peer.
+        window_requests: Most pulls that read from one prefill engine at a time; more wait their turn.
+        total_bytes: Most bytes in flight in all.
+        total_descriptors: Most descriptors in flight in all.
+        total_requests: Most pulls that read at a time in all.
+        max_queued: Pulls that wait at most; more are refused at once (`Overloaded`).
+        retries: How often a pull that failed is tried again, within its deadline; 0 turns that off.
+        retry_s: Pause before the first retry; then doubling to 2 s.
     """
 
     timeout_s: float = 30.0
@@ -82,9 +92,31 @@ class PullConfig:
     max_post_bytes: int = 4 * 1024 * 1024
     max_post_descriptors: int = 512
     window_bytes: int = 16 * 1024 * 1024
+    window_descriptors: int = 8192
+    window_requests: int = 256
+    total_bytes: int = 256 * 1024 * 1024
+    total_descriptors: int = 65_536
+    total_requests: int = 1024
+    max_queued: int = 65_536
+    retries: int = 0
+    retry_s: float = 0.1
 
     def __post_init__(self) -> None:
-        _positive(self)
+        _positive(self, but=("retries",))
+        if not 0 <= self.retries <= MAX_RETRIES:
+            raise ConfigError(f"retries is {self.retries}; it must be 0 (off) to {MAX_RETRIES}")
+        if self.timeout_s < MIN_LEASE_S:
+            raise ConfigError(
+                f"timeout_s {self.timeout_s} is below {MIN_LEASE_S:g} s, the shortest lease: a deadline that short fails "
+                f"whatever meets a busy loop; a single pull may be given a shorter one"
+            )
+        for what in ("bytes", "descriptors", "requests"):
+            window, total = getattr(self, f"window_{what}"), getattr(self, f"total_{what}")
+            if window > total:
+                raise ConfigError(
+                    f"window_{what} {window} is above total_{what} {total}: one peer could not use its window; raise "
+                    f"total_{what} or lower window_{what}"
+                )
         if not self.heartbeat_s < self.suspect_s < self.gone_s:
             raise ConfigError(
                 f"heartbeat_s {self.heartbeat_s} < suspect_s {self.suspect_s} < gone_s {self.gone_s} must hold: "
@@ -163,9 +195,9 @@ def check_lease(lease_s: float, max_lease_s: float) -> None:
         raise ConfigError(f"lease_s {lease_s} is outside [{MIN_LEASE_S:g}, max_lease_s {max_lease_s:g}] seconds")
 
 
-def _positive(config: object) -> None:
+def _positive(config: object, but: tuple[str, ...] = ()) -> None:
     """Refuse zero, negative, infinite and nan in every field."""
     for entry in fields(config):  # type: ignore[arg-type]
         value = getattr(config, entry.name)
-        if not (value > 0 and math.isfinite(value)):
+        if entry.name not in but and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{entry.name} is {value}; it must be a positive, finite number")

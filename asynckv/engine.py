@@ -379,8 +379,6 @@ class Engine:
         pull = node.pull(
             request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes, num_tokens, is_last
         )
-        if pull.planned_at == pull.called_at:
-            pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
         self._soon()
         try:
@@ -525,13 +523,19 @@ class Engine:
         self._do(node)
         clock = self._clock
         started = began = clock.now()
-        while (read := node.pulling.next_post(began)) is not None:
-            post = read.post
-            ended = self._data.post_read(read.transfer_id, read.agent_name, post.table_id, post.local, post.remote)
-            now = clock.now()
-            node.pulling.spent(read.transfer_id, now - began)
-            if ended is not None:
-                node.pulling.ended(_news(ended), 0.0, now)
+        while True:
+            if (read := node.pulling.next_post(began)) is not None:
+                post = read.post
+                ended = self._data.post_read(read.transfer_id, read.agent_name, post.table_id, post.local, post.remote)
+                now = clock.now()
+                node.pulling.spent(read.transfer_id, now - began)
+                if ended is not None:
+                    node.pulling.ended(_news(ended), 0.0, now)
+            elif (pull := node.pulling.admit(began)) is not None:
+                self._do(node)  # the tables that its plan needs
+                now = pull.planned_at = clock.now()  # the core cannot tell how long it took
+            else:
+                break
             began = now
             if now - started > POST_SLICE_S:
                 self._soon()

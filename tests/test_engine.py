@@ -569,9 +569,10 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     assert failure["engine_id"] == "decode"
     assert len(failure["incarnation"]) == 32
     assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in events}
-    assert [e["to"] for e in events if e["event"] == "pull_transition" and e["request_id"] == "d-good"][:3] == [
+    assert [e["to"] for e in events if e["event"] == "pull_transition" and e["request_id"] == "d-good"][:4] == [
         "announced",
         "connecting",
+        "queued",
         "reading",
     ]
 

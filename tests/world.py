@@ -279,6 +279,7 @@ class World:
             while (read := node.pulling.next_post(self.time(rank))) is not None:
                 posts = True
                 rank.reads[read.transfer_id] = read
+            posts = node.pulling.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
                 return
 

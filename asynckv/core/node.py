@@ -42,7 +42,7 @@ from asynckv.core.messages import (
 )
 from asynckv.core.peer import Peer
 from asynckv.core.plan import BlockLists, check_block_ids, common_prefix
-from asynckv.core.pull import Leg, Pull
+from asynckv.core.pull import Leg, Pull, PullState
 from asynckv.core.pulling import Pulling
 from asynckv.core.sources import predicted
 from asynckv.core.topology import remote_ranks
@@ -379,6 +379,13 @@ class Node:
         for transfer_id, transfer in self.pulling.transfers.items():
             if transfer.pull.pull_id not in self.pulling.pulls:
                 wrong.append(f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over")
+        unfinished = self.pulling.by_request.values()
+        queued = {p.pull_id for p in unfinished if p.is_queued}
+        reading = {p.pull_id for p in unfinished if p.state in (PullState.READING, PullState.DRAINING)}
+        wrong += self.pulling.admission.audit(queued, reading)
+        wrong += self.pulling.window.audit(self.pulling.transfers)
+        for peer in self.pulling.peers.values():
+            wrong += peer.window.audit(peer.transfers)
         return wrong
 
     # -- events ------------------------------------------------------------------------------------
@@ -516,6 +523,9 @@ class Node:
             "parked": self.lending.num_parked,
             "pulls": len(pulls),
             "pulls_waiting": len(self.pulling.by_request),
+            "pulls_queued": self.pulling.admission.num_waiting,
+            "pulls_admitted": self.pulling.admission.num_admitted,
+            "bytes_in_flight": self.pulling.window.num_bytes,
             "transfers": len(self.pulling.transfers),
             "transfers_in_doubt": sum(len(leg.doubtful) for p in pulls for leg in p.legs),
             "peers": len(self.pulling.peers),

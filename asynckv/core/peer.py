@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from asynckv.core.admission import Window
 from asynckv.core.layout import Layout
 from asynckv.core.plan import PeerMap
 from asynckv.core.pull import Leg, Pull
@@ -98,7 +99,8 @@ class Peer:
     pulls: set[PullId] = field(default_factory=set)
     """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
-    in_flight_bytes: int = 0
+    window: Window = field(default_factory=Window)
+    """What is in flight from it."""
     queue: deque[tuple[Pull, Leg]] = field(default_factory=deque)
     """Who has reads to post here, first come first served."""
     is_queued: bool = False
@@ -107,6 +109,8 @@ class Peer:
     """Piece tables that the data plane knows."""
     is_alive: bool = False
     """It is given up for another reason than its end."""
+    is_draining: bool = False
+    """It has said that it lends nothing new."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
     unused_at: float = math.inf

@@ -1,7 +1,7 @@
 """One pull: a request whose KV a decode rank reads, from the first word to the last block returned.
 
-    ANNOUNCED -> CONNECTING -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
-                      \\____________\\____________\\-> DRAINING -> NOTIFYING -> HELD -> RELEASED
+    ANNOUNCED -> CONNECTING -> QUEUED <-> READING -> CONFIRMING -> NOTIFYING -> RELEASED
+                      \\_________\\__________\\____________\\-> DRAINING -> NOTIFYING -> HELD -> RELEASED
 
 Two promises end at different times. The **outcome** is bounded by the caller's deadline. The
 **custody** of the blocks is not: NIXL cannot cancel a transfer, so blocks go back only when nothing
@@ -18,6 +18,10 @@ Bytes are *proven*, for every remote rank that was read, if
 
 One `Leg` per remote rank that this reader answers for, read or not: each of them is released. A leg
 once proven stays so: what becomes of its lease, or of its rank, cannot take the bytes back.
+
+QUEUED is where a pull waits to be admitted (`core/admission.py`). It claims and renews from the moment
+its ranks are known, so that a long queue costs no lease; and it goes back there, out of others' way,
+while it has to wait for its request to be lent.
 """
 
 from __future__ import annotations
@@ -53,6 +57,7 @@ class PullState(enum.Enum):
 
     ANNOUNCED = "announced"
     CONNECTING = "connecting"
+    QUEUED = "queued"
     READING = "reading"
     CONFIRMING = "confirming"
     DRAINING = "draining"
@@ -66,8 +71,12 @@ class PullEvent(enum.Enum):
 
     BEGUN = "begun"
     """The caller asked for the blocks to be filled."""
+    ROUTED = "routed"
+    """Every rank to read is ready, and it is known what is read of which."""
     PLANNED = "planned"
-    """A rank that is read is ready, and it is known what to read."""
+    """It is known which pieces are read of a rank."""
+    ADMITTED = "admitted"
+    """It may read now."""
     ANSWERED = "answered"
     """A claim, renewal or release was answered."""
     ENDED = "ended"
@@ -79,19 +88,26 @@ class PullEvent(enum.Enum):
 
 
 S, E = PullState, PullEvent
-_ENDING = {E.ANSWERED, E.ENDED, E.FAILED, E.CANCELLED, E.TIME_UP, E.PLANNED}
+_ENDING = {E.ANSWERED, E.ENDED, E.FAILED, E.CANCELLED, E.TIME_UP}
 ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.ANNOUNCED: {
         E.BEGUN: S.CONNECTING,
-        E.PLANNED: S.ANNOUNCED,
         E.ANSWERED: S.ANNOUNCED,
         E.FAILED: S.DRAINING,
         E.CANCELLED: S.DRAINING,
         E.TIME_UP: S.DRAINING,
     },
     S.CONNECTING: {
-        E.PLANNED: S.CONNECTING,
+        E.ROUTED: S.QUEUED,
         E.ANSWERED: S.CONNECTING,
+        E.FAILED: S.DRAINING,
+        E.CANCELLED: S.DRAINING,
+        E.TIME_UP: S.DRAINING,
+    },
+    S.QUEUED: {
+        E.PLANNED: S.QUEUED,
+        E.ADMITTED: S.READING,
+        E.ANSWERED: S.QUEUED,
         E.FAILED: S.DRAINING,
         E.CANCELLED: S.DRAINING,
         E.TIME_UP: S.DRAINING,
@@ -117,9 +133,9 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
 """Event-triggered transitions. Late news is normal: after the outcome it changes custody at most."""
 
 WHEN: Mapping[PullState, Mapping[str, PullState]] = {
-    S.CONNECTING: {"every rank to read is planned": S.READING},
-    S.READING: {"every read is done": S.CONFIRMING},
-    S.CONFIRMING: {"every read is proven": S.NOTIFYING, "a read began too early": S.READING},
+    S.CONNECTING: {"nothing is to be read": S.READING},
+    S.READING: {"every read is done": S.CONFIRMING, "it is not lent yet, and nothing runs": S.QUEUED},
+    S.CONFIRMING: {"every read is proven": S.NOTIFYING, "a read began too early": S.QUEUED},
     S.DRAINING: {"nothing runs, or the time is up": S.NOTIFYING},
     S.NOTIFYING: {"every rank is told, no block is held": S.RELEASED, "every rank is told": S.HELD},
     S.HELD: {"no block is held": S.RELEASED},
@@ -246,6 +262,10 @@ class Pull:
     held_s: float
     max_post_bytes: int
     max_post_descriptors: int
+    priority: int = 0
+    """The smaller goes first, as in vLLM."""
+    attempt: int = 1
+    """Which attempt at the caller's request this is."""
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None
@@ -267,6 +287,7 @@ class Pull:
     history: list[tuple[float, str]] = field(default_factory=list)
     begun_at: float = math.inf
     ready_at: float = math.inf
+    admitted_at: float = math.inf
     planned_at: float = math.inf
     read_at: float = -math.inf
     released_at: float = math.inf
@@ -285,6 +306,12 @@ class Pull:
     """The blocks were handed back."""
     is_retired: bool = False
     """They were held for so long that nobody waits for them any more."""
+    is_discharge: bool = False
+    """It only says that its reader needs the request no more; there is no caller."""
+    not_before: float = -math.inf
+    """Another attempt would meet a rank in its back-off until then."""
+    arrival: int = -1
+    """Its place in the queue, once it had one."""
 
     def __post_init__(self) -> None:
         self.history.append((self.called_at, self.state.value))
@@ -300,6 +327,16 @@ class Pull:
     def is_reading(self) -> bool:
         """Posts may go out."""
         return self.state is S.READING
+
+    @property
+    def is_queued(self) -> bool:
+        """It could read, if it were admitted."""
+        return self.state is S.QUEUED and not self.is_ahead
+
+    @property
+    def is_ahead(self) -> bool:
+        """A rank has said that the request is not lent yet: reading now would be in vain."""
+        return any(leg.is_not_yet and leg.reads for leg in self.legs)
 
     def may_post(self, leg: Leg) -> bool:
         """This rank has something to post now."""
@@ -360,14 +397,26 @@ class Pull:
         self._enter(after, now)
         self._advance(now)
 
-    def planned(self, leg: Leg, plan: Plan, now: float) -> None:
-        """A rank is ready and this is what is read from it."""
-        after = self._allow(E.PLANNED)
-        if after is S.CONNECTING:
-            leg.plan, self.planned_at = plan, now
-            self._start_posts(leg)
-            if leg.next_post is None:
-                leg.claim_at = math.inf
+    def routed(self, now: float) -> None:
+        """Every rank to read is ready, and it is known what is read of which."""
+        self._enter(self._allow(E.ROUTED), now)
+        self.ready_at = min(self.ready_at, now)
+        self._advance(now)
+
+    def planned(self, leg: Leg, plan: Plan) -> None:
+        """These pieces are read of a rank."""
+        self._allow(E.PLANNED)
+        leg.plan = plan
+        self._start_posts(leg)
+        if leg.next_post is None:
+            leg.claim_at = math.inf
+
+    def admitted(self, now: float) -> None:
+        """It may read now; every rank to read is planned."""
+        after = self._allow(E.ADMITTED)
+        assert all(leg.plan is not None for leg in self.legs if leg.reads)
+        self.planned_at = min(self.planned_at, now)
+        self._enter(after, now)
         self._advance(now)
 
     def _start_posts(self, leg: Leg) -> None:
@@ -377,14 +426,18 @@ class Pull:
 
     def want_claim(self, leg: Leg, now: float) -> None:
         """A rank that will be read is ready: claim at once, beside the read."""
-        if self.state in (S.ANNOUNCED, S.CONNECTING, S.READING) and leg.claim_at == math.inf and not leg.nonces:
+        if (
+            self.state in (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
+            and leg.claim_at == math.inf
+            and not leg.nonces
+        ):
             leg.claim_at = now
 
     def answered(self, leg: Leg, answer: Granted | NotYet | Refused, now: float) -> bool:
         """An answer to a claim or renewal; False if it changed nothing (stale, repeated, forged)."""
         after = self._allow(E.ANSWERED)
         sent_at = leg.nonces.get(answer.nonce)
-        if sent_at is None or after not in (S.ANNOUNCED, S.CONNECTING, S.READING, S.CONFIRMING, S.DRAINING):
+        if sent_at is None or after in (S.NOTIFYING, S.HELD, S.RELEASED):
             return False
         self._enter(after, now)
         match answer:
@@ -586,7 +639,11 @@ class Pull:
             case S.ANNOUNCED:
                 return "announced and never pulled"
             case S.CONNECTING:
-                return "no handshake with " + self._names(lambda leg: leg.reads and leg.plan is None)
+                return "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
+            case S.QUEUED if self.is_ahead:
+                return "not lent yet by " + self._names(lambda leg: leg.reads and leg.is_not_yet)
+            case S.QUEUED:
+                return "still queued behind others"
             case S.READING:
                 return "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
             case _:
@@ -605,15 +662,17 @@ class Pull:
     def _step(self, now: float) -> bool:
         match self.state:
             case S.CONNECTING:
-                reading = [leg for leg in self.legs if leg.reads]
                 # Nobody to read is the end only if nothing is wanted.
-                if (reading or self.is_hit) and all(leg.plan is not None for leg in reading):
+                if self.is_hit and not any(leg.reads for leg in self.legs):
                     self._enter(S.READING, now)
                     return True
             case S.READING:
                 if all(leg.is_done or not leg.reads for leg in self.legs):
                     self._enter(S.CONFIRMING, now)
                     return True
+                if self.is_ahead and not any(leg.running for leg in self.legs):
+                    # Others may be lent already, and nobody lends anything while they wait behind this one.
+                    self._enter(S.QUEUED, now)
             case S.CONFIRMING:
                 return self._confirm(now)
             case S.DRAINING:
@@ -629,7 +688,7 @@ class Pull:
             case S.HELD:
                 if not self.holds_blocks:
                     self._enter(S.RELEASED, now)
-            case S.ANNOUNCED | S.RELEASED:
+            case S.ANNOUNCED | S.QUEUED | S.RELEASED:
                 pass
             case _:
                 assert_never(self.state)
@@ -648,7 +707,7 @@ class Pull:
             self._start_posts(leg)
             self.rereads += 1
         if early:
-            self._enter(S.READING, now)
+            self._enter(S.QUEUED, now)
             return False
         for leg in legs:
             # Too late for every grant so far: ask once more, now that everything has landed.

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from asynckv.config import PullConfig
+from asynckv.core.admission import Admission, LaneKey, Window
 from asynckv.core.commands import (
     AddTable,
     BlocksRetired,
@@ -76,6 +77,10 @@ _Place = tuple[Address, str]
 """Address and incarnation of a rank."""
 
 
+def _lane(pull: Pull) -> LaneKey:
+    return tuple((leg.address, leg.incarnation) for leg in pull.legs)
+
+
 def _known(peer: Peer) -> Layout:
     assert peer.layout is not None
     return peer.layout
@@ -87,8 +92,6 @@ class _Transfer:
     leg: Leg
     peer: Peer
     num_bytes: int
-    windowed: int
-    """Bytes it still takes from the peer's window."""
 
 
 class Pulling:
@@ -115,6 +118,9 @@ class Pulling:
         self._routes: dict[tuple[tuple[_Place, ...], tuple[int, ...]], tuple[PeerMap | None, ...] | str] = {}
         """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why
         these ranks are not enough."""
+        self.admission = Admission(config.total_requests, config.window_requests)
+        self.window = Window(config.total_bytes, config.total_descriptors)
+        """What is in flight in all."""
         self._turns: deque[Peer] = deque()
         self._ids = itertools.count(1)
         self._table_ids = itertools.count(1)
@@ -166,28 +172,43 @@ class Pulling:
 
     # -- posting -----------------------------------------------------------------------------------
 
+    def admit(self, now: float) -> Pull | None:
+        """Let the next pull of the queue read, if one may; say `planned` once its plan is made."""
+        pull = self.admission.next()
+        if pull is None:
+            return None
+        if any(not self._source(leg).is_usable for leg in pull.legs if leg.reads):
+            self.admission.discount(pull.pull_id)
+        pull.admitted_at = min(pull.admitted_at, now)
+        if self._plan(pull, now):
+            pull.admitted(now)
+        self._after(pull, now)
+        return pull
+
     def next_post(self, now: float) -> PostRead | None:
         """Return the next read to post, if any may be; the peers take turns, each in order of arrival."""
         while self._turns:
-            peer = self._turns.popleft()
-            peer.is_queued = False
+            peer = self._turns[0]
             while peer.queue and not peer.queue[0][0].may_post(peer.queue[0][1]):
                 peer.queue.popleft()[1].queued = False
-            if not peer.queue or not peer.is_usable:
+            post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
+            if post is not None and peer.window.fits(post) and not self.window.fits(post):
+                return None  # it keeps its turn
+            self._turns.popleft()
+            peer.is_queued = False
+            if post is None or not peer.window.fits(post):
                 continue
             pull, leg = peer.queue[0]
-            assert leg.next_post is not None
-            if peer.in_flight_bytes and peer.in_flight_bytes + leg.next_post.num_bytes > self._config.window_bytes:
-                continue
-            post = leg.take_post()
+            leg.take_post()
             if leg.next_post is None:
                 peer.queue.popleft()
                 leg.queued = False
             self._take_turn(peer)
             transfer_id = TransferId(next(self._ids))
-            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_bytes)
+            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes)
             peer.transfers.add(transfer_id)
-            peer.in_flight_bytes += post.num_bytes
+            peer.window.enter(transfer_id, post)
+            self.window.enter(transfer_id, post)
             pull.posted(leg, transfer_id, post.num_descriptors, now)
             self._desk.counters["descriptors.posted"] += post.num_descriptors
             return PostRead(transfer_id, peer.agent_name, post)
@@ -206,8 +227,8 @@ class Pulling:
             return
         pull, leg, peer = transfer.pull, transfer.leg, transfer.peer
         # What is in doubt may stay so for ever: it must not take the window from others.
-        peer.in_flight_bytes -= transfer.windowed
-        transfer.windowed = 0
+        peer.window.leave(news.transfer_id)
+        self.window.leave(news.transfer_id)
         if news.in_doubt:
             self._desk.counters["transfers.in_doubt"] += 1
         else:
@@ -278,6 +299,10 @@ class Pulling:
                 self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
             if silent >= config.suspect_s and peer.state is S.READY:
                 self._change(peer, E.SILENT)
+                for transfer_id in peer.transfers:
+                    self.window.leave(transfer_id)
+                for pull_id in peer.pulls:
+                    self.admission.discount(pull_id)
         elif peer.state is S.NEW and not peer.pulls and not peer.is_loading and now >= peer.not_before:
             # It was only released, or could not be met: nothing is known of it that is worth keeping.
             self._drop(peer)
@@ -344,6 +369,7 @@ class Pulling:
                     leg.queued = True
                     peer.queue.append((pull, leg))
                     self._take_turn(peer)
+        self._queue(pull)
         if pull.reason is not None and not pull.is_told:
             pull.is_told = True
             if self.by_request.get(pull.request_id) is pull:
@@ -374,13 +400,21 @@ class Pulling:
         else:
             self._timers.wake(pull, pull.wake_at)
 
+    def _queue(self, pull: Pull) -> None:
+        """Keep a pull's place in the queue, or among those that read."""
+        if pull.is_queued:
+            if not self.admission.waits(pull):
+                self.admission.leave(pull)
+                self.admission.ask(_lane(pull), pull)
+        elif pull.state not in (PullState.READING, PullState.DRAINING):
+            self.admission.leave(pull)
+
     def _make_room(self, leg: Leg) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take the window from others."""
         peer = self.peers.get((leg.address, leg.incarnation))
         for transfer_id in leg.running:
-            transfer = self.transfers[transfer_id]
-            transfer.peer.in_flight_bytes -= transfer.windowed
-            transfer.windowed = 0
+            self.transfers[transfer_id].peer.window.leave(transfer_id)
+            self.window.leave(transfer_id)
         if peer is not None and (leg.running or leg.queued):
             self._take_turn(peer)
 
@@ -471,7 +505,13 @@ class Pulling:
         if peer is None:
             engine_id, stage, rank = identity
             peer = self.peers[place] = Peer(
-                engine_id, rank, stage, leg.address, leg.incarnation, table_ids=self._table_ids
+                engine_id,
+                rank,
+                stage,
+                leg.address,
+                leg.incarnation,
+                table_ids=self._table_ids,
+                window=Window(self._config.window_bytes, self._config.window_descriptors),
             )
         return peer
 
@@ -597,7 +637,7 @@ class Pulling:
                 for leg in legs:
                     leg.map = found.get(id(leg))
                     leg.reads = leg.map is not None
-            self._plan(pull, now)
+            pull.routed(now)
             return
 
     def _widen(self, pull: Pull, now: float) -> bool:
@@ -636,28 +676,32 @@ class Pulling:
         self._routes[places, groups] = route
         return route
 
-    def _plan(self, pull: Pull, now: float) -> None:
+    def _plan(self, pull: Pull, now: float) -> bool:
+        """Decide which pieces are read of every rank; False if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
-        if pull.ready_at == math.inf:
-            pull.ready_at = now
         for leg in pull.legs:
-            if not leg.reads or pull.failure:
+            if not leg.reads or leg.plan is not None:
                 continue
             assert leg.map is not None
             try:
                 plan = plan_read(leg.map, pull.lists)
             except RemoteTooShort as exc:
                 pull.fail(Reason.REMOTE_TOO_SHORT, str(exc), now)
-                return
+                return False
             except (PlanRefused, LayoutError) as exc:
                 pull.fail(Reason.UNPLANNABLE, str(exc), now)
-                return
-            peer = self.peers[leg.address, leg.incarnation]
+                return False
+            peer = self._source(leg)
             for section in plan.sections:
                 self._add_table(peer, section.table)
             self._desk.counters["descriptors.planned"] += plan.num_descriptors
-            pull.planned(leg, plan, now)
+            pull.planned(leg, plan)
             self._evict(peer, leg.map)
+        return True
+
+    def _source(self, leg: Leg) -> Peer:
+        """The peer that a leg reads from."""
+        return self.peers[leg.address, leg.incarnation]
 
     def _add_table(self, peer: Peer, table: PieceTable) -> None:
         if table.table_id not in peer.tables:

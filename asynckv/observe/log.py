@@ -81,7 +81,8 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
 def phases(pull: Pull) -> dict[str, float]:
     """How long a pull spent in what, in seconds.
 
-    `handshake` until the peer was ready, `plan`, `queue` until its first post, `post` inside posting
+    `handshake` until the peer was ready, `queue` until it may read and again until its first post, `plan` between
+    the two, `post` inside posting
     calls (local transports copy there), `read` from the first post to the last completion, `detect` at
     most between a completion and its discovery, `confirm` from then to the proof, `release` in the
     background until every rank acknowledged.
@@ -89,8 +90,8 @@ def phases(pull: Pull) -> dict[str, float]:
     first = min((leg.first_posted_at for leg in pull.legs), default=float("inf"))
     spans = {
         "handshake": pull.ready_at - pull.begun_at,
-        "plan": pull.planned_at - pull.ready_at,
-        "queue": first - pull.planned_at,
+        "queue": first - pull.ready_at - (pull.planned_at - pull.admitted_at),
+        "plan": pull.planned_at - pull.admitted_at,
         "post": pull.post_s,
         "read": pull.read_at - first,
         "detect": pull.detect_s,

@@ -867,8 +867,8 @@ class Service:
                 world.violate(f"{rank.name} remembers too long: {node.lending.num_parked} parked, peers {peers}")
                 return
             for peer in node.pulling.peers.values():
-                if not stuck and (peer.in_flight_bytes or peer.queue):
-                    world.violate(f"{rank.name} counts {peer.in_flight_bytes} bytes in flight from {peer.name}")
+                if not stuck and (len(peer.window) or peer.queue):
+                    world.violate(f"{rank.name} counts {peer.window.num_bytes} bytes in flight from {peer.name}")
                     return
 
 

@@ -1,0 +1,208 @@
+"""Who may read now: budgets of requests, in all and per prefill engine; fair between engines, by priority.
+
+Pulls of one prefill engine wait in one *lane*, in order of priority and arrival. The lanes take turns:
+the one whose head has the best priority goes first, among equals the one that has waited for its turn
+longest. A lane that has its share in flight waits for itself alone.
+
+What is counted is a pull from its admission to its outcome, whatever still drains afterwards. Pulls at
+ranks that have fallen silent count against their own lane only, so that the dead take no room from the
+living. Bytes and descriptors are budgeted where they are posted (`Pulling.next_post`): a pull that is
+larger than all budgets streams through them, and never waits for more than its next post.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from asynckv.core.plan import Post
+from asynckv.core.pull import Pull
+from asynckv.core.types import Address, PullId, TransferId
+
+__all__ = ["Admission", "Lane", "LaneKey", "Window"]
+
+LaneKey = tuple[tuple[Address, str], ...]
+"""Address and incarnation of every rank that a pull answers for: one prefill engine, as this rank sees it."""
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Those who read from one prefill engine."""
+
+    key: LaneKey
+    waiting: dict[PullId, Pull] = field(default_factory=dict)
+    admitted: set[PullId] = field(default_factory=set)
+    order: list[tuple[int, int, PullId]] = field(default_factory=list)
+    """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
+    turn: tuple[int, int] | None = None
+    """Priority and number of its place among the lanes that may go on."""
+
+    @property
+    def head(self) -> tuple[int, Pull] | None:
+        """Who is next here, and its priority."""
+        while self.order and self.order[0][2] not in self.waiting:
+            heapq.heappop(self.order)
+        return (self.order[0][0], self.waiting[self.order[0][2]]) if self.order else None
+
+
+class Window:
+    """Posts in flight, and how much they may be; one that is larger than all of it goes alone."""
+
+    def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
+        self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
+        self._held: dict[TransferId, tuple[int, int]] = {}
+        self.num_bytes = self.num_descriptors = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def fits(self, post: Post) -> bool:
+        """Whether it may be posted now."""
+        return not self._held or (
+            self.num_bytes + post.num_bytes <= self._max_bytes
+            and self.num_descriptors + post.num_descriptors <= self._max_descriptors
+        )
+
+    def enter(self, transfer_id: TransferId, post: Post) -> None:
+        """It is posted."""
+        self._held[transfer_id] = post.num_bytes, post.num_descriptors
+        self.num_bytes += post.num_bytes
+        self.num_descriptors += post.num_descriptors
+
+    def leave(self, transfer_id: TransferId) -> None:
+        """It has ended, or takes room no more; harmless if that was so before."""
+        num_bytes, num_descriptors = self._held.pop(transfer_id, (0, 0))
+        self.num_bytes -= num_bytes
+        self.num_descriptors -= num_descriptors
+
+    def audit(self, running: Container[TransferId]) -> list[str]:
+        """List what does not add up."""
+        wrong = [f"transfer {t} is over and still takes room" for t in self._held if t not in running]
+        sums = [sum(x) for x in zip(*self._held.values(), strict=True)] or [0, 0]
+        if sums != [self.num_bytes, self.num_descriptors]:
+            wrong.append(f"a window counts {self.num_bytes} bytes and {self.num_descriptors} descriptors, not {sums}")
+        return wrong
+
+
+class Admission:
+    """The queue in front of a rank's reads.
+
+    Args:
+        total: Most pulls in flight.
+        window: Most pulls in flight per prefill engine.
+    """
+
+    def __init__(self, total: int, window: int) -> None:
+        self._total, self._window = total, window
+        self._lanes: dict[LaneKey, Lane] = {}
+        self._lane_of: dict[PullId, Lane] = {}
+        self._counted: set[PullId] = set()
+        """Admitted pulls that count against `total`."""
+        self._turns: list[tuple[tuple[int, int], LaneKey]] = []
+        self._arrivals = itertools.count()
+
+    @property
+    def num_waiting(self) -> int:
+        """Pulls in the queue."""
+        return sum(len(lane.waiting) for lane in self._lanes.values())
+
+    @property
+    def num_admitted(self) -> int:
+        """Pulls in flight."""
+        return sum(len(lane.admitted) for lane in self._lanes.values())
+
+    def would_wait(self, key: LaneKey) -> bool:
+        """Whether a pull of the lowest rank that came now would have to wait for others."""
+        lane = self._lanes.get(key)
+        full = lane is not None and (lane.waiting or len(lane.admitted) >= self._window)
+        return bool(full) or len(self._counted) >= self._total
+
+    def ask(self, key: LaneKey, pull: Pull) -> None:
+        """Queue a pull, at the place that it had if it was here before; `next` says when it may go on."""
+        if pull.arrival < 0:
+            pull.arrival = next(self._arrivals)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(key)
+        self._lane_of[pull.pull_id] = lane
+        lane.waiting[pull.pull_id] = pull
+        heapq.heappush(lane.order, (pull.priority, pull.arrival, pull.pull_id))
+        self._enlist(lane)
+
+    def waits(self, pull: Pull) -> bool:
+        """It is in the queue."""
+        lane = self._lane_of.get(pull.pull_id)
+        return lane is not None and pull.pull_id in lane.waiting
+
+    def next(self) -> Pull | None:
+        """Admit the next pull, if one may go on."""
+        while self._turns and len(self._counted) < self._total:
+            turn, key = heapq.heappop(self._turns)
+            if not self._is_current(turn, key):
+                continue  # overtaken by a better place, or gone
+            lane = self._lanes[key]
+            lane.turn = None
+            head = lane.head
+            if head is None or len(lane.admitted) >= self._window:
+                continue
+            if head[0] != turn[0]:
+                self._enlist(lane)  # its urgent ones were cancelled
+                continue
+            pull = head[1]
+            heapq.heappop(lane.order)
+            del lane.waiting[pull.pull_id]
+            lane.admitted.add(pull.pull_id)
+            self._counted.add(pull.pull_id)
+            self._enlist(lane)
+            return pull
+        return None
+
+    def leave(self, pull: Pull) -> None:
+        """A pull waits for nothing and counts no more. Harmless if it never asked."""
+        lane = self._lane_of.pop(pull.pull_id, None)
+        if lane is None:
+            return
+        lane.waiting.pop(pull.pull_id, None)
+        lane.admitted.discard(pull.pull_id)
+        self._counted.discard(pull.pull_id)
+        if not lane.waiting and not lane.admitted:
+            del self._lanes[lane.key]
+            return
+        if len(lane.order) > 2 * len(lane.waiting) + 64:
+            lane.order = [entry for entry in lane.order if entry[2] in lane.waiting]
+            heapq.heapify(lane.order)
+        self._enlist(lane)
+
+    def discount(self, pull_id: PullId) -> None:
+        """A pull waits for a rank that has fallen silent: it takes no room from others."""
+        self._counted.discard(pull_id)
+
+    def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
+        """List what does not add up, given who should be in the queue and who may be in flight."""
+        waiting = {p for lane in self._lanes.values() for p in lane.waiting}
+        wrong = [f"pull {p} should wait, and does not" for p in sorted(queued - waiting)]
+        wrong += [f"pull {p} should not wait or count" for p in sorted(self._lane_of.keys() - queued - reading)]
+        there = [p for lane in self._lanes.values() for p in (*lane.waiting, *lane.admitted)]
+        if sorted(there) != sorted(self._lane_of):
+            wrong.append(f"lanes hold {len(there)} pulls, but {len(self._lane_of)} are known")
+        if stray := self._counted - {p for lane in self._lanes.values() for p in lane.admitted}:
+            wrong.append(f"pulls {sorted(stray)[:4]} count without being in flight")
+        return wrong
+
+    def _enlist(self, lane: Lane) -> None:
+        """Give a lane that could go on its place among the others, or a better one than it has."""
+        head = lane.head
+        if head is None or len(lane.admitted) >= self._window or (lane.turn is not None and lane.turn[0] <= head[0]):
+            return
+        lane.turn = (head[0], next(self._arrivals))
+        heapq.heappush(self._turns, (lane.turn, lane.key))
+        if len(self._turns) > 2 * len(self._lanes) + 64:
+            self._turns = [(turn, key) for turn, key in self._turns if self._is_current(turn, key)]
+            heapq.heapify(self._turns)
+
+    def _is_current(self, turn: tuple[int, int], key: LaneKey) -> bool:
+        lane = self._lanes.get(key)
+        return lane is not None and lane.turn == turn
