@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynckv.config import EngineConfig, LeaseConfig, LogConfig, NixlConfig, PullConfig
+    from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
     from asynckv.core.group import PrefillGroup
     from asynckv.core.layout import (
         ONE_PER_REQUEST,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LeaseLost,
         LeaseRefused,
         LocalProtocolError,
+        Overloaded,
         PeerLost,
         PeerUnreachable,
         PlanRefused,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from asynckv.results import LeaseEnd, PullResult, Statistics
 
 _HOMES = {
-    "asynckv.config": "EngineConfig LeaseConfig LogConfig NixlConfig PullConfig",
+    "asynckv.config": "EngineConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
     "asynckv.core.group": "PrefillGroup",
     "asynckv.core.node": "Hold",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
@@ -64,8 +65,8 @@ _HOMES = {
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
-        "LeaseRefused LocalProtocolError PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled PullError "
-        "PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
+        "LeaseRefused LocalProtocolError Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled "
+        "PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
@@ -95,10 +96,12 @@ __all__ = [
     "LeaseLost",
     "LeaseRefused",
     "LentRequest",
+    "LimitsConfig",
     "LocalProtocolError",
     "LogConfig",
     "Memory",
     "NixlConfig",
+    "Overloaded",
     "Params",
     "Part",
     "PeerLost",

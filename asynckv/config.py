@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 
 from asynckv.errors import ConfigError
 
-__all__ = ["EngineConfig", "LeaseConfig", "LogConfig", "NixlConfig", "PullConfig"]
+__all__ = ["EngineConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
 
@@ -107,8 +107,8 @@ class PullConfig:
             raise ConfigError(f"retries is {self.retries}; it must be 0 (off) to {MAX_RETRIES}")
         if self.timeout_s < MIN_LEASE_S:
             raise ConfigError(
-                f"timeout_s {self.timeout_s} is below {MIN_LEASE_S:g} s, the shortest lease: a deadline that short fails "
-                f"whatever meets a busy loop; a single pull may be given a shorter one"
+                f"timeout_s {self.timeout_s} is below {MIN_LEASE_S:g} s, the shortest lease: a deadline that short "
+                f"fails whatever meets a busy loop; a single pull may be given a shorter one"
             )
         for what in ("bytes", "descriptors", "requests"):
             window, total = getattr(self, f"window_{what}"), getattr(self, f"total_{what}")
@@ -122,6 +122,26 @@ class PullConfig:
                 f"heartbeat_s {self.heartbeat_s} < suspect_s {self.suspect_s} < gone_s {self.gone_s} must hold: "
                 f"a peer is pinged before it is suspected, and suspected before it is given up"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsConfig:
+    """How much one connection may ask of us; what exceeds it is dropped and counted, and nobody else notices.
+
+    Attributes:
+        packets_per_s: Packets per second that are looked at; a malformed one counts a hundredfold.
+        packet_burst: How many may come at once after a silence.
+        hellos_per_s: Handshakes per second that are answered; an answer holds the layout and is large.
+        hello_burst: How many may come at once after a silence.
+    """
+
+    packets_per_s: float = 20_000.0
+    packet_burst: int = 20_000
+    hellos_per_s: float = 4.0
+    hello_burst: int = 16
+
+    def __post_init__(self) -> None:
+        _positive(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +195,7 @@ class EngineConfig:
     pull: PullConfig = field(default_factory=PullConfig)
     nixl: NixlConfig = field(default_factory=NixlConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.engine_id) <= 512:

@@ -12,16 +12,16 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self, TypeVarTuple, assert_never
+from typing import Any, Self, TypeVar, TypeVarTuple, assert_never
 
 import anyio
 import msgspec
 
-from asynckv.config import EngineConfig
+from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.commands import (
     AddTable,
     BlocksRetired,
@@ -31,6 +31,7 @@ from asynckv.core.commands import (
     LeaseEnded,
     LoadPeer,
     PeerChanged,
+    PeerDraining,
     PullEnded,
     PullOver,
     RemovePeer,
@@ -38,12 +39,13 @@ from asynckv.core.commands import (
     SlowGeometry,
     Traced,
 )
-from asynckv.core.layout import fingerprint
+from asynckv.core.layout import Layout, fingerprint
 from asynckv.core.lease import Lease
 from asynckv.core.node import Hold, Identity, Node
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
+from asynckv.core.retry import CURABLE, Retry
 from asynckv.core.types import NULL, Address, Endpoint, Params, PullId, Reason, Route, decode_params
 from asynckv.errors import (
     AsyncKVError,
@@ -74,8 +76,10 @@ __all__ = ["Engine", "LentRequest"]
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
 
+T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Groups = Sequence[tuple[int, Sequence[int | None]]]
+RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
 
 _ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
@@ -156,6 +160,51 @@ class _Waiting:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
 
 
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What a caller wants pulled."""
+
+    request_id: str
+    groups: Groups
+    params: Params
+    cohort_id: str
+    hashes: Sequence[str] | None
+    num_tokens: int | None
+    is_last: bool
+    priority: int
+    renew_params: RenewParams | None
+
+
+@dataclass(slots=True, eq=False)
+class _Retrying:
+    """A request whose attempts follow each other."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Time is up, or no attempt may follow."""
+    stop: Reason | None = None
+    """Why no attempt may follow, if so."""
+
+    def end(self, reason: Reason) -> None:
+        """No attempt may follow."""
+        self.stop = self.stop or reason
+        self.wake.set()
+
+    async def wait(self) -> None:
+        """Wait to be woken."""
+        await self.wake.wait()
+
+    async def first(self, work: Awaitable[T]) -> tuple[T] | None:
+        """Wait for some work, at most until woken; None if that came first."""
+        task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self.wake.wait())
+        try:
+            await asyncio.wait({task, woken}, return_when=asyncio.FIRST_COMPLETED)
+            return (task.result(),) if task.done() else None
+        finally:
+            for each in (task, woken):
+                each.cancel()
+            await asyncio.gather(task, woken, return_exceptions=True)
+
+
 class Engine:
     """One rank of an inference engine: lends its blocks, pulls others'.
 
@@ -182,8 +231,10 @@ class Engine:
     ) -> None:
         self.config = config
         self.registration = registration
+        self._token_hex = token_hex
         self.incarnation = token_hex(16)
-        self._first_nonce = int(token_hex(6), 16)
+        self.memory_epoch = 0
+        """How often the memory was registered anew (`resume`); goes into the `PrefillGroup`."""
         layout = registration.layout
         self._recorder = Recorder(
             config.log,
@@ -191,7 +242,7 @@ class Engine:
             tp_rank=layout.tp_rank,
             incarnation=self.incarnation,
         )
-        self._data = data if data is not None else _nixl(config, self.incarnation, layout.tp_rank)
+        self._data = data if data is not None else _nixl(config, f"{layout.tp_rank}-{self.incarnation}")
         self._control = control if control is not None else _zmq(config)
         self._clock = clock if clock is not None else _loop_clock()
         self._node_or_none: Node | None = None
@@ -203,6 +254,10 @@ class Engine:
         self._is_due = False
         self._is_serving = False
         self._closing: asyncio.Task[None] | None = None
+        self._moving: asyncio.Task[Any] | None = None
+        """A suspension or resumption under way."""
+        self._is_suspended = False
+        self._retrying: dict[str, _Retrying] = {}
         self._is_shut = False
         """No turn is taken any more."""
         self._is_destroyed = False
@@ -236,19 +291,7 @@ class Engine:
         if self._node_or_none is not None:
             raise LocalProtocolError("the engine was started before")
         try:
-            self._data.start(self._on_data)
-            self._data.register(self.registration.layout.memories)
-            identity = Identity(
-                self.config.engine_id,
-                self.incarnation,
-                self._data.agent_name,
-                self._data.metadata(),
-                self.registration.layout,
-                self._first_nonce,
-            )
-            node = Node(identity, self.config)
-            node.desk.trace = self._recorder.is_tracing
-            self._node_or_none = node
+            self._node_or_none = self._begin()
             await self._control.start(self._on_packet)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -263,16 +306,45 @@ class Engine:
             **self._data.describe(),
         )
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what is under way; False if something still is.
+    def _begin(self) -> Node:
+        """Bring the data plane up, register the memory, and make the node that speaks for it."""
+        self._data.start(self._on_data)
+        self._data.register(self.registration.layout.memories)
+        identity = Identity(
+            self.config.engine_id,
+            self.incarnation,
+            self._data.agent_name,
+            self._data.metadata(),
+            self.registration.layout,
+            int(self._token_hex(6), 16),
+            self.memory_epoch,
+        )
+        node = Node(identity, self.config)
+        node.desk.trace = self._recorder.is_tracing
+        return node
 
-        Nothing is cancelled: call `aclose` for that.
+    async def drain(self, timeout_s: float) -> tuple[Hold, ...]:
+        """Take nothing new, tell the readers so, and wait for what is under way.
+
+        Nothing is cancelled: call `aclose` for that. What was announced may still be pulled, and what failed be
+        tried again.
+
+        Returns:
+            What is still under way after `timeout_s`, the oldest holders of blocks first; empty if all is done.
         """
+        if not 0 <= timeout_s < math.inf:
+            raise LocalProtocolError(f"a timeout of {timeout_s} s is not a finite number of seconds")
         node = self._node
         node.shut()
-        with anyio.move_on_after(timeout_s):
-            await self._wait_idle()
-        return node.is_idle
+        self._soon()
+        await self._idle_within(timeout_s)
+        stragglers = node.stragglers(self._clock.now())
+        if stragglers:
+            names = [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for)})" for h in stragglers[:8]]
+            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=names)
+        else:
+            self._recorder.event("info", "drained")
+        return stragglers
 
     async def aclose(self) -> None:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent."""
@@ -281,6 +353,66 @@ class Engine:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         with anyio.CancelScope(shield=True):
             await asyncio.shield(self._closing)
+
+    async def suspend(self, timeout_s: float = 0.0) -> tuple[Hold, ...]:
+        """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
+
+        Drains for `timeout_s`, then cancels and revokes what is left and keeps the promises that run (at most
+        `lease.grant_s`). Readers are told goodbye, and the NIXL agent is destroyed. The address stays, and answers
+        that nothing is served. Idempotent.
+
+        Returns:
+            What had to be cut short.
+        """
+        if self._closing is not None:
+            raise EngineClosed("the engine was closed")
+        node = self._node
+        if self._is_suspended:
+            return ()
+        if self._moving is None:
+            self._moving = asyncio.get_running_loop().create_task(self._suspend(node, timeout_s))
+            self._moving.add_done_callback(self._moved)
+        stragglers: tuple[Hold, ...] = ()
+        with anyio.CancelScope(shield=True):
+            stragglers = await asyncio.shield(self._moving)
+        return stragglers
+
+    async def resume(self, registration: Registration | None = None) -> None:
+        """Register memory again and serve anew, as another start of the process: every old reference is refused.
+
+        `endpoint` and `memory_epoch` have changed: make a new `PrefillGroup` of them.
+
+        Args:
+            registration: Where the memory lies now; where it was before if left out.
+
+        Raises:
+            LocalProtocolError: The engine is not suspended.
+            BackendError: NIXL cannot register the memory; the engine stays suspended.
+            LayoutError: The layout does not hold together; the engine stays suspended.
+        """
+        if self._closing is not None:
+            raise EngineClosed("the engine was closed")
+        if not self._is_suspended or self._moving is not None:
+            raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
+        before, old = self.registration, self._node
+        self.registration = registration or before
+        self.incarnation = self._token_hex(16)
+        self.memory_epoch += 1
+        try:
+            node = self._begin()
+        except BaseException:
+            self.registration = before
+            self._data.close()
+            raise
+        for address in {peer.address for peer in old.pulling.peers.values()}:
+            self._control.disconnect(address)
+        node.desk.counters.update(old.desk.counters)
+        self._recorder.bind(incarnation=self.incarnation)
+        self._node_or_none, self._is_suspended, self._is_serving = node, False, False
+        self._recorder.event(
+            "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
+        )
+        self._soon()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -329,6 +461,8 @@ class Engine:
             RemoteProtocolError: The params are malformed.
         """
         wait = self.config.pull.announce_s if wait_s is None else _timeout(wait_s)
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         self._node.announce(request_id, _params(params), cohort_id, wait, self._clock.now())
         self._soon()
 
@@ -343,6 +477,9 @@ class Engine:
         hashes: Sequence[str] | None = None,
         num_tokens: int | None = None,
         is_last: bool = True,
+        priority: int = 0,
+        retries: int | None = None,
+        renew_params: RenewParams | None = None,
     ) -> PullResult:
         """Fill blocks with a lent request's KV; on every decode rank.
 
@@ -363,21 +500,80 @@ class Engine:
             num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
             is_last: False says that another attempt will follow if this one fails, or its task is cancelled: the
                 request stays lent to this reader. A last attempt discharges it whatever the outcome.
+            priority: Among pulls that have to wait the smaller goes first (vLLM's convention), then who came first.
+            retries: How often to try again within the deadline if this fails, into the same blocks once nothing
+                can write them any more; the configuration's if left out.
+            renew_params: Asked before every retry, with the error: returns params to go on with (a router may have
+                had the prompt prefilled elsewhere; the old ones are discharged), or None to give up. It makes
+                refusals curable that the same params cannot get over, such as a prefill rank that was restarted.
 
         Returns:
             What was moved, once it is proven to be what was lent.
 
         Raises:
             PullError: A subclass by cause; says which blocks are still held. `PlanRefused` for blocks
-                that do not fit, before anything was started.
+                that do not fit and `Overloaded` if too many wait already, before anything was started.
             EngineClosed: The engine is closed or draining.
             LocalProtocolError: The request is being pulled already, or a block is in use.
             RemoteProtocolError: The params are malformed.
         """
+        config = self.config.pull
+        timeout = config.timeout_s if timeout_s is None else _timeout(timeout_s)
+        most = config.retries if retries is None else retries
+        if not 0 <= most <= MAX_RETRIES:
+            raise LocalProtocolError(f"retries is {most}; it must be 0 (off) to {MAX_RETRIES}")
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
+        retry = Retry(most, config.retry_s, self._clock.now() + timeout, renew_params is not None)
+        ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
+        state = _Retrying()
+        if most:
+            self._retrying[request_id] = state
+        try:
+            while True:
+                left = max(retry.deadline - self._clock.now(), 1e-3) if retry.attempts > 1 else timeout
+                try:
+                    pull, waiting = await self._attempt(ask, left, retry)
+                except AsyncKVError:
+                    if retry.attempts > 1 and is_last:
+                        self._discharge(ask, Reason.UNPLANNABLE)  # the attempt before was told that this one follows
+                    raise
+                if pull.reason is Reason.COMPLETE:
+                    return _result(pull, self.registration.layout)
+                error = self._error(pull, waiting)
+                again = None
+                try:
+                    again = await self._cure(ask, pull, error, retry, state)
+                finally:
+                    if again != ask.params and is_last and pull.reason in pull.curable:
+                        # The rank was told that another attempt would follow.
+                        self._discharge(ask, state.stop or pull.reason)
+                if state.stop is Reason.CANCELLED:
+                    raise _cancelled(error) from error
+                if again is None:
+                    raise error
+                ask = replace(ask, params=again)
+                retry.attempts += 1
+        finally:
+            if self._retrying.pop(request_id, None) is not None:
+                self._soon()
+
+    async def _attempt(self, ask: _Ask, seconds: float, retry: Retry) -> tuple[Pull, _Waiting]:
+        """Pull once, to its outcome."""
         node = self._node
-        timeout = self.config.pull.timeout_s if timeout_s is None else _timeout(timeout_s)
         pull = node.pull(
-            request_id, groups, _params(params), cohort_id, timeout, self._clock.now(), hashes, num_tokens, is_last
+            ask.request_id,
+            ask.groups,
+            ask.params,
+            ask.cohort_id,
+            seconds,
+            self._clock.now(),
+            ask.hashes,
+            ask.num_tokens,
+            ask.is_last,
+            ask.priority,
+            retry.attempts,
+            retry.curable,
         )
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
         self._soon()
@@ -387,32 +583,62 @@ class Engine:
             node.pulling.cancel(pull, self._clock.now())
             self._soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while not pull.is_told and not self._is_shut:
+            while not pull.is_told and not self._is_shut and self._node_or_none is node:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
+            if ask.is_last and pull.reason in pull.curable:
+                self._discharge(ask, Reason.CANCELLED)  # it had failed just before
             raise
-        if pull.reason is not Reason.COMPLETE:
-            raise self._error(pull, waiting)
-        assert pull.lists is not None
-        return PullResult(
-            request_id=request_id,
-            pull_id=pull.pull_id,
-            num_bytes=pull.num_bytes,
-            num_posts=pull.num_posted,
-            descriptors_planned=pull.num_descriptors,
-            descriptors_posted=pull.num_descriptors_posted,
-            phases=phases(pull),
-            padding=tuple(pull.lists.padding(node.identity.layout)),
-            num_tokens=pull.lists.num_tokens,
-        )
+        return pull, waiting
+
+    async def _cure(self, ask: _Ask, pull: Pull, error: PullError, retry: Retry, state: _Retrying) -> Params | None:
+        """Wait until a request may be tried again; with which params, or None if not."""
+        assert pull.reason is not None
+        when = retry.next_at(pull.reason, pull.not_before, self._clock.now())
+        if when == math.inf:
+            return None
+        self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
+        with self._waking(state, when):
+            await state.wait()
+        with self._waking(state, retry.deadline):
+            try:
+                if error.held and await state.first(error.returned()) is None:
+                    return None
+                if ask.renew_params is None or state.stop is not None:
+                    return ask.params if state.stop is None else None
+                fresh = await state.first(ask.renew_params(error))
+            except Retired:
+                return None
+        return _params(fresh[0]) if fresh and fresh[0] is not None else None
+
+    @contextmanager
+    def _waking(self, state: _Retrying, when: float) -> Iterator[None]:
+        state.wake.clear()
+        if state.stop is not None:
+            state.wake.set()
+        timer = self._clock.call_at(when, state.wake.set)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _discharge(self, ask: _Ask, reason: Reason) -> None:
+        if not self._is_shut and not self._is_suspended:
+            with suppress(AsyncKVError):
+                self._node.discharge(ask.request_id, ask.params, ask.cohort_id, reason, self._clock.now())
+            self._soon()
 
     def cancel(self, request_id: str) -> bool:
-        """Give up a request, announced or being pulled; False if there is no pull without an outcome.
+        """Give up a request, announced, being pulled or waiting for a retry; False if there is nothing to give up.
 
         The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more. Between
-        two attempts there is nothing to give up: the lease runs out, unless a last attempt is made.
+        two attempts of the caller's own (`is_last=False`) there is nothing to give up: the lease runs out, unless a
+        last attempt is made.
         """
         found = self._node.cancel(request_id, self._clock.now())
+        if (state := self._retrying.get(request_id)) is not None:
+            state.end(Reason.CANCELLED)
+            found = True
         self._soon()
         return found
 
@@ -426,12 +652,19 @@ class Engine:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
         """
         node = self._node
-        while not self._is_destroyed:
+        while not self._is_destroyed and self._node_or_none is node:
             open_pulls = (p for p in node.pulling.pulls.values() if p.request_id == request_id)
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
                 return
             await self._waiting.setdefault(held.pull_id, _Waiting()).wait()
+
+    def would_block(self, params: Params | Mapping[str, Any]) -> bool:
+        """Say whether a pull of this request would have to wait for others before it reads, if it came now.
+
+        For schedulers that would rather allocate blocks for another request, or ask another engine.
+        """
+        return self._node.would_block(_params(params))
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
@@ -514,7 +747,7 @@ class Engine:
         if node.is_serving is not self._is_serving:
             self._is_serving = node.is_serving
             self._data.watch(self._is_serving)
-        if node.is_idle:
+        if self._is_idle:
             self._idle.set()
         # Whatever happened: without its timer the engine would keep no deadline.
         self._arm(node.next_at)
@@ -567,7 +800,8 @@ class Engine:
         now = self._clock.now()
         match command:
             case PullEnded(pull):
-                self._recorder.pull_ended(pull, now)
+                if not pull.is_discharge:
+                    self._recorder.pull_ended(pull, now)
                 if not pull.is_returned:
                     self._held.add(pull.pull_id)
                 waiting = self._waiting.get(pull.pull_id)
@@ -614,6 +848,8 @@ class Engine:
                 self._control.disconnect(address)
             case PeerChanged(peer, before):
                 self._recorder.peer_changed(peer, before)
+            case PeerDraining(peer):
+                self._recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
             case Traced(subject, entries):
                 self._recorder.traced(subject, entries)
             case _:
@@ -653,51 +889,97 @@ class Engine:
             reason=pull.reason.value,
             held=held,
             wait_returned=wait_returned,
+            is_retryable=pull.reason in CURABLE,
+            attempts=pull.attempt,
         )
 
     def _revoke(self, lease: Lease) -> None:
         self._node.lending.revoke(lease, self._clock.now())
         self._soon()
 
+    @property
+    def _is_idle(self) -> bool:
+        return self._node.is_idle and not self._retrying
+
     async def _wait_idle(self) -> None:
-        while not self._node.is_idle:
+        while not self._is_idle:
             self._idle.clear()
             await self._idle.wait()
 
-    async def _close(self) -> None:
-        node = self._node_or_none
-        if node is not None and not self._is_shut:
-            config = self.config
-            node.close(self._clock.now())
-            self._soon()
-            # A promise outlives the wish to leave: the longest one running, or a drain, bounds this.
-            patience = max(config.lease.grant_s, config.pull.drain_s) + 1.0
-            timer_done = asyncio.Event()
-            handle = self._clock.call_at(self._clock.now() + patience, timer_done.set)
-            idle = asyncio.ensure_future(self._wait_idle())
-            expired = asyncio.ensure_future(timer_done.wait())
+    async def _idle_within(self, seconds: float) -> None:
+        """Wait until nothing is under way, for so long at most."""
+        timer_done = asyncio.Event()
+        handle = self._clock.call_at(self._clock.now() + seconds, timer_done.set)
+        idle = asyncio.ensure_future(self._wait_idle())
+        expired = asyncio.ensure_future(timer_done.wait())
+        try:
             await asyncio.wait({idle, expired}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
             handle.cancel()
             for task in (idle, expired):
                 task.cancel()
             await asyncio.gather(idle, expired, return_exceptions=True)
-            if not node.is_idle:
-                self._recorder.event("warning", "engine_closed_with_stragglers", **node.gauges())
-            node.say_goodbye()
-            self._do(node)
+
+    async def _end_work(self, node: Node, how: str) -> None:
+        """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
+        for state in self._retrying.values():
+            state.end(Reason.ENGINE_CLOSED)
+        node.close(self._clock.now(), how)
+        self._soon()
+        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this.
+        await self._idle_within(max(self.config.lease.grant_s, self.config.pull.drain_s) + 1.0)
+        if not node.is_idle:
+            self._recorder.event("warning", "engine_closed_with_stragglers", how=how, **node.gauges())
+        node.say_goodbye()
+        self._do(node)
+
+    async def _end_loading(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._close_planes()
-        if self._timer is not None:
-            self._timer.cancel()
+
+    def _end_waiting(self) -> None:
+        """Without its agent nothing writes any more, nor reads: nobody waits for that."""
         for waiting in self._waiting.values():
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
             waiting.retired = False
-            waiting.returned.set()  # without its agent nothing writes any more
+            waiting.returned.set()
         for lent in self._lent.values():
-            lent._ended.set()  # nor reads
+            lent._ended.set()
+
+    async def _suspend(self, node: Node, timeout_s: float) -> tuple[Hold, ...]:
+        stragglers = await self.drain(timeout_s)
+        await self._end_work(node, "suspended")
+        node.pulling.leave(self._clock.now())
+        self._do(node)
+        await self._end_loading()
+        self._data.close()
+        # From here on nothing of ours can be read or written.
+        node.pulling.destroyed(self._clock.now())
+        self._do(node)
+        self._end_waiting()
+        self._waiting.clear()
+        self._lent.clear()
+        self._held.clear()
+        self._is_suspended = True
+        self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
+        return stragglers
+
+    def _moved(self, task: asyncio.Task[Any]) -> None:
+        self._moving = None
+
+    async def _close(self) -> None:
+        if self._moving is not None:
+            await asyncio.gather(self._moving, return_exceptions=True)
+        node = self._node_or_none
+        if node is not None and not self._is_shut and not self._is_suspended:
+            await self._end_work(node, "closed")
+        await self._end_loading()
+        await self._close_planes()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_waiting()
         if node is not None:
             self._recorder.event("info", "engine_stopped")
 
@@ -709,6 +991,34 @@ class Engine:
             self._data.close()
             # From here on nothing of ours can be written.
             self._is_destroyed = True
+
+
+def _result(pull: Pull, layout: Layout) -> PullResult:
+    assert pull.lists is not None
+    return PullResult(
+        request_id=pull.request_id,
+        pull_id=pull.pull_id,
+        num_bytes=pull.num_bytes,
+        num_posts=pull.num_posted,
+        descriptors_planned=pull.num_descriptors,
+        descriptors_posted=pull.num_descriptors_posted,
+        phases=phases(pull),
+        padding=tuple(pull.lists.padding(layout)),
+        num_tokens=pull.lists.num_tokens,
+        attempts=pull.attempt,
+    )
+
+
+def _cancelled(last: PullError) -> PullCancelled:
+    return PullCancelled(
+        f"request {last.request_id[:200]!r}: cancelled between two attempts; the last one: {last}",
+        request_id=last.request_id,
+        pull_id=last.pull_id,
+        reason=Reason.CANCELLED.value,
+        held=last.held,
+        wait_returned=last.returned,
+        attempts=last.attempts,
+    )
 
 
 def _news(ended: Ended) -> News:
@@ -730,10 +1040,10 @@ def _timeout(seconds: float) -> float:
     return seconds
 
 
-def _nixl(config: EngineConfig, incarnation: str, tp_rank: int) -> DataPlane:
+def _nixl(config: EngineConfig, place: str) -> DataPlane:
     from asynckv.edges.nixl import NixlPlane
 
-    return NixlPlane(config.nixl, f"{config.engine_id}-tp{tp_rank}-{incarnation}")
+    return NixlPlane(config.nixl, f"{config.engine_id}-tp{place}")
 
 
 def _zmq(config: EngineConfig) -> ControlPlane:

@@ -9,6 +9,7 @@ AsyncKVError
 ├── EngineClosed            the engine was closed or is draining
 ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
 └── PullError               this one request; says which blocks are still held
+    ├── Overloaded          too many pulls wait already; nothing was started
     ├── PlanRefused         the request cannot be planned on these layouts
     │   └── RemoteTooShort  the prefill side offers fewer tokens than are asked for
     ├── GeometryRefused     the two engines' layouts do not match
@@ -36,6 +37,7 @@ __all__ = [
     "LeaseLost",
     "LeaseRefused",
     "LocalProtocolError",
+    "Overloaded",
     "PeerLost",
     "PeerUnreachable",
     "PlanRefused",
@@ -94,6 +96,8 @@ class PullError(AsyncKVError):
         reason: Machine-readable cause, one of `asynckv.core.types.Reason`'s values.
         held: Group index -> local block ids that must not be reused yet. Empty when every
             block is the caller's again.
+        is_retryable: Another attempt with the same params may do better.
+        attempts: How many were made.
     """
 
     def __init__(
@@ -105,12 +109,16 @@ class PullError(AsyncKVError):
         reason: str = "",
         held: Mapping[int, tuple[int, ...]] | None = None,
         wait_returned: Callable[[], Awaitable[None]] | None = None,
+        is_retryable: bool = False,
+        attempts: int = 1,
     ) -> None:
         super().__init__(message)
         self.request_id = request_id
         self.pull_id = pull_id
         self.reason = reason
         self.held: Mapping[int, tuple[int, ...]] = dict(held or {})
+        self.is_retryable = is_retryable
+        self.attempts = attempts
         self._wait_returned = wait_returned
 
     async def returned(self) -> None:
@@ -123,13 +131,16 @@ class PullError(AsyncKVError):
             await self._wait_returned()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), str(self), self.request_id, self.pull_id, self.reason, dict(self.held))
+        fields = {name: getattr(self, name) for name in ("request_id", "pull_id", "reason", "is_retryable", "attempts")}
+        return _rebuild, (type(self), str(self), fields | {"held": dict(self.held)})
 
 
-def _rebuild(
-    kind: type[PullError], message: str, request_id: str, pull_id: str, reason: str, held: dict[int, tuple[int, ...]]
-) -> PullError:
-    return kind(message, request_id=request_id, pull_id=pull_id, reason=reason, held=held)
+def _rebuild(kind: type[PullError], message: str, fields: dict[str, Any]) -> PullError:
+    return kind(message, **fields)
+
+
+class Overloaded(PullError):
+    """Too many pulls wait already; nothing was started."""
 
 
 class PlanRefused(PullError):

@@ -106,6 +106,8 @@ class DataPlane(Protocol):
     def start(self, on_ready: Callable[[], None]) -> None:
         """Create the agent. From now on `on_ready` is called on the loop when `poll` may have news.
 
+        May follow `close`: another start has an agent of another name, and nothing of the one before.
+
         Raises:
             BackendError: No usable back end.
         """
@@ -119,7 +121,7 @@ class DataPlane(Protocol):
 
     @property
     def agent_name(self) -> str:
-        """Unique per process start."""
+        """Unique per `start`, in this process and all others."""
 
     def metadata(self) -> bytes:
         """Opaque bytes with which a remote data plane can reach this one's memory."""

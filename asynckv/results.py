@@ -22,6 +22,7 @@ class PullResult:
         phases: Seconds by phase (see `asynckv.observe.log.phases`); `release` is still going on.
         padding: Tokens of the given blocks that hold no KV of the request, for the engine to ignore.
         num_tokens: Tokens of the request that are valid here now: all, or those on which hashes agree.
+        attempts: How many it took.
     """
 
     request_id: str
@@ -33,6 +34,7 @@ class PullResult:
     phases: Mapping[str, float]
     padding: tuple[Padding, ...]
     num_tokens: int
+    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

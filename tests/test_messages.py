@@ -34,6 +34,7 @@ ALL: list[m.Message] = [
     m.StatusRequest(1),
     m.Status(1, "prefill", 0, 1, {"leases": 3}),
     m.Goodbye(),
+    m.Draining(),
 ]
 PACKET = m.encode_packet("source", "target", ALL)
 

@@ -221,9 +221,10 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     local, remote = pairs(TABLES[0], 0)
     # The first read has to wait for the connection, which nobody can make before the loop turns.
     assert reader.plane.post_read(TransferId(1), "owner", 0, local, remote) is None
+    assert reader.plane.statistics()["running"] == 1
     reader.plane.close()
     assert reader.plane.poll() == []
-    assert reader.plane.statistics()["running"] == 1
+    assert reader.plane.statistics()["running"] == 0
 
 
 # -- two processes ---------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Admission:
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
         self._turns: list[tuple[tuple[int, int], LaneKey]] = []
-        self._arrivals = itertools.count()
+        self._places = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -114,16 +114,14 @@ class Admission:
         """Pulls in flight."""
         return sum(len(lane.admitted) for lane in self._lanes.values())
 
-    def would_wait(self, key: LaneKey) -> bool:
+    def would_block(self, key: LaneKey) -> bool:
         """Whether a pull of the lowest rank that came now would have to wait for others."""
         lane = self._lanes.get(key)
         full = lane is not None and (lane.waiting or len(lane.admitted) >= self._window)
         return bool(full) or len(self._counted) >= self._total
 
     def ask(self, key: LaneKey, pull: Pull) -> None:
-        """Queue a pull, at the place that it had if it was here before; `next` says when it may go on."""
-        if pull.arrival < 0:
-            pull.arrival = next(self._arrivals)
+        """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane(key)
@@ -197,7 +195,7 @@ class Admission:
         head = lane.head
         if head is None or len(lane.admitted) >= self._window or (lane.turn is not None and lane.turn[0] <= head[0]):
             return
-        lane.turn = (head[0], next(self._arrivals))
+        lane.turn = (head[0], next(self._places))
         heapq.heappush(self._turns, (lane.turn, lane.key))
         if len(self._turns) > 2 * len(self._lanes) + 64:
             self._turns = [(turn, key) for turn, key in self._turns if self._is_current(turn, key)]

@@ -33,6 +33,7 @@ __all__ = [
     "LeaseEnded",
     "LoadPeer",
     "PeerChanged",
+    "PeerDraining",
     "PostRead",
     "PullEnded",
     "PullOver",
@@ -145,6 +146,13 @@ class PeerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerDraining:
+    """A peer has said that it lends nothing new."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class Traced:
     """New entries of a pull's or lease's history; only asked for when tracing."""
 
@@ -165,6 +173,7 @@ Command = (
     | PullOver
     | LeaseEnded
     | PeerChanged
+    | PeerDraining
     | Traced
 )
 

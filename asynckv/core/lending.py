@@ -115,6 +115,17 @@ class Lending:
         self.after(lease, now)
         return lease
 
+    def shut(self) -> None:
+        """Lend nothing any more: who waits for a request that was not lent is told so."""
+        self.is_closed = True
+        parked = [p for waiting in self._parked.values() for p in waiting.values()]
+        self._parked.clear()
+        self._parked_order.clear()
+        self._parked_by.clear()
+        for p in parked:
+            if isinstance(p.message, Claim):
+                self._refuse(p.message, p.route, p.source, Reason.ENGINE_CLOSED)
+
     def revoke(self, lease: Lease, now: float) -> None:
         """Take a lent request back; its blocks return when no promise runs any more."""
         lease.revoke(now)

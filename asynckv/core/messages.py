@@ -5,12 +5,13 @@
     Claim, Renew                           Granted | NotYet | Refused
     Release                                Ack
     Ping, StatusRequest                    Pong, Status
-                                           Goodbye
+                                           Draining, Goodbye
 
 Everything is idempotent and may be lost, repeated or reordered. A packet names the start of the
 process it comes from (`source`) and the one it is meant for (`target`), so that nothing written for
 a process that died is ever taken by its successor. Fields are only ever added at the end with
-defaults (a minor version); anything else is a new major version.
+defaults, and kinds of messages only sent to who knows them (a minor version); anything else is a new
+major version.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
     "MINOR",
     "Ack",
     "Claim",
+    "Draining",
     "Goodbye",
     "Granted",
     "Hello",
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 MAJOR = 1
-MINOR = 0
+MINOR = 1
 
 MAX_PACKET = 16 * 1024 * 1024
 """Bytes; the control plane refuses anything larger before it is decoded."""
@@ -210,6 +212,13 @@ class Goodbye(Struct, frozen=True, array_like=True, tag=15):
     """This process start will serve nobody any more."""
 
 
+class Draining(Struct, frozen=True, array_like=True, tag=16):
+    """This process start lends nothing new; what is lent can be read to its end.
+
+    Since minor version 1: nobody who said hello as an older one is told.
+    """
+
+
 Message = (
     Hello
     | Welcome
@@ -226,6 +235,7 @@ Message = (
     | StatusRequest
     | Status
     | Goodbye
+    | Draining
 )
 
 

@@ -21,10 +21,12 @@ from asynckv.core.layout import Layout, check_layout, pools
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.lending import Lending
+from asynckv.core.limits import Limiter
 from asynckv.core.messages import (
     MAJOR,
     MINOR,
     Claim,
+    Draining,
     Goodbye,
     Hello,
     Message,
@@ -47,12 +49,21 @@ from asynckv.core.pulling import Pulling
 from asynckv.core.sources import predicted
 from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
-from asynckv.errors import EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError, RemoteTooShort
+from asynckv.errors import (
+    EngineClosed,
+    LocalProtocolError,
+    Overloaded,
+    PlanRefused,
+    RemoteProtocolError,
+    RemoteTooShort,
+)
 
 __all__ = ["Hold", "Identity", "Node"]
 
 MAX_READERS = 65_536
 MAX_NAME = 512
+MALFORMED = 100
+"""What a malformed packet costs its sender, in packets."""
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
 
@@ -66,6 +77,7 @@ class Identity:
         agent_name: The data plane's.
         metadata: With which remote data planes reach our memory.
         first_nonce: Where nonces start; random, so that they are not guessed from an older run.
+        memory_epoch: How often the memory was registered anew.
     """
 
     engine_id: str
@@ -74,6 +86,7 @@ class Identity:
     metadata: bytes
     layout: Layout
     first_nonce: int = 1
+    memory_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +133,18 @@ class Node:
             layout, self.ledger, self.desk, self.timers, config.lease.parked_s, config.lease.max_parked
         )
         self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
+        self.lending.memory_epoch = identity.memory_epoch
         self.is_closed = False
+        self._closed_as = ""
+        limits = config.limits
+        self._packets = Limiter(limits.packets_per_s, limits.packet_burst)
+        self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._pull_ids = itertools.count(1)
         self._predicted: dict[int, list[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
         self._digest = hashlib.sha256(identity.metadata).digest()
-        self._readers: dict[str, Route] = {}
-        """Process starts that shook hands with us, for saying goodbye."""
+        self._readers: dict[str, tuple[Route, int]] = {}
+        """Process starts that shook hands with us, for saying goodbye, and their minor versions."""
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -186,9 +204,14 @@ class Node:
         reads: bool = True,
         is_announced: bool = False,
         is_last: bool = True,
+        priority: int = 0,
+        attempt: int = 1,
+        curable: frozenset[Reason] = frozenset(),
+        is_discharge: bool = False,
     ) -> Pull:
         """Start a pull that answers for every rank that overlaps ours, in every stage."""
-        self._check_open()
+        if attempt == 1 and not is_discharge:
+            self._check_open()
         if len(cohort_id) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in cohort_id):
             raise LocalProtocolError(
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
@@ -242,6 +265,10 @@ class Node:
             is_last=is_last,
             max_post_bytes=pull_config.max_post_bytes,
             max_post_descriptors=pull_config.max_post_descriptors,
+            priority=priority,
+            attempt=attempt,
+            curable=curable,
+            is_discharge=is_discharge,
         )
         self.pulling.add(pull, now)
         return pull
@@ -257,16 +284,22 @@ class Node:
         hashes: Sequence[str] | None = None,
         num_tokens: int | None = None,
         is_last: bool = True,
+        priority: int = 0,
+        attempt: int = 1,
+        curable: frozenset[Reason] = frozenset(),
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
 
         Raises:
             EngineClosed: Nothing new is pulled.
+            Overloaded: Too many wait already.
             PlanRefused: The blocks do not fit the layout or the tokens, or the roster is not a whole group.
             RemoteTooShort: More tokens are wanted than are lent.
             LocalProtocolError: The request is being pulled already, or a block is in use.
         """
-        self._check_open()
+        pull = self.pulling.by_request.get(RequestId(request_id))
+        if attempt == 1 and pull is None:
+            self._check_open()
         wanted = params.num_tokens if num_tokens is None else num_tokens
         if not 0 <= wanted <= params.num_tokens:
             raise RemoteTooShort(
@@ -287,16 +320,33 @@ class Node:
         # Before anything is started: a caller who got a block wrong may ask again with another.
         self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
-        pull = self.pulling.by_request.get(RequestId(request_id))
+        most = self.config.pull.max_queued
+        if not lists.is_empty and self.pulling.admission.num_waiting >= most:
+            raise Overloaded(
+                f"request {request_id[:200]!r} is not taken: {most} pulls are queued already; ask again later, "
+                f"elsewhere, or raise max_queued",
+                request_id=request_id,
+                reason=Reason.QUEUE_FULL,
+            )
         if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
-            reads = not lists.is_empty
-            pull = self._start(request_id, params, cohort_id, timeout_s, now, reads=reads, is_last=is_last)
+            pull = self._start(
+                request_id,
+                params,
+                cohort_id,
+                timeout_s,
+                now,
+                reads=not lists.is_empty,
+                is_last=is_last,
+                priority=priority,
+                attempt=attempt,
+                curable=curable,
+            )
         elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
             raise LocalProtocolError(
                 f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
             )
-        pull.is_last = is_last
+        pull.is_last, pull.priority, pull.curable = is_last, priority, curable
         if pull.reason is None:
             self.pulling.begin(pull, lists, now + timeout_s, now)
         return pull
@@ -316,23 +366,65 @@ class Node:
         self.pulling.cancel(pull, now)
         return True
 
-    def close(self, now: float) -> None:
+    def discharge(self, request_id: str, params: Params, cohort_id: str, reason: Reason, now: float) -> None:
+        """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
+        pull = self._start(
+            request_id, params, cohort_id, self.config.pull.timeout_s, now, reads=False, is_discharge=True
+        )
+        self.pulling.fail(pull, reason, "no attempt follows", now)
+
+    def would_block(self, params: Params) -> bool:
+        """Whether a pull of this request would have to wait for others, if it came now."""
+        ranks = remote_ranks(self.identity.layout.tp_rank, self.identity.layout.tp_size, params.tp_size)
+        places = {(e.pp_stage, e.tp_rank): (Address(e.address), e.incarnation) for e in params.roster}
+        found = (places.get((stage, rank)) for stage in range(params.pp_size) for rank in ranks)
+        return self.pulling.admission.would_block(tuple(place for place in found if place is not None))
+
+    def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
-        self.shut()
+        self.shut(how)
         for pull in list(self.pulling.by_request.values()):
             self.pulling.cancel(pull, now)
         for lease in list(self.lending.leases.values()):
             self.lending.revoke(lease, now)
 
-    def shut(self) -> None:
-        """Take nothing new."""
-        self.is_closed = self.lending.is_closed = True
+    def shut(self, how: str = "draining") -> None:
+        """Take nothing new, and tell everyone who shook hands; `how` is for people."""
+        self._closed_as = how
+        if not self.is_closed:
+            self.is_closed = True
+            self.lending.shut()
+            for source, (route, minor) in self._readers.items():
+                self._say_draining(route, source, minor)
+
+    def _say_draining(self, route: Route, source: str, minor: int) -> None:
+        if minor >= 1:
+            self.desk.send(route, source, Draining())
 
     def say_goodbye(self) -> None:
         """Tell everyone who shook hands that this process start serves nobody any more."""
-        for source, route in self._readers.items():
+        for source, (route, _) in self._readers.items():
             self.desk.send(route, source, Goodbye())
         self._readers.clear()
+
+    def stragglers(self, now: float) -> tuple[Hold, ...]:
+        """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
+        holds = self.holds(now)
+        known = {hold.pull_id for hold in holds}
+        others = [
+            Hold(
+                request_id=pull.request_id,
+                reason=pull.state.value,
+                blocks={},
+                held_s=now - pull.history[0][0],
+                left_s=max(pull.wake_at - now, 0.0),
+                waits_for=tuple(f"{leg.name} at {leg.address}" for leg in pull.legs if not leg.is_settled),
+                pull_id=pull.pull_id,
+            )
+            for pull in self.pulling.pulls.values()
+            if pull.pull_id not in known
+        ]
+        return holds + tuple(others)
 
     @property
     def is_idle(self) -> bool:
@@ -392,10 +484,14 @@ class Node:
 
     def receive(self, origin: Address | Route, data: bytes, now: float) -> None:
         """Take a packet's bytes; `now` was read after they were received."""
+        if not self._packets.take(origin, now):
+            self.desk.counters["dropped.too_many"] += 1
+            return
         try:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
             self.desk.counters["dropped.malformed"] += 1
+            self._packets.take(origin, now, MALFORMED)
             if "protocol version" in str(exc):
                 self._foreign_version(origin, str(exc), now)
             return
@@ -440,14 +536,17 @@ class Node:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise EngineClosed(f"engine {self.identity.engine_id!r} is closed or draining")
+            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self._closed_as} and takes no new work")
 
     def _serve(self, message: Message, route: Route, source: str, now: float) -> None:
         match message:
             case Claim() | Renew() | Release():
                 self.lending.receive(message, route, source, now)
             case Hello():
-                self.desk.send(route, source, self._welcome(message, route, source))
+                if self._hellos.take(route, now):
+                    self._greet(message, route, source)
+                else:
+                    self.desk.counters["dropped.too_many_hellos"] += 1
             case Ping():
                 self.desk.send(route, source, Pong(message.nonce))
             case StatusRequest():
@@ -486,6 +585,12 @@ class Node:
         text = f"{here}, not {there}; correct the roster's address"
         return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
+    def _greet(self, hello: Hello, route: Route, source: str) -> None:
+        answer = self._welcome(hello, route, source)
+        self.desk.send(route, source, answer)
+        if self.is_closed and isinstance(answer, Welcome):
+            self._say_draining(route, source, hello.minor)
+
     def _welcome(self, hello: Hello, route: Route, source: str) -> Welcome | Unwelcome:
         identity = self.identity
         if hello.major != MAJOR:
@@ -494,9 +599,9 @@ class Node:
         if not self._is_meant(hello):
             return self._wrong_target(hello)
         if self.is_closed and not self.lending.leases:
-            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, "the engine is closing")
+            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self._closed_as}")
         self._readers.pop(source, None)
-        self._readers[source] = route
+        self._readers[source] = route, hello.minor
         if len(self._readers) > MAX_READERS:
             # Only for saying goodbye: who has not been heard of for longest does without.
             del self._readers[next(iter(self._readers))]

@@ -219,6 +219,11 @@ class Leg:
         return self.plan is not None and self.next_post is None and not self.running and not self.doubtful
 
     @property
+    def is_settled(self) -> bool:
+        """The rank was told, or need not be."""
+        return self.release is ReleaseState.SETTLED
+
+    @property
     def is_early(self) -> bool:
         """Granted, but the first read cannot be shown to be younger than the lease."""
         return self.first_posted_at <= self.lent_before < math.inf
@@ -266,6 +271,8 @@ class Pull:
     """The smaller goes first, as in vLLM."""
     attempt: int = 1
     """Which attempt at the caller's request this is."""
+    curable: frozenset[Reason] = frozenset()
+    """Failures after which another attempt follows, so that the reader is not discharged."""
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None
@@ -310,8 +317,8 @@ class Pull:
     """It only says that its reader needs the request no more; there is no caller."""
     not_before: float = -math.inf
     """Another attempt would meet a rank in its back-off until then."""
-    arrival: int = -1
-    """Its place in the queue, once it had one."""
+    arrival: int = 0
+    """Its place among all pulls, by when they were asked for."""
 
     def __post_init__(self) -> None:
         self.history.append((self.called_at, self.state.value))
@@ -553,7 +560,7 @@ class Pull:
         match self.reason:
             case Reason.COMPLETE:
                 return Outcome.COMPLETE
-            case _ if not self.is_last:
+            case reason if not self.is_last or reason in self.curable:
                 return Outcome.RETRY
             case reason if self.is_announced and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
                 # Only announced: whoever announced it has not given up, and may still ask for the blocks.

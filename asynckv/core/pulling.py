@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from asynckv.core.commands import (
     Disconnect,
     LoadPeer,
     PeerChanged,
+    PeerDraining,
     PostRead,
     PullEnded,
     PullOver,
@@ -41,6 +41,7 @@ from asynckv.core.messages import (
     MAJOR,
     MINOR,
     Ack,
+    Draining,
     Goodbye,
     Granted,
     Hello,
@@ -122,6 +123,7 @@ class Pulling:
         self.window = Window(config.total_bytes, config.total_descriptors)
         """What is in flight in all."""
         self._turns: deque[Peer] = deque()
+        self._arrivals = itertools.count()
         self._ids = itertools.count(1)
         self._table_ids = itertools.count(1)
         """One for all peers: two of them may be one process under two addresses."""
@@ -135,7 +137,9 @@ class Pulling:
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
             )
         self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
-        self._desk.counters["pulls.started"] += 1
+        pull.arrival = next(self._arrivals)
+        if not pull.is_discharge:
+            self._desk.counters["pulls.started"] += 1
         for leg in pull.legs:
             peer = self._peer(pull, leg, now)
             if not peer.pulls:
@@ -155,6 +159,7 @@ class Pulling:
         """
         blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
         self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
+        pull.arrival = next(self._arrivals)
         pull.begin(lists, deadline, now)
         for leg in pull.legs:
             if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
@@ -168,6 +173,11 @@ class Pulling:
     def cancel(self, pull: Pull, now: float) -> None:
         """Give up a pull."""
         pull.cancel(now)
+        self._after(pull, now)
+
+    def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
+        """End a pull that nobody waits for."""
+        pull.fail(reason, detail, now)
         self._after(pull, now)
 
     # -- posting -----------------------------------------------------------------------------------
@@ -321,6 +331,16 @@ class Pulling:
         for peer in [p for p in self.peers.values() if p.address == address and p.state is not S.GONE]:
             self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
+    def leave(self, now: float) -> None:
+        """Part from everybody: our memory, or our process, is going."""
+        for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
+            self._lose(peer, Reason.ENGINE_CLOSED, "this side has closed its connections", now)
+
+    def destroyed(self, now: float) -> None:
+        """The data plane is gone: whatever was posted can write nothing any more."""
+        for transfer_id in list(self.transfers):
+            self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
+
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         """The listener at an address speaks another protocol version."""
         for peer in [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]:
@@ -343,6 +363,10 @@ class Pulling:
             case Goodbye():
                 if peer is not None:
                     self._lose(peer, Reason.PEER_LOST, f"{peer.name} said goodbye", now)
+            case Draining():
+                if peer is not None and not peer.is_draining:
+                    peer.is_draining = True
+                    self._desk.commands.append(PeerDraining(peer))
             case _:
                 self._desk.counters["dropped.unexpected"] += 1
 
@@ -374,7 +398,8 @@ class Pulling:
             pull.is_told = True
             if self.by_request.get(pull.request_id) is pull:
                 del self.by_request[pull.request_id]
-            self._desk.counters[f"pulls.{pull.reason}"] += 1
+            if not pull.is_discharge:
+                self._desk.counters[f"pulls.{pull.reason}"] += 1
             for leg in pull.legs:
                 if self._settles_itself(pull, leg):
                     # It may live after all: one word costs nothing, and its lease need not run out.
@@ -538,6 +563,8 @@ class Pulling:
 
         Another geometry is the end whoever answers first: the engines do not fit.
         """
+        if (peer := self.peers.get((leg.address, leg.incarnation))) is not None:
+            pull.not_before = max(pull.not_before, peer.not_before)
         if leg.map is None and reason is not Reason.GEOMETRY:
             leg.reads = False
             pull.unmet = pull.unmet or (reason, detail)
@@ -600,7 +627,7 @@ class Pulling:
     def _ready(self, peer: Peer, now: float) -> None:
         self._wake(peer)
         self._take_turn(peer)
-        for pull in [self.pulls[p] for p in sorted(peer.pulls)]:
+        for pull in self._pulls_of(peer):
             self._route(pull, now)
             self._after(pull, now)
 
@@ -699,6 +726,10 @@ class Pulling:
             self._evict(peer, leg.map)
         return True
 
+    def _pulls_of(self, peer: Peer) -> list[Pull]:
+        """Return who has something owed or held at a peer, in order of arrival."""
+        return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
+
     def _source(self, leg: Leg) -> Peer:
         """The peer that a leg reads from."""
         return self.peers[leg.address, leg.incarnation]
@@ -755,7 +786,7 @@ class Pulling:
         self._wake(peer)
 
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
-        for pull in [self.pulls[p] for p in sorted(peer.pulls)]:
+        for pull in self._pulls_of(peer):
             for leg in pull.legs:
                 if (leg.address, leg.incarnation) != (peer.address, peer.incarnation):
                     continue

@@ -176,6 +176,7 @@ class Reason(enum.StrEnum):
     READ_FAILED = "read_failed"
     LEASE_LOST = "lease_lost"
     ENGINE_CLOSED = "engine_closed"
+    QUEUE_FULL = "queue_full"
     # a refused claim, renewal or release
     UNKNOWN = "unknown_key"
     CONSUMED = "consumed"

@@ -128,12 +128,13 @@ class NixlPlane:
 
     Args:
         config: Back end and its parameters.
-        agent_name: Unique per process start.
+        agent_name: Unique per process start; later agents of this plane get a number.
     """
 
     def __init__(self, config: NixlConfig, agent_name: str) -> None:
         self._config = config
-        self._name = agent_name
+        self._name = self._base_name = agent_name
+        self._starts = 0
         self._api: Any = None
         self._agent: Any = None
         self._raw: Any = None
@@ -160,6 +161,9 @@ class NixlPlane:
     def start(self, on_ready: Callable[[], None]) -> None:
         """Create the agent and hand UCX's descriptors to the loop."""
         self._api = _load()
+        self._starts += 1
+        if self._starts > 1:
+            self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         config = self._api.nixl_agent_config(
             enable_prog_thread=False,
@@ -198,7 +202,7 @@ class NixlPlane:
 
     @property
     def agent_name(self) -> str:
-        """Unique per process start."""
+        """Unique per start."""
         return self._name
 
     def metadata(self) -> bytes:
@@ -213,6 +217,7 @@ class NixlPlane:
             self._fds = ()
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = None
         if self._agent is None:
             return
         agent, self._agent, self._raw = self._agent, None, None
@@ -224,8 +229,9 @@ class NixlPlane:
                 with suppress(Exception):
                     agent.deregister_memory(handle)
         # The agent's destructor ends whatever still runs, before the memory goes.
-        self._remotes.clear()
-        self._registered.clear()
+        for left in (self._remotes, self._registered, self._kept, self._running, self._doubtful, self._unreleased):
+            left.clear()
+        self._is_serving = False
         del agent
 
     # -- peers -------------------------------------------------------------------------------------

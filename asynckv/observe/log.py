@@ -111,6 +111,10 @@ class Recorder:
         self._filled_at = 0.0
         self._skipped = 0
 
+    def bind(self, **bound: Any) -> None:
+        """Change what every event says of this engine."""
+        self._log = self._log.bind(**bound)
+
     @property
     def is_tracing(self) -> bool:
         """Every transition is wanted."""
@@ -138,6 +142,7 @@ class Recorder:
             prefill_request_id=pull.params.request_id,
             pull_id=pull.pull_id,
             sequence=pull.params.key.sequence,
+            **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
             peer=pull.params.engine_id,
             peer_ranks=[leg.name for leg in pull.legs],
             read_ranks=[leg.name for leg in pull.legs if leg.reads],
@@ -151,6 +156,18 @@ class Recorder:
             **held,
             **({} if good and not slow else {"history": _relative(pull.history)}),
             **self._skip_count(),
+        )
+
+    def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
+        """Log that another attempt follows."""
+        self.event(
+            "info",
+            "pull_retried",
+            cause=pull.reason,
+            request_id=pull.request_id,
+            pull_id=pull.pull_id,
+            attempt=attempt,
+            after_s=round(after_s, 6),
         )
 
     def blocks_returned(self, pull: Pull, now: float) -> None:

@@ -230,6 +230,22 @@ async def check_data_plane(make: Callable[[str], DataPlane]) -> None:
         reader.plane.remove_peer("owner", keep=True)
         reader.plane.remove_peer("nobody")
         await reader.plane.prepare_peer("owner", metadata)
+
+        # After its end a plane can start again, as another agent, which is met anew.
+        reader.plane.remove_peer("owner")
+        owner.plane.close()
+        owner.start()
+        name = owner.plane.agent_name
+        assert name != "owner"
+        owner.plane.watch(True)
+        await reader.plane.prepare_peer(name, owner.plane.metadata())
+        reader.plane.add_table(name, table, mine, theirs)
+        again = reader.plane.post_read(
+            TransferId(50), name, table.table_id, (rows + local).ravel(), (rows + remote).ravel()
+        )
+        news = [again] if again is not None else await _until(sides, 1)
+        assert news == [Ended(TransferId(50), Ending.DONE)]
+        assert reader.blocks(orders[0], [3, 9, 4]) == owner.blocks(orders[1], [5, 6, 0])
         owner.plane.watch(False)
         assert all(isinstance(v, int) for v in reader.plane.statistics().values())
         assert all(isinstance(v, str) for v in reader.plane.describe().values())

@@ -149,7 +149,8 @@ class SimData:
     """
 
     def __init__(self, network: SimNetwork, agent_name: str) -> None:
-        self._network, self._name = network, agent_name
+        self._network, self._name, self._base_name = network, agent_name, agent_name
+        self._starts = 0
         self.deferred = False
         self.running: dict[TransferId, tuple[str, Callable[[], None]]] = {}
         self.memories: tuple[Memory, ...] = ()
@@ -161,6 +162,9 @@ class SimData:
 
     def start(self, on_ready: Callable[[], None]) -> None:
         """Join the network."""
+        self._starts += 1
+        if self._starts > 1:
+            self._name = f"{self._base_name}-{self._starts}"
         self._on_ready = on_ready
         self._network.agents[self._name] = self
 
@@ -279,6 +283,9 @@ class SimData:
         # As with NIXL: without its agent nothing is written any more.
         self.running.clear()
         self._tables.clear()
+        self._users.clear()
+        self._news.clear()
+        self.memories = ()
 
     def _place(
         self,

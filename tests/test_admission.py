@@ -1,0 +1,319 @@
+"""Budgets: who may read now, in which order; what waits loses nothing, and what cannot read takes no room."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynckv import ConfigError, Overloaded
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.admission import Admission
+from asynckv.core.pull import Pull, PullState
+from asynckv.core.types import Address, Reason
+from tests.world import Rank, World, make_layout, reason
+
+SMALL: dict[str, Any] = {"max_post_bytes": 64, "window_bytes": 256, "total_bytes": 512}
+
+
+def world_of(prefills: int = 1, **pull: Any) -> tuple[World, list[Rank], Rank]:
+    config = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=10.0, grant_s=3.0), pull=PullConfig(**pull))
+    world = World(config)
+    ranks = [
+        world.add(f"p{i}", make_layout(base=(i + 1) << 40, num_blocks=512), engine_id=f"prefill{i}", seed=i)
+        for i in range(prefills)
+    ]
+    return world, ranks, world.add("d", make_layout(base=1 << 60, num_blocks=512), engine_id="decode", seed=99)
+
+
+def ask(
+    world: World, prefill: Rank, decode: Rank, number: int, *, lend: bool = True, priority: int = 0, timeout: float = 30
+) -> Pull:
+    """One request of one block: prefill block `number` to decode block `number`."""
+    params = world.params([prefill], f"r{number}", [number], 4, written=lend)
+    if lend:
+        world.lend(prefill, params)
+    now = world.time(decode)
+    pull = decode.node.pull(f"d{number}", [(0, [number])], params, "", timeout, now, priority=priority)
+    world.settle(decode)
+    return pull
+
+
+def reading(decode: Rank) -> list[str]:
+    return [p.request_id for p in decode.node.pulling.pulls.values() if p.state is PullState.READING]
+
+
+def step(world: World, decode: Rank) -> None:
+    """Let one read end."""
+    world.deliver_all()
+    world.complete(decode, next(iter(decode.reads)))
+    world.deliver_all()
+
+
+def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> None:
+    world, (prefill,), decode = world_of(total_requests=4, window_requests=4)
+    want = prefill.buffers.block(299)
+    pulls = [ask(world, prefill, decode, i) for i in range(300)]
+    world.deliver_all()
+    while any(reason(p) is None for p in pulls):
+        running = [p for p in pulls if p.state is PullState.READING]
+        assert len(running) <= 4
+        # What only waits costs no plan, and its claims keep its lease.
+        assert all(leg.plan is None for p in pulls if p.state is PullState.QUEUED for leg in p.legs)
+        step(world, decode)
+        world.check()
+    assert {p.reason for p in pulls} == {Reason.COMPLETE}
+    assert [p.request_id for p in decode.ended] == [p.request_id for p in pulls]
+    world.run()
+    assert decode.buffers.block(299) == want
+    assert (prefill.node.is_idle, decode.node.is_idle) == (True, True)
+    assert decode.node.pulling.admission.num_admitted == 0
+
+
+def test_a_second_peer_with_one_request_waits_for_at_most_one_turn() -> None:
+    world, (first, second), decode = world_of(2, total_requests=2, window_requests=2)
+    many = [ask(world, first, decode, i) for i in range(50)]
+    world.deliver_all()
+    other = ask(world, second, decode, 100)
+    world.deliver_all()
+    ended = 0
+    while reason(other) is None:
+        step(world, decode)
+        ended = sum(reason(p) is not None for p in many)
+    assert ended <= 3  # two were in flight, one has the turn before
+
+
+def test_the_urgent_overtake_and_equals_keep_their_order() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    pulls = []
+    for i, priority in enumerate([0, 5, 5, 0, -1, -1, 0]):
+        pulls.append(ask(world, prefill, decode, i, priority=priority))
+        world.deliver_all()
+    while any(reason(p) is None for p in pulls):
+        step(world, decode)
+    assert [p.request_id for p in decode.ended] == ["d0", "d4", "d5", "d3", "d6", "d1", "d2"]
+
+
+def test_an_urgent_pull_of_one_peer_goes_before_others_of_another() -> None:
+    world, (first, second), decode = world_of(2, total_requests=1, window_requests=1)
+    for i in range(10):
+        ask(world, first, decode, i)
+    world.deliver_all()
+    ask(world, second, decode, 100, priority=-1)
+    world.deliver_all()
+    for _ in range(2):
+        step(world, decode)
+    assert [p.request_id for p in decode.ended] == ["d0", "d100"]
+
+
+def test_cancelled_ones_leave_the_queue_at_once() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    pulls = [ask(world, prefill, decode, i) for i in range(20)]
+    world.deliver_all()
+    for pull in pulls[1:19]:
+        decode.node.pulling.cancel(pull, world.time(decode))
+        world.settle(decode)
+    assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
+    assert decode.node.pulling.admission.num_waiting == 1
+    assert len(decode.returned) == 18
+    step(world, decode)
+    step(world, decode)
+    assert [p.reason for p in (pulls[0], pulls[19])] == [Reason.COMPLETE, Reason.COMPLETE]
+    world.run()
+    assert prefill.node.is_idle
+
+
+def test_a_pull_larger_than_every_budget_still_runs_and_alone() -> None:
+    # One block is 64 bytes and more than one descriptor: no post fits into these budgets.
+    world, (prefill,), decode = world_of(
+        max_post_bytes=64, window_bytes=8, total_bytes=8, window_descriptors=1, total_descriptors=1
+    )
+    params = world.params([prefill], "big", list(range(40)), 160, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d-big", list(range(40)), params)
+    small = ask(world, prefill, decode, 100)
+    world.deliver_all()
+    posts = 0
+    while reason(pull) is None or reason(small) is None:
+        assert len(decode.reads) == 1
+        posts += 1
+        step(world, decode)
+    assert posts >= 41
+    assert (pull.reason, small.reason) == (Reason.COMPLETE, Reason.COMPLETE)
+    world.check()
+
+
+def test_what_waits_keeps_its_lease_for_longer_than_it_lasts() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, timeout_s=100.0)
+    first = ask(world, prefill, decode, 0, timeout=100)
+    queued = ask(world, prefill, decode, 1, timeout=100)
+    world.deliver_all()
+    for _ in range(60):
+        world.advance(0.5)
+        world.deliver_all()
+    assert (first.state, queued.state) == (PullState.READING, PullState.QUEUED)
+    step(world, decode)
+    step(world, decode)
+    assert (first.reason, queued.reason) == (Reason.COMPLETE, Reason.COMPLETE)
+
+
+def test_a_deadline_in_the_queue_says_so() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    ask(world, prefill, decode, 0)
+    queued = ask(world, prefill, decode, 1, timeout=3)
+    world.deliver_all()
+    world.advance(3.1)
+    assert queued.reason is Reason.TIMEOUT
+    assert "still queued" in queued.detail
+
+
+def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
+    """Else nobody would lend: the prefill side may need the blocks that wait behind them."""
+    world, (prefill,), decode = world_of(total_requests=2, window_requests=2)
+    want = prefill.buffers.block(204)
+    early = [world.params([prefill], f"e{i}", [200 + i], 4) for i in range(5)]
+    ahead = []
+    for i, params in enumerate(early):
+        now = world.time(decode)
+        ahead.append(decode.node.pull(f"ahead{i}", [(0, [200 + i])], params, "", 30, now))
+        world.settle(decode)
+    world.deliver_all()
+    ready = [ask(world, prefill, decode, i) for i in range(5)]
+    for _ in range(40):
+        world.deliver_all()
+        world.complete_all()
+    assert {p.reason for p in ready} == {Reason.COMPLETE}
+    assert {reason(p) for p in ahead} == {None}
+    assert decode.node.pulling.admission.num_admitted == 0
+    for params in early:
+        world.lend(prefill, params)
+    world.run()
+    assert {p.reason for p in ahead} == {Reason.COMPLETE}
+    assert decode.buffers.block(204) == want
+    world.check()
+
+
+def test_a_peer_that_has_fallen_silent_takes_no_room_from_others() -> None:
+    world, (dead, alive), decode = world_of(2, total_requests=4, window_requests=4, **SMALL)
+    stuck = [ask(world, dead, decode, i) for i in range(8)]
+    world.deliver_all()
+    assert len(reading(decode)) == 4
+    del world.ranks["p0"]
+    for _ in range(10):
+        world.advance(0.25)
+        world.deliver_all()
+    healthy = [ask(world, alive, decode, 100 + i) for i in range(8)]
+    world.deliver_all()
+    stuck_reads = {t for t, r in decode.reads.items() if r.agent_name == "agent-p0"}
+    while any(reason(p) is None for p in healthy):
+        world.complete(decode, next(t for t in decode.reads if t not in stuck_reads))
+        world.deliver_all()
+    assert {p.reason for p in healthy} == {Reason.COMPLETE}
+    assert {reason(p) for p in stuck} == {None}
+    world.check()
+
+
+def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=2)
+    params = [world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(4)]
+    asked = []
+    for i in range(3):
+        world.lend(prefill, params[i])
+        assert decode.node.would_block(params[i]) == (i > 0)
+        asked.append(world.pull(decode, f"d{i}", [i], params[i]))
+        world.deliver_all()
+    with pytest.raises(Overloaded, match="2 pulls are queued already") as caught:
+        world.pull(decode, "d3", [3], params[3])
+    assert (caught.value.reason, caught.value.held) == ("queue_full", {})
+    assert decode.node.ledger.num_held("writing") == 3
+    step(world, decode)
+    world.lend(prefill, params[3])
+    world.pull(decode, "d3", [3], params[3])
+    world.run()
+    assert [p.reason for p in decode.ended] == [Reason.COMPLETE] * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"total_requests": 0}, "total_requests is 0"),
+        ({"window_bytes": 0}, "window_bytes is 0"),
+        ({"total_bytes": 1 << 20}, r"window_bytes 16777216 is above total_bytes 1048576.*raise total_bytes"),
+        ({"window_requests": 2048}, "window_requests 2048 is above total_requests 1024"),
+        ({"max_queued": -1}, "max_queued is -1"),
+        ({"timeout_s": 1.0}, "timeout_s 1.0 is below 2 s, the shortest lease"),
+        ({"retries": -1}, r"retries is -1; it must be 0 \(off\)"),
+        ({"retry_s": 0.0}, "retry_s is 0.0"),
+    ],
+)
+def test_budgets_that_cannot_work_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PullConfig(**config)
+
+
+def ticket(number: int, priority: int) -> Any:
+    return SimpleNamespace(pull_id=f"pull-{number}", priority=priority, arrival=number)
+
+
+Step = tuple[str, int, int]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(1, 4),
+    window=st.integers(1, 4),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["ask", "ask", "next", "next", "leave", "discount"]), st.integers(0, 40), st.integers(0, 3)
+        ),
+        max_size=120,
+    ),
+)
+def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: int, steps: list[Step]) -> None:
+    """Against a model that looks at everybody each time."""
+    admission = Admission(total, window)
+    waiting: list[tuple[int, Any]] = []
+    flying: list[tuple[int, Any]] = []
+    counted: set[str] = set()
+    passed: dict[int, dict[int, int]] = {}
+    for number, (what, which, lane) in enumerate(steps):
+        if what == "ask":
+            pull = ticket(number, which % 3)
+            admission.ask(((Address(f"lane{lane}"), "x"),), pull)
+            waiting.append((lane, pull))
+        elif what == "next":
+            room = {w for w in range(4) if sum(n == w for n, _ in flying) < window}
+            could = [(n, p) for n, p in waiting if n in room] if len(counted) < total else []
+            found = admission.next()
+            if not could:
+                assert found is None
+                continue
+            assert found is not None
+            best = min(p.priority for _, p in could)
+            chosen = next((n, p) for n, p in waiting if p is found)
+            assert found.priority == best
+            assert found is next(p for n, p in waiting if n == chosen[0] and p.priority == best), "first come"
+            for other in {n for n, p in could if p.priority == best} - {chosen[0]}:
+                count = passed.setdefault(other, {})
+                count[chosen[0]] = count.get(chosen[0], 0) + 1
+            passed[chosen[0]] = {}
+            waiting.remove(chosen)
+            flying.append(chosen)
+            counted.add(found.pull_id)
+            if best == 0 and {p.priority for _, p in waiting} <= {0}:
+                assert all(n <= 2 for c in passed.values() for n in c.values()), "a lane was passed by again and again"
+        elif (waiting or flying) and what == "leave":
+            chosen = (waiting + flying)[which % len(waiting + flying)]
+            admission.leave(chosen[1])
+            (waiting if chosen in waiting else flying).remove(chosen)
+            counted.discard(chosen[1].pull_id)
+        elif flying and what == "discount":
+            admission.discount(flying[which % len(flying)][1].pull_id)
+            counted.discard(flying[which % len(flying)][1].pull_id)
+        queued, reading = {p.pull_id for _, p in waiting}, {p.pull_id for _, p in flying}
+        assert admission.audit(queued, reading) == []
+        assert (admission.num_waiting, admission.num_admitted) == (len(waiting), len(flying))
+        assert len(counted) <= total

@@ -1,0 +1,420 @@
+"""Retries, drains, sleep and wake: a late first attempt changes nothing, and nothing old is served anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+from asynckv import (
+    BackendError,
+    EngineClosed,
+    LeaseConfig,
+    LeaseRefused,
+    LocalProtocolError,
+    PeerLost,
+    PrefillGroup,
+    PullCancelled,
+    PullError,
+    PullTimeout,
+    ReadFailed,
+    Registration,
+)
+from asynckv.config import PullConfig
+from tests.test_engine import Bench, Side, memory, until
+
+pytestmark = pytest.mark.anyio
+
+QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param == "real")
+
+
+@pytest.fixture
+def sim() -> Bench:
+    return Bench(False)
+
+
+async def passing(bench: Bench, task: asyncio.Task[Any], step: float = 0.02) -> Any:
+    """Let time pass until a task is done."""
+    with anyio.fail_after(20):
+        while not task.done():
+            await asyncio.sleep(0)
+            if not bench.real:
+                bench.clock.advance(step)
+    return await task
+
+
+def running(side: Side) -> int:
+    assert side.data is not None
+    return len(side.data.running)
+
+
+@contextlib.asynccontextmanager
+async def reading(sim: Bench, **how: Any) -> AsyncIterator[tuple[Side, Side, Any, asyncio.Task[Any], Any]]:
+    """A pull whose read is under way."""
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, **how))
+        await until(lambda: running(decode))
+        yield prefill, decode, lent, task, params
+
+
+# -- retries --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer_lost", [False, True])
+async def test_a_failed_read_is_tried_again_within_the_deadline(sim: Bench, peer_lost: bool) -> None:
+    async with reading(sim, retries=2) as (prefill, decode, lent, task, _):
+        assert decode.data is not None
+        decode.data.fail(next(iter(decode.data.running)), peer_lost=peer_lost)
+        await until(lambda: not running(decode))
+        while not running(decode):
+            sim.clock.advance(0.02)
+            await asyncio.sleep(0)
+        assert not lent.is_over
+        decode.data.finish()
+        result = await passing(sim, task)
+        assert result.attempts == 2
+        assert decode.blocks([6]) == prefill.blocks([1])
+        end = await lent.wait_released()
+        assert (end.cause, end.readers) == ("released", {"decode/tp0": "complete"})
+
+
+async def test_without_retries_a_failure_is_the_end(sim: Bench) -> None:
+    async with reading(sim) as (_, decode, lent, task, _):
+        assert decode.data is not None
+        decode.data.fail(next(iter(decode.data.running)))
+        with pytest.raises(ReadFailed) as caught:
+            await task
+        assert (caught.value.is_retryable, caught.value.attempts) == (True, 1)
+        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
+
+
+async def test_no_attempt_begins_while_an_earlier_one_may_still_write(sim: Bench) -> None:
+    async with reading(sim, retries=2, timeout_s=10.0) as (prefill, decode, _, task, _):
+        assert decode.data is not None
+        first = next(iter(decode.data.running))
+        decode.data.doubt(first)
+        for _ in range(50):
+            await asyncio.sleep(0)
+            sim.clock.advance(0.05)
+        assert list(decode.data.running) == [first]
+        assert not task.done()
+        # It lands late: into blocks that are still its own. Only then does the second begin.
+        decode.data.finish(first)
+        while list(decode.data.running) in ([], [first]):
+            sim.clock.advance(0.02)
+            await asyncio.sleep(0)
+        assert first not in decode.data.running
+        decode.data.finish()
+        assert (await passing(sim, task)).attempts == 2
+        assert decode.blocks([6]) == prefill.blocks([1])
+
+
+async def test_blocks_that_stay_held_end_the_retries_with_the_deadline(sim: Bench) -> None:
+    async with reading(sim, retries=5, timeout_s=3.0) as (_, decode, _, task, _):
+        assert decode.data is not None
+        first = next(iter(decode.data.running))
+        decode.data.doubt(first)
+        begun = sim.clock.now()
+        with pytest.raises(ReadFailed) as caught:
+            await passing(sim, task)
+        assert sim.clock.now() - begun <= 3.3
+        assert caught.value.held == {0: (6,)}
+        decode.data.finish(first)
+        await caught.value.returned()
+        # Nobody will try again, and the prefill side knows.
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
+
+
+async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
+    async with reading(sim, retries=1) as (_, decode, lent, task, _):
+        assert decode.data is not None
+        for _ in range(2):
+            await until(lambda: True)
+            while not running(decode):
+                sim.clock.advance(0.02)
+                await asyncio.sleep(0)
+            assert not lent.is_over
+            decode.data.fail(next(iter(decode.data.running)))
+        with pytest.raises(ReadFailed) as caught:
+            await passing(sim, task)
+        assert caught.value.attempts == 2
+        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
+
+
+async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Bench) -> None:
+    async with reading(sim, retries=3) as (_, decode, lent, task, params):
+        assert decode.data is not None
+        decode.data.fail(next(iter(decode.data.running)))
+        await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
+        with pytest.raises(LocalProtocolError, match="being pulled already"):
+            await decode.engine.pull("d", [(0, [7])], params)
+        with pytest.raises(LocalProtocolError, match="being pulled already"):
+            decode.engine.announce("d", params)
+        assert decode.engine.cancel("d")
+        with pytest.raises(PullCancelled, match="between two attempts"):
+            await passing(sim, task)
+        assert (await lent.wait_released()).readers == {"decode/tp0": "cancelled"}
+        assert not decode.engine.cancel("d")
+
+
+async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> None:
+    async with reading(sim, retries=3) as (_, decode, lent, task, _):
+        assert decode.data is not None
+        decode.data.fail(next(iter(decode.data.running)))
+        await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await lent.wait_released()).cause == "released"
+
+
+async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK, pull=PullConfig(retries=5)) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params).revoke()
+        with pytest.raises(LeaseRefused, match="revoked") as caught:
+            await decode.engine.pull("d", [(0, [6])], params)
+        assert (caught.value.attempts, caught.value.is_retryable) == (1, False)
+
+
+@pytest.mark.parametrize("answer", ["new", "none", "late"])
+async def test_a_restarted_prefill_rank_is_read_again_with_new_params(bench: Bench, answer: str) -> None:
+    """The old rank's KV is gone: a router has the prompt prefilled again, while the caller waits."""
+    prefill, decode = bench.side("prefill", 1, lease=QUICK), bench.side("decode", 100, lease=QUICK)
+    async with decode.engine:
+        await prefill.engine.start()
+        old = PrefillGroup("prefill", [prefill.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(old)
+        close = asyncio.create_task(prefill.engine.aclose())
+        await passing(bench, close)
+        address = prefill.engine.endpoint.address
+        again = bench.side("prefill", 7, lease=QUICK, **({"bind": address} if bench.real else {}))
+        if not bench.real:
+            again.engine._control._address = address  # type: ignore[attr-defined]
+        async with again.engine:
+            asked: list[PullError] = []
+
+            async def renew(error: PullError) -> Any:
+                asked.append(error)
+                if answer == "none":
+                    return None
+                if answer == "late":
+                    await asyncio.get_running_loop().create_future()
+                group = PrefillGroup("prefill", [again.engine.endpoint])
+                params = group.make_params("r2", [(0, [3])], 16, written=True)
+                again.engine.lend(params)
+                return params
+
+            pull = decode.engine.pull("d", [(0, [6])], old, retries=1, renew_params=renew, timeout_s=3.0)
+            task = asyncio.create_task(pull)
+            if answer == "new":
+                result = await passing(bench, task)
+                assert result.attempts == 2
+                assert decode.blocks([6]) == again.blocks([3])
+            else:
+                with pytest.raises(PullError) as caught:
+                    await passing(bench, task)
+                assert caught.value is asked[0]
+                assert caught.value.reason in ("restarted", "peer_unreachable", "engine_closed", "peer_lost")
+            assert len(asked) == 1
+            closing = asyncio.create_task(again.engine.aclose())
+            await passing(bench, closing)
+        closing = asyncio.create_task(decode.engine.aclose())
+        await passing(bench, closing)
+
+
+# -- drain ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_completes_a_reader_in_the_middle_of_its_pull(sim: Bench) -> None:
+    async with reading(sim) as (prefill, decode, lent, task, _):
+        assert decode.data is not None
+        draining = asyncio.create_task(prefill.engine.drain(5.0))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            sim.clock.advance(0.1)
+        assert not draining.done()
+        decode.data.finish()
+        await passing(sim, task)
+        assert await passing(sim, draining) == ()
+        assert (await lent.wait_released()).cause == "released"
+
+
+async def test_a_drain_names_the_stragglers_at_its_deadline_and_cancels_nothing(sim: Bench) -> None:
+    async with reading(sim) as (prefill, decode, lent, task, _):
+        assert decode.data is not None
+        draining = asyncio.create_task(prefill.engine.drain(1.0))
+        (straggler,) = await passing(sim, draining)
+        assert (straggler.request_id, straggler.reason, straggler.blocks) == ("r", "lent", {0: (1,)})
+        assert straggler.waits_for == ("decode/tp0",)
+        assert not lent.is_over
+        decode.data.finish()
+        await passing(sim, task)
+
+
+async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        other = group.make_params("s", [(0, [2])], 16, written=True)
+        params = group.make_params("r", [(0, [1])], 16)
+        prefill.engine.lend(other)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
+        draining = asyncio.create_task(prefill.engine.drain(3.0))
+        with pytest.raises(PullError) as caught:
+            await asyncio.wait_for(task, 5)
+        assert caught.value.reason == "engine_closed"
+        (peer,) = decode.engine._node.pulling.peers.values()
+        assert peer.is_draining
+        await decode.engine.pull("e", [(0, [7])], other)
+        assert await passing(sim, draining) == ()
+
+
+async def test_what_was_announced_may_still_be_pulled_while_draining(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        decode.engine.announce("d", params)
+        await until(lambda: decode.engine.statistics().counters.get("sent.claim"))
+        draining = asyncio.create_task(decode.engine.drain(3.0))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineClosed, match="draining"):
+            await decode.engine.pull("other", [(0, [7])], params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        assert await passing(sim, draining) == ()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+async def test_a_drain_without_end_is_refused(sim: Bench, seconds: float) -> None:
+    async with sim.pair() as (prefill, _, _):
+        with pytest.raises(LocalProtocolError, match="finite number of seconds"):
+            await prefill.engine.drain(seconds)
+
+
+# -- sleep and wake ---------------------------------------------------------------------------------------
+
+
+async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: Bench) -> None:
+    async with bench.pair(lease=QUICK) as (prefill, decode, group):
+        for cycle in range(3):
+            params = group.make_params("r", [(0, [1])], 16, written=True)
+            unlent = group.make_params("s", [(0, [2])], 16)
+            lent = prefill.engine.lend(params)
+            await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
+            assert decode.blocks([6]) == prefill.blocks([1])
+            kept = group.make_params("t", [(0, [3])], 16, written=True)
+            still = prefill.engine.lend(kept)
+            (cut,) = await passing(bench, asyncio.create_task(prefill.engine.suspend()))
+            assert (cut.request_id, cut.waits_for) == ("t", ("*",))
+            assert await prefill.engine.suspend() == ()
+            assert ((await lent.wait_released()).cause, (await still.wait_released()).cause) == ("released", "revoked")
+            with pytest.raises(EngineClosed, match="suspended"):
+                prefill.engine.lend(params)
+            with pytest.raises(PullError):
+                await passing(bench, asyncio.create_task(decode.engine.pull("e", [(0, [7])], kept, timeout_s=2.5)))
+            address = prefill.engine.endpoint.address
+            await prefill.engine.resume()
+            assert prefill.engine.endpoint.address == address
+            assert prefill.engine.memory_epoch == cycle + 1
+            with pytest.raises(LocalProtocolError, match="registered anew"):
+                prefill.engine.lend(unlent)
+            for old in (params, unlent, kept):
+                with pytest.raises(PullError) as caught:
+                    await passing(bench, asyncio.create_task(decode.engine.pull("e", [(0, [7])], old, timeout_s=2.5)))
+                assert caught.value.reason in ("restarted", "peer_lost")
+            group = PrefillGroup(
+                "prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch, lease=QUICK
+            )
+            prefill.engine.check_integrity()
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [8])], params)))
+        assert decode.blocks([8]) == prefill.blocks([1])
+
+
+async def test_a_reader_may_sleep_and_wake_with_other_memory(bench: Bench) -> None:
+    async with bench.pair(lease=QUICK) as (prefill, decode, group):
+        for _ in range(2):
+            params = group.make_params("r", [(0, [1])], 16, written=True)
+            prefill.engine.lend(params)
+            await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
+            assert decode.blocks([6]) == prefill.blocks([1])
+            assert await passing(bench, asyncio.create_task(decode.engine.suspend(1.0))) == ()
+            registration, arrays = memory(500)
+            await decode.engine.resume(registration)
+            decode.arrays = arrays
+
+
+async def test_a_pull_under_way_is_cut_short_by_sleep_with_every_block(sim: Bench) -> None:
+    async with reading(sim, retries=4) as (_, decode, _, task, _):
+        suspending = asyncio.create_task(decode.engine.suspend())
+        with pytest.raises(PullCancelled) as caught:
+            await passing(sim, task)
+        assert caught.value.held == {0: (6,)}
+        (cut,) = await passing(sim, suspending)
+        assert cut.request_id == "d"
+        await caught.value.returned()
+        assert running(decode) == 0
+        assert decode.engine.holds() == ()
+        await decode.engine.resume()
+
+
+async def test_waking_with_memory_that_cannot_be_registered_leaves_it_asleep() -> None:
+    bench = Bench(False)
+    async with bench.pair() as (prefill, _, group):
+        with pytest.raises(LocalProtocolError, match="not suspended"):
+            await prefill.engine.resume()
+        await passing(bench, asyncio.create_task(prefill.engine.suspend()))
+        assert prefill.data is not None
+        register = prefill.data.register
+
+        def refuse(memories: Any) -> None:
+            raise BackendError("no such memory")
+
+        prefill.data.register = refuse  # type: ignore[method-assign]
+        other: Registration = memory(3)[0]
+        with pytest.raises(BackendError):
+            await prefill.engine.resume(other)
+        with pytest.raises(EngineClosed, match="suspended"):
+            prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        prefill.data.register = register  # type: ignore[method-assign]
+        await prefill.engine.resume()
+        assert prefill.engine.registration is not other
+
+
+async def test_an_engine_may_be_closed_in_its_sleep_and_a_second_time(bench: Bench) -> None:
+    side = bench.side("x", 1)
+    async with side.engine:
+        await passing(bench, asyncio.create_task(side.engine.suspend()))
+        await passing(bench, asyncio.create_task(side.engine.aclose()))
+        await side.engine.aclose()
+        for call in (side.engine.suspend, side.engine.resume):
+            with pytest.raises(EngineClosed):
+                await call()
+
+
+async def test_a_lost_peer_and_a_timeout_say_whether_to_try_again(sim: Bench) -> None:
+    async with reading(sim, timeout_s=2.0) as (_, decode, _, task, _):
+        assert decode.data is not None
+        with pytest.raises(PullTimeout) as caught:
+            await passing(sim, task, 0.1)
+        assert not caught.value.is_retryable
+        decode.data.finish()
+    async with reading(sim) as (_, decode, _, task, _):
+        assert decode.data is not None
+        decode.data.fail(next(iter(decode.data.running)), peer_lost=True)
+        with pytest.raises(PeerLost) as lost:
+            await task
+        assert lost.value.is_retryable
