@@ -575,6 +575,8 @@ class Engine:
             retry.attempts,
             retry.curable,
         )
+        if pull.planned_at == pull.admitted_at < math.inf:
+            pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
         self._soon()
         try:
@@ -765,8 +767,8 @@ class Engine:
                 if ended is not None:
                     node.pulling.ended(_news(ended), 0.0, now)
             elif (pull := node.pulling.admit(began)) is not None:
-                self._do(node)  # the tables that its plan needs
-                now = pull.planned_at = clock.now()  # the core cannot tell how long it took
+                self._obey(node)  # its plan may need tables
+                now = pull.planned_at = clock.now()
             else:
                 break
             began = now
@@ -778,6 +780,9 @@ class Engine:
     def _do(self, node: Node) -> None:
         for to, packet in node.desk.take_packets():
             self._safely(self._send, to, packet)
+        self._obey(node)
+
+    def _obey(self, node: Node) -> None:
         while commands := node.desk.take_commands():
             for command in commands:
                 self._safely(self._execute, command, node)

@@ -29,14 +29,23 @@ class Limiter:
     def __len__(self) -> int:
         return len(self._levels)
 
-    def take(self, sender: Hashable, now: float, cost: float = 1.0) -> bool:
-        """Spend tokens of a sender; False if it has run out."""
+    def take(self, sender: Hashable, now: float) -> bool:
+        """Spend one token of a sender; False if it has run out."""
+        level = self._level(sender, now)
+        is_good = level >= 1 - 1e-9
+        self._set(sender, level - 1 if is_good else level, now)
+        return is_good
+
+    def charge(self, sender: Hashable, now: float, cost: float) -> None:
+        """Take tokens of a sender, whether it has them or not; who stops gets another chance after a moment."""
+        self._set(sender, max(self._level(sender, now) - cost, -self._burst), now)
+
+    def _level(self, sender: Hashable, now: float) -> float:
         level, at = self._levels.get(sender, (self._burst, now))
-        level = min(self._burst, level + (now - at) * self._rate)
-        is_good = level > 0
-        # Debts are bounded too: who stops gets another chance after a moment.
-        self._levels[sender] = (max(level - cost, -self._burst) if is_good else level, now)
+        return min(self._burst, level + (now - at) * self._rate)
+
+    def _set(self, sender: Hashable, level: float, now: float) -> None:
+        self._levels[sender] = (level, now)
         self._levels.move_to_end(sender)
         if len(self._levels) > MAX_SENDERS:
             self._levels.popitem(last=False)
-        return is_good

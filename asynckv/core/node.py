@@ -491,7 +491,7 @@ class Node:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
             self.desk.counters["dropped.malformed"] += 1
-            self._packets.take(origin, now, MALFORMED)
+            self._packets.charge(origin, now, MALFORMED)
             if "protocol version" in str(exc):
                 self._foreign_version(origin, str(exc), now)
             return

@@ -169,6 +169,8 @@ class Pulling:
                 self._meet(pull, leg, now)
         self._route(pull, now)
         self._after(pull, now)
+        # Where there is room its plan is made at once, in its caller's time: a turn of the loop is for all.
+        self.admit(now)
 
     def cancel(self, pull: Pull, now: float) -> None:
         """Give up a pull."""

@@ -1,0 +1,85 @@
+"""What one connection may cost: floods and rubbish are dropped, counted, and nobody else notices."""
+
+from __future__ import annotations
+
+import pytest
+
+from asynckv import ConfigError, LimitsConfig
+from asynckv.config import EngineConfig
+from asynckv.core.limits import MAX_SENDERS, Limiter
+from asynckv.core.messages import MAJOR, MINOR, Hello, Ping, encode_packet
+from asynckv.core.types import Cohort, Reason, Route
+from tests.world import World, make_layout
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+    limiter = Limiter(10.0, 5.0)
+    assert sum(limiter.take("a", 0.0) for _ in range(100)) == 5
+    assert sum(limiter.take("a", 1.0) for _ in range(100)) == 5
+    assert sum(limiter.take("a", 1.1) for _ in range(100)) == 1
+    # What somebody else has is his.
+    assert limiter.take("b", 1.1)
+
+
+def test_what_is_dear_makes_debts_that_end() -> None:
+    limiter = Limiter(10.0, 5.0)
+    limiter.charge("a", 0.0, 1e9)
+    assert not limiter.take("a", 0.5)
+    assert limiter.take("a", 0.65)
+
+
+def test_only_so_many_senders_are_remembered() -> None:
+    limiter = Limiter(1.0, 1.0)
+    for i in range(2 * MAX_SENDERS):
+        limiter.take(i, 0.0)
+    assert len(limiter) == MAX_SENDERS
+
+
+def test_a_flood_is_dropped_and_others_are_served() -> None:
+    world = World(EngineConfig(engine_id="x"))
+    prefill = world.add("p", make_layout(), engine_id="prefill", seed=1)
+    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
+    node, flood = prefill.node, Route(b"flood")
+    burst = node.config.limits.packet_burst
+    packet = encode_packet("stranger", "", [Ping(1)])
+    for _ in range(burst + 100):
+        node.receive(flood, packet, 0.0)
+    assert node.desk.counters["dropped.too_many"] == 100
+    assert node.desk.counters["sent.pong"] == burst
+    list(node.desk.take_packets())
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [4], params)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+def test_rubbish_costs_its_sender_a_hundredfold() -> None:
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(packet_burst=1000)))
+    node = world.add("p", make_layout(), engine_id="prefill").node
+    for _ in range(1000):
+        node.receive(Route(b"r"), b"\x00rubbish", 0.0)
+    assert node.desk.counters["dropped.malformed"] == 10
+    assert node.desk.counters["dropped.too_many"] == 990
+    # After a second of silence it has a thousand again.
+    node.receive(Route(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
+    assert node.desk.counters["sent.pong"] == 1
+
+
+def test_hellos_by_the_hundred_get_few_large_answers() -> None:
+    world = World(EngineConfig(engine_id="x"))
+    node = world.add("p", make_layout(), engine_id="prefill").node
+    for i in range(500):
+        hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
+        node.receive(Route(b"r"), encode_packet("stranger", "", [hello]), 0.0)
+    assert node.desk.counters["sent.welcome"] == 16
+    assert node.desk.counters["dropped.too_many_hellos"] == 484
+    # Several in one packet are several.
+    node.receive(Route(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
+    assert node.desk.counters["sent.welcome"] == 32
+
+
+@pytest.mark.parametrize("name", ["packets_per_s", "packet_burst", "hellos_per_s", "hello_burst"])
+def test_limits_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0; it must be a positive"):
+        LimitsConfig(**{name: 0})
