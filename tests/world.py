@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +196,7 @@ class World:
         config = self.config or EngineConfig(engine_id="x")
         engine_id = engine_id or name
         identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
-        config = EngineConfig(engine_id=engine_id, lease=config.lease, pull=config.pull)
+        config = replace(config, engine_id=engine_id)
         rank = self.ranks[name] = Rank(name, Node(identity, config), Buffers(layout, seed), rate, epoch)
         return rank
 
