@@ -17,7 +17,7 @@ from asynckv.core.messages import Ack, Granted, Release
 from asynckv.core.pull import Leg, News, Pull
 from asynckv.core.types import Outcome, PullId
 from asynckv.engine import Engine, _news
-from asynckv.testing import simulation
+from asynckv.testing import service
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTED: dict[str, Plant] = {}
@@ -185,7 +185,7 @@ def retries_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
         returned.close()
         return True
 
-    patch.setattr(simulation._Attempt, "_wait", wait)
+    patch.setattr(service.Attempt, "_wait", wait)
     patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
 
 
