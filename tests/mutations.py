@@ -14,6 +14,7 @@ from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Granted, Release
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull
 from asynckv.core.types import Outcome, PullId
 from asynckv.engine import Engine, _news
@@ -327,3 +328,32 @@ def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Pull, "tick", tick)
     patch.setattr(Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.legs))))
+
+
+@planted
+def one_window_for_all_peers(patch: pytest.MonkeyPatch) -> None:
+    """Whoever's window is full keeps all others from posting."""
+    honest = pulling.Pulling.next_post
+
+    def next_post(self: pulling.Pulling, now: float) -> Any:
+        for peer in self._turns:
+            post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
+            if post and peer.in_flight_bytes and peer.in_flight_bytes + post.num_bytes > self._config.window_bytes:
+                return None
+        return honest(self, now)
+
+    patch.setattr(pulling.Pulling, "next_post", next_post)
+
+
+@planted
+def one_handshake_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """A rank that does not answer keeps us from meeting any other."""
+    honest = pulling.Pulling._hello
+
+    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+        if any(p is not peer and p.state is PeerState.CONNECTING and p.hellos for p in self.peers.values()):
+            peer.retry_at = now + 0.05
+        else:
+            honest(self, peer, now)
+
+    patch.setattr(pulling.Pulling, "_hello", hello)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["BLOCK", "FAULTS", "RECIPES", "Ask", "Fault", "Script", "make_script"]
 
@@ -61,6 +61,7 @@ class Ask:
     """One request of the service.
 
     Attributes:
+        prefill: Prefill engine that does it.
         ahead: The params travel before the KV is written and lent.
         engines: Decode engines that read it.
         shares: Number of an earlier request whose first blocks it has in common, or -1.
@@ -79,10 +80,12 @@ class Ask:
     lease_s: float = 4.0
     routed_s: float = 0.5
     """How long the params are under way, at most."""
+    prefill: int = 0
 
     def __str__(self) -> str:
         return (
-            f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, read by "
+            f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, of prefill engine "
+            f"{self.prefill}, read by "
             f"{' and '.join(f'engine {e}' for e in self.engines)}"
             f"{', params ahead' if self.ahead else ''}{f', shares with {self.shares}' if self.shares >= 0 else ''}"
             f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
@@ -91,7 +94,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a seed stands for."""
+    """What a seed stands for.
+
+    Attributes:
+        prefill, decode: Ranks of each prefill engine, of each decode engine.
+    """
 
     seed: int
     prefill: int
@@ -105,6 +112,22 @@ class Script:
     """How slow packets are, next to 50 to 250 microseconds."""
     data: float = 1.0
     """How slow transfers are, next to 0.02 to 2 milliseconds."""
+    prefill_engines: int = 1
+
+    @property
+    def prefill_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the ranks of each prefill engine."""
+        return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Prefill engines that no fault touches, nor any of their readers: their requests must not notice any."""
+        hit = {who for fault in self.faults for who in fault.who}
+        own = [
+            {*names, *(str(ask.number) for ask in self.asks if ask.prefill == engine)}
+            for engine, names in enumerate(self.prefill_names)
+        ]
+        return frozenset() if hit - set().union(*own) else frozenset(e for e, mine in enumerate(own) if not hit & mine)
 
     @property
     def is_long(self) -> bool:
@@ -153,7 +176,31 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
         drawn += _cook(rng, recipe, names, asks, seconds) if set(recipe) <= set(kinds) else []
     heads = rng.choice([12, 12, 12, 1])
     wire, data = rng.choice([1, 1, 20, 400]), rng.choice([1, 1, 30, 400])
-    return Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
+    script = Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
+    # From here on with dice of its own: what was drawn above stays what it was.
+    return _second_engine(random.Random(repr(("engines", seed))), script, kinds)
+
+
+def _second_engine(rng: random.Random, script: Script, kinds: list[str]) -> Script:
+    """Give some scripts a second prefill engine, and some of these one engine that has all the trouble."""
+    if rng.random() < 0.6:
+        return script
+    asks = tuple(replace(ask, prefill=rng.randrange(2)) for ask in script.asks)
+    script = replace(script, prefill_engines=2, asks=asks)
+    troubled = rng.randrange(2)
+    theirs = [ask for ask in asks if ask.prefill == troubled]
+    if rng.random() < 0.4 or not theirs:
+        return script
+    # Alike but for their engine: who is spared is asked for while the other is in trouble.
+    asks = tuple(replace(a, lease_s=4.0, routed_s=0.2, at=rng.choice(theirs).at + rng.random()) for a in asks)
+    names = list(script.prefill_names[troubled])
+    theirs = [ask for ask in asks if ask.prefill == troubled]
+    faults = [
+        _draw(rng, rng.choice(kinds), names, theirs, script.seconds) for _ in range(rng.randint(1, 3) if kinds else 0)
+    ]
+    recipe = rng.choice(RECIPES)
+    faults += _cook(rng, recipe, names, theirs, script.seconds) if set(recipe) <= set(kinds) else []
+    return replace(script, asks=tuple(sorted(asks, key=lambda a: a.at)), faults=tuple(faults))
 
 
 RECIPES = (
@@ -197,7 +244,7 @@ def _draw(rng: random.Random, kind: str, names: list[str], asks: Sequence[Ask], 
         chosen = rng.choice(asks)
         at, who = min(chosen.at + rng.random() ** 3 * 2.0, seconds), (str(chosen.number),)
     elif kind == "partition":
-        who = tuple(rng.sample(names, rng.randint(1, len(names) - 1)))
+        who = tuple(rng.sample(names, rng.randint(1, max(len(names) - 1, 1))))
     elif kind in ("loss", "duplicate", "delay", "slow", "fail", "doubt", "stuck", "pause"):
         who = tuple(rng.sample(names, rng.choice([1, len(names)]) if rng.random() < 0.5 else 1))
     else:

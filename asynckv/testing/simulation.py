@@ -68,8 +68,8 @@ class Outcome:
         script = self.script
         yield f"{self.violation or 'no violation'}"
         yield (
-            f"{script.prefill} prefill ranks, {script.decode_engines} decode engines of {script.decode} ranks, "
-            f"{script.heads} heads, wire x{script.wire:g}, transfers x{script.data:g}"
+            f"{script.prefill_engines} prefill engines of {script.prefill} ranks, {script.decode_engines} decode "
+            f"engines of {script.decode} ranks, {script.heads} heads, wire x{script.wire:g}, transfers x{script.data:g}"
         )
         yield from map(str, script.asks)
         yield from map(str, script.faults)
