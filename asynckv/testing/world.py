@@ -438,6 +438,13 @@ class Transfer:
     """Nothing will be written any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    table: PieceTable
+    rows: list[tuple[list[int], list[int], int]]
+    """Memory, offset and stride on both sides, and the length, as plain numbers."""
+
+
 class WorldData:
     """Bytes between processes: a transfer lands piece by piece, whatever its reader does meanwhile.
 
@@ -454,7 +461,7 @@ class WorldData:
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
         self.posted = 0
         self.is_closed = False
-        self._tables: dict[str, dict[int, PieceTable]] = {}
+        self._tables: dict[str, dict[int, _Table]] = {}
         self._users: Counter[str] = Counter()
         self._news: list[Ended] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -493,7 +500,8 @@ class WorldData:
         """Keep a table."""
         if name not in self._tables:
             raise Violation(f"{self.process.name} adds a table for {name}, which is not loaded")
-        self._tables[name][table.table_id] = table
+        rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
+        self._tables[name][table.table_id] = _Table(table, list(rows))
 
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget a table that nothing uses."""
@@ -616,19 +624,18 @@ class WorldData:
         self,
         transfer_id: TransferId,
         owner: WorldData,
-        table: PieceTable,
+        known: _Table,
         name: str,
         local: IndexArray,
         remote: IndexArray,
     ) -> Transfer:
         pieces: list[_Piece] = []
         spots = []
+        table, rows = known.table, known.rows
         for a, b in zip(local.tolist(), remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
-            length = int(table.length[row])
-            memory, offset, stride = (int(x) for x in table.local[row])
+            (memory, offset, stride), (remote_memory, remote_offset, remote_stride), length = rows[row]
             start = offset + mine * stride
-            remote_memory, remote_offset, remote_stride = (int(x) for x in table.remote[other])
             source = remote_offset + theirs * remote_stride
             target = self.arrays[memory][start : start + length]
             origin = owner.arrays[remote_memory][source : source + length]
