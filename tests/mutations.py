@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.core import lease as lease_module
@@ -13,7 +15,7 @@ from asynckv.core import lending, node, pulling
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Granted, Release
+from asynckv.core.messages import Ack, Granted, Release, Renew
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull
 from asynckv.core.types import Outcome, PullId
@@ -357,3 +359,92 @@ def one_handshake_at_a_time(patch: pytest.MonkeyPatch) -> None:
             honest(self, peer, now)
 
     patch.setattr(pulling.Pulling, "_hello", hello)
+
+
+@planted
+def anybody_may_release(patch: pytest.MonkeyPatch) -> None:
+    """A release counts for the pull that it names, whoever sends it."""
+    honest = Lease._release
+
+    def release(self: Lease, message: Release, source: str, now: float) -> Any:
+        hold = self.held.get(PullId(message.pull_id))
+        return honest(self, message, source if hold is None else hold.source, now)
+
+    patch.setattr(Lease, "_release", release)
+
+
+@planted
+def anybody_may_renew(patch: pytest.MonkeyPatch) -> None:
+    """A renewal counts for the pull that it names, whoever sends it."""
+    honest = Lease._answer
+
+    def answer(self: Lease, message: Any, source: str, now: float) -> Any:
+        hold = self.held.get(PullId(message.pull_id))
+        return honest(self, message, hold.source if hold and isinstance(message, Renew) else source, now)
+
+    patch.setattr(Lease, "_answer", answer)
+
+
+@planted
+def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A key is its epoch and its sequence; the token is decoration."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        here = (message.key.epoch, message.key.sequence)
+        key = next((k for k in self.leases if (k.epoch, k.sequence) == here), message.key)
+        honest(self, msgspec.structs.replace(message, key=key), route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def request_ids_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Whoever knows a key may call the request what he likes."""
+    honest = Lease._bind
+
+    def bind(self: Lease, message: Any) -> Any:
+        return honest(self, msgspec.structs.replace(message, request_id=self.lent.request_id))
+
+    patch.setattr(Lease, "_bind", bind)
+
+
+@planted
+def any_cohort_may_read(patch: pytest.MonkeyPatch) -> None:
+    """A lease is bound to as many cohorts as speak up."""
+    honest = Lease._bind
+
+    def bind(self: Lease, message: Any) -> Any:
+        if message.cohort.id not in self.cohorts and len(self.cohorts) >= self.lent.readers:
+            self.lent = replace(self.lent, readers=self.lent.readers + 1)
+        return honest(self, message)
+
+    patch.setattr(Lease, "_bind", bind)
+
+
+@planted
+def answers_need_no_question(patch: pytest.MonkeyPatch) -> None:
+    """An answer with a nonce that was never used counts from the newest question."""
+    honest = Pull.answered
+
+    def answered(self: Pull, leg: Leg, answer: Any, now: float) -> bool:
+        if leg.nonces and answer.nonce not in leg.nonces:
+            answer = msgspec.structs.replace(answer, nonce=next(reversed(leg.nonces)))
+        return honest(self, leg, answer, now)
+
+    patch.setattr(Pull, "answered", answered)
+
+
+@planted
+def answers_from_anybody_count(patch: pytest.MonkeyPatch) -> None:
+    """Neither the key nor the process start of an answer is looked at."""
+    honest = pulling.Pulling._claim_answered
+
+    def claim_answered(self: pulling.Pulling, answer: Any, address: Any, source: str, now: float) -> None:
+        pull = self.pulls.get(PullId(answer.pull_id))
+        leg = next((x for x in pull.legs if x.address == address), None) if pull else None
+        if pull and leg:
+            answer, source = msgspec.structs.replace(answer, key=pull.params.key), leg.incarnation
+        honest(self, answer, address, source, now)
+
+    patch.setattr(pulling.Pulling, "_claim_answered", claim_answered)

@@ -28,6 +28,7 @@ FAULTS = (
     "forget",
     "close",
     "garbage",
+    "hostile",
 )
 """Kinds of faults that a script may hold."""
 
@@ -120,6 +121,11 @@ class Script:
         return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))
 
     @property
+    def is_only_hostile(self) -> bool:
+        """Nothing goes wrong by itself."""
+        return all(fault.kind == "hostile" for fault in self.faults)
+
+    @property
     def spared(self) -> frozenset[int]:
         """Prefill engines that no fault touches, nor any of their readers: their requests must not notice any."""
         hit = {who for fault in self.faults for who in fault.who}
@@ -178,7 +184,18 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     wire, data = rng.choice([1, 1, 20, 400]), rng.choice([1, 1, 30, 400])
     script = Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
     # From here on with dice of its own: what was drawn above stays what it was.
-    return _second_engine(random.Random(repr(("engines", seed))), script, kinds)
+    script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
+    return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+
+
+def _hostile(rng: random.Random, script: Script) -> Script:
+    """Leave some services alone with a hostile peer."""
+    if rng.random() < 0.92:
+        return script
+    names = [n for names in script.prefill_names for n in names]
+    names += [f"d{e}.{i}" for e in range(script.decode_engines) for i in range(script.decode)]
+    faults = [_draw(rng, "hostile", names, script.asks, script.seconds) for _ in range(rng.randint(1, 4))]
+    return replace(script, faults=tuple(faults))
 
 
 def _second_engine(rng: random.Random, script: Script, kinds: list[str]) -> Script:

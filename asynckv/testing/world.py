@@ -307,7 +307,7 @@ class WorldControl:
     """Packets between processes."""
 
     def __init__(self, process: Process, address: str) -> None:
-        self._process, self._address = process, Address(address)
+        self.process, self._address = process, Address(address)
         self._on_packet: Callable[[Address | Route, bytes], None] | None = None
         self._links: set[Address] = set()
         self._random = process.world.random_of("wire", process.name)
@@ -321,19 +321,19 @@ class WorldControl:
     async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
         """Listen."""
         self._on_packet = on_packet
-        self._process.world.listeners[self._address] = self
+        self.process.world.listeners[self._address] = self
 
     def send(self, to: Address | Route, packet: bytes) -> bool:
         """Hand a packet to the wire."""
-        process, world = self._process, self._process.world
+        process, world = self.process, self.process.world
         process.spend()
         if self._on_packet is None:
             return False
         if isinstance(to, bytes):
             asker = self.asked.get(to)
-            if asker is None or asker._process.is_dead or self._address not in asker._links:
+            if asker is None or asker.process.is_dead or self._address not in asker._links:
                 return False
-            for delay in world.fate(process.name, asker._process.name, self._random):
+            for delay in world.fate(process.name, asker.process.name, self._random):
                 self._carry(asker, self._address, packet, delay)
             return True
         self._links.add(to)
@@ -341,12 +341,12 @@ class WorldControl:
         if listener is not None:
             route = Route(process.name.encode())
             listener.asked[route] = self
-            for delay in world.fate(process.name, listener._process.name, self._random):
+            for delay in world.fate(process.name, listener.process.name, self._random):
                 self._carry(listener, route, packet, delay)
         return True
 
     def _carry(self, to: WorldControl, origin: Address | Route, packet: bytes, delay: float) -> None:
-        sender, receiver = self._process, to._process
+        sender, receiver = self.process, to.process
         sender.world.note(sender.name, f"-> {receiver.name}", packet)
         sent_at = sender.now
 
@@ -361,10 +361,10 @@ class WorldControl:
         """Take a packet, in the process's loop."""
         if self._on_packet is None or (isinstance(origin, str) and origin not in self._links):
             return
-        self._process.spend()
-        self._process.world.note(self._process.name, "received", packet)
+        self.process.spend()
+        self.process.world.note(self.process.name, "received", packet)
         self._on_packet(origin, packet)
-        self._process.spend()
+        self.process.spend()
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
@@ -377,8 +377,8 @@ class WorldControl:
     async def aclose(self) -> None:
         """Listen no more; what was sent may take a moment to leave."""
         self._on_packet = None
-        if self._process.world.listeners.get(self._address) is self:
-            del self._process.world.listeners[self._address]
+        if self.process.world.listeners.get(self._address) is self:
+            del self.process.world.listeners[self._address]
         await asyncio.sleep(self._random.random() ** 2 * 0.5)
 
 
