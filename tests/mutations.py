@@ -12,6 +12,7 @@ import pytest
 
 from asynckv.core import lease as lease_module
 from asynckv.core import lending, node, pulling
+from asynckv.core import pull as pull_module
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
@@ -448,3 +449,128 @@ def answers_from_anybody_count(patch: pytest.MonkeyPatch) -> None:
         honest(self, answer, address, source, now)
 
     patch.setattr(pulling.Pulling, "_claim_answered", claim_answered)
+
+
+@planted
+def grants_are_used_to_their_last_moment(patch: pytest.MonkeyPatch) -> None:
+    """No margin is kept for clocks that run at other rates."""
+    patch.setattr(pull_module, "RATE_MARGIN", 0.0)
+
+
+@planted
+def more_is_promised_than_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A grant says 5 milliseconds more than its owner waits."""
+    honest = Lease._grant
+
+    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
+        answer = honest(self, ask, reader, source, now)
+        if isinstance(answer, Granted):
+            answer = msgspec.structs.replace(answer, seconds=answer.seconds + 0.005)
+        return answer
+
+    patch.setattr(Lease, "_grant", grant)
+
+
+@planted
+def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+    """An engine that closes does not wait for what it has promised."""
+    honest = node.Node.close
+
+    def close(self: node.Node, now: float) -> None:
+        honest(self, now)
+        for lease in list(self.lending.leases.values()):
+            lease.held.clear()
+            lease.tick(now)
+            self.lending.after(lease, now)
+
+    patch.setattr(node.Node, "close", close)
+
+
+@planted
+def a_lease_is_cut_short(patch: pytest.MonkeyPatch) -> None:
+    """What is lent comes back at half its time."""
+    honest = Lease.__post_init__
+
+    def begin(self: Lease) -> None:
+        honest(self)
+        self.expires_at = self.lent_at + self.lent.lease_s / 2
+
+    patch.setattr(Lease, "__post_init__", begin)
+
+
+@planted
+def a_lease_lasts_as_long_as_any_may(patch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for stays lent for `max_lease_s`."""
+    honest = Lease.__post_init__
+
+    def begin(self: Lease) -> None:
+        honest(self)
+        self.expires_at = self.lent_at + self.lent.max_lease_s
+
+    patch.setattr(Lease, "__post_init__", begin)
+
+
+@planted
+def revoking_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A lease that is revoked goes on as before."""
+    patch.setattr(Lease, "revoke", lambda self, now: None)
+
+
+@planted
+def cancelling_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """`cancel` says that it did."""
+    patch.setattr(node.Node, "cancel", lambda self, request_id, now: request_id in self.pulling.by_request)
+
+
+@planted
+def blocks_are_never_retired(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for blocks that never come back waits for ever."""
+    patch.setattr(Pull, "retire_at", property(lambda self: math.inf))
+
+
+@planted
+def every_release_says_complete(patch: pytest.MonkeyPatch) -> None:
+    """The prefill side hears of no failure."""
+    honest: Any = Pull.__dict__["_outcome"].fget
+
+    def outcome(self: Pull) -> Outcome:
+        return Outcome.RETRY if honest(self) is Outcome.RETRY else Outcome.COMPLETE
+
+    patch.setattr(Pull, "_outcome", property(outcome))
+
+
+@planted
+def promises_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    """A promise is asked for again when it has run out."""
+    honest = Pull._granted
+
+    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+        honest(self, leg, answer, sent_at, now)
+        if leg.claim_at < math.inf:
+            leg.claim_at = max(leg.claim_at, leg.covered_until)
+
+    patch.setattr(Pull, "_granted", granted)
+
+
+@planted
+def no_pause_between_handshakes(patch: pytest.MonkeyPatch) -> None:
+    """Whoever could not be met is asked again at once."""
+    honest = pulling.Pulling._failed
+
+    def failed(self: pulling.Pulling, peer: Any, reason: Any, detail: str, now: float) -> None:
+        honest(self, peer, reason, detail, now)
+        peer.not_before = now
+
+    patch.setattr(pulling.Pulling, "_failed", failed)
+
+
+@planted
+def hellos_are_repeated_without_patience(patch: pytest.MonkeyPatch) -> None:
+    """A rank that does not answer is asked each tenth of a second."""
+    honest = pulling.Pulling._hello
+
+    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+        honest(self, peer, now)
+        peer.retry_at = now + 0.1
+
+    patch.setattr(pulling.Pulling, "_hello", hello)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,12 +26,13 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.core.topology import owed_readers
-from asynckv.core.types import Route
+from asynckv.core.types import Key, Route
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.testing.hostile import Hostile
+from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import BLOCK, Ask, Fault, Script
 from asynckv.testing.world import Process, Transfer, TransferFate, Violation, World, WorldClock, WorldControl, WorldData
 
@@ -218,6 +220,9 @@ class Service:
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
         self.world.is_calm = self._is_calm
+        # Each lease says a third of a grant, or of itself if that is shorter.
+        wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
+        self.world.on_sent, self.world.on_delivered = wire.sent, wire.delivered
         self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
         self.decode = [
             [_Rank(self, "decode", e, r) for r in range(script.decode)] for e in range(script.decode_engines)
@@ -227,7 +232,7 @@ class Service:
         self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
         self.num_contents = 0
-        self.tasks: dict[int, list[tuple[_Rank, Process, asyncio.Task[None]]]] = {}
+        self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.outcomes: Counter[str] = Counter()
         self.attempts: list[Attempt] = []
         self.leases: list[tuple[_Rank, Process, Any]] = []
@@ -422,9 +427,27 @@ class Service:
                 await engine.aclose()
             finally:
                 self.world.note(rank.name, "closed")
+                self.world.at(process.now, partial(self._closed, rank, process))
                 self.world.at(self.world.now, lambda: self._crash(rank, 0.1) if rank.process is process else None)
 
         process.spawn(close)
+
+    def _closed(self, rank: _Rank, process: Process) -> None:
+        """An engine that has closed has kept its promises."""
+        for owner, holder_process, lease in self.leases:
+            if owner is rank and holder_process is process and lease.ended in ("", "closed"):
+                self._check_belief(rank, lease.lent)
+
+    def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
+        readers = [
+            (r.process, r.engine._node)
+            for e in self.decode
+            for r in e
+            if not r.process.is_dead and r.engine._node_or_none is not None
+        ]
+        key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
+        if wrong := check_belief(readers, key, incarnation, self.world.now):
+            self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
 
     def _forget(self, rank: _Rank) -> None:
         for other in self.ranks.values():
@@ -453,16 +476,21 @@ class Service:
                 rank.process.call_at(when, control.deliver, Route(b"stranger"), packet)
 
     def _cancel(self, number: int) -> None:
-        for rank, process, task in self.tasks.get(number, ()):
-            if not process.is_dead and not task.done():
-                self.world.note(rank.name, "cancels", number)
-                if self.rng.random() < 0.5:
-                    process.call_at(self.world.now, task.cancel)
-                else:
-                    process.call_at(self.world.now, self._give_up, rank, number)
+        for attempt, task in self.tasks.get(number, ()):
+            if not attempt.process.is_dead and not task.done():
+                self.world.note(attempt.rank.name, "cancels", number)
+                give_up = self._cancel_task if self.rng.random() < 0.5 else self._cancel_request
+                attempt.process.call_at(self.world.now, give_up, attempt, task)
 
-    def _give_up(self, rank: _Rank, number: int) -> None:
-        if rank.engine.cancel(f"D{number}"):
+    def _cancel_task(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        if task.cancel():
+            attempt.give_up()
+
+    def _cancel_request(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        number, rank = attempt.lent.ask.number, attempt.rank
+        if attempt.process is rank.process and rank.engine.cancel(f"D{number}"):
+            attempt.give_up()
+            attempt.said.add("cancelled")
             self.discharged.setdefault((number, rank.name), rank.process.now)
 
     # -- the prefill engine -----------------------------------------------------------------------------
@@ -536,7 +564,7 @@ class Service:
             self.world.note(rank.name, "does not lend", repr(exc))
             self._given_back(rank, lent)
             return
-        holder = _Lease(lent.ask.number, handle)
+        holder = _Lease(lent.ask.number, handle, lent, process, Stopwatch.start(process))
         self.leases.append((rank, process, holder))
 
         async def wait() -> None:
@@ -546,12 +574,31 @@ class Service:
                 return
             if holder.ended:
                 self.world.violate(f"two ends of lease {lent.ask.number} on {rank.name}")
-            holder.ended, holder.ended_at = end.cause, process.now
+            holder.ended, holder.ended_at, holder.words = end.cause, process.now, end.readers
             self.outcomes[f"lease.{end.cause}"] += 1
             self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
-            self.world.at(process.now, partial(self._given_back, rank, lent))
+            self._in_time(rank, holder)
+            self.world.at(process.now, partial(self._ended, rank, lent))
 
         process.loop.create_task(wait())
+
+    def _in_time(self, rank: _Rank, lease: _Lease) -> None:
+        """A lease lasts as long as it should."""
+        ran_s = lease.clock.ran_s * lease.process.rate
+        what = f"the lease of request {lease.ask} on {rank.name} {lease.ended} after {ran_s:.3f} s"
+        if lease.ended == "expired" and lease.process.now - lease.clock.at < lease.lent.ask.lease_s * 0.999:
+            self.world.violate(f"{what}, before its time")
+        if ran_s > LEASE.max_lease_s + TURN_S:
+            self.world.violate(f"{what}, longer than any may last")
+        if lease.ended != "closed" and lease.revoked and lease.revoked.ran_s > LEASE.grant_s * 1.001 + TURN_S:
+            self.world.violate(f"{what}, {lease.revoked.ran_s:.3f} s after it was revoked")
+        if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
+            self.world.violate(f"{what}, though nobody asked for it")
+
+    def _ended(self, rank: _Rank, lent: _Lent) -> None:
+        if not rank.process.is_dead:
+            self._check_belief(rank, lent)
+        self._given_back(rank, lent)
 
     def _given_back(self, rank: _Rank, lent: _Lent) -> None:
         """A rank's blocks are the engine's again: overwritten at once, used again once all ranks have them back."""
@@ -581,7 +628,7 @@ class Service:
         attempt = Attempt(self, rank, lent)
         self.attempts.append(attempt)
         task = rank.process.loop.create_task(attempt.run(retries))
-        self.tasks.setdefault(lent.ask.number, []).append((rank, rank.process, task))
+        self.tasks.setdefault(lent.ask.number, []).append((attempt, task))
 
     @property
     def _is_mild(self) -> bool:
@@ -601,6 +648,22 @@ class Service:
         slack = 3.3 if any(f.kind in ("loss", "hostile") for f in self.script.faults) else 1.0
         return all(at is not None and at < lease.ended_at - slack for at in since)
 
+    def _was_told(self, rank: _Rank, lease: _Lease) -> str:
+        """Say what a lease's end tells otherwise than its readers do."""
+        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        for reader in (self.decode[e][r] for e in lease.lent.ask.engines for r in readers):
+            said = [a.said for a in self.attempts if a.lent is lease.lent and a.rank is reader]
+            was_announced = any(a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts)
+            word = lease.words.get(f"{reader.engine_id}/tp{reader.rank}", "")
+            if reader.starts > 1 or reader.process.is_dead or was_announced:
+                continue  # what it said died with it, or was said for it when nothing came of its announcement
+            if word and not any(word in words for words in said):
+                return f"was told {word!r} by {reader.name}, which said {said}"
+            may_be = any("complete" in words for words in said) or (lease.ask, reader.name) in self.discharged
+            if lease.ended == "released" and not may_be:
+                return f"was released, though {reader.name} had not let go"
+        return ""
+
     # -- afterwards -------------------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -610,9 +673,13 @@ class Service:
             if attempt.is_open and not attempt.process.is_dead:
                 world.violate(f"{attempt} never ended")
                 return
-        for rank, process, task in [x for tasks in self.tasks.values() for x in tasks]:
-            if task.done() and not task.cancelled() and (exc := task.exception()) is not None and not process.is_dead:
-                world.violate(f"an attempt on {rank.name} ended with {exc!r}")
+            if attempt.waits is not None and not attempt.process.is_dead:
+                world.violate(f"{attempt} waits for its blocks for ever")
+                return
+        for attempt, task in [x for tasks in self.tasks.values() for x in tasks]:
+            is_over = task.done() and not task.cancelled() and not attempt.process.is_dead
+            if is_over and (exc := task.exception()) is not None:
+                world.violate(f"an attempt on {attempt.rank.name} ended with {exc!r}")
                 return
         for rank, process, lease in self.leases:
             if not process.is_dead and not lease.ended:
@@ -620,6 +687,9 @@ class Service:
                 return
             if lease.ended == "expired" and self._is_mild and self._was_done_with(rank, lease):
                 world.violate(f"the lease of request {lease.ask} on {rank.name} expired with all its readers done")
+                return
+            if lie := self._was_told(rank, lease):
+                world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
             if rank.process.is_dead or rank.engine._node_or_none is None or rank.data.is_closed:
@@ -678,12 +748,19 @@ _BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
 class _Lease:
     ask: int
     handle: Any
+    lent: _Lent
+    process: Process
+    clock: Stopwatch
+    revoked: Stopwatch | None = None
     ended: str = ""
     ended_at: float = 0.0
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What its readers said."""
 
     def revoke(self) -> None:
         """Take it back."""
         self.handle.revoke()
+        self.revoked = self.revoked or Stopwatch.start(self.process)
 
 
 class Attempt:
@@ -694,6 +771,13 @@ class Attempt:
         self.is_open = True
         self.announced_at = math.inf
         self.reason = ""
+        self.is_pulling = False
+        self.cancelled: Stopwatch | None = None
+        """Since when the pull under way is not wanted any more."""
+        self.waits: Stopwatch | None = None
+        """Since when the blocks of a pull that has its outcome are waited for."""
+        self.said: set[str] = set()
+        """What prefill ranks may have been told of this reader, in the words of `LeaseEnd.readers`."""
 
     def __str__(self) -> str:
         return f"request {self.lent.ask.number} on {self.process.name}"
@@ -746,6 +830,7 @@ class Attempt:
             service.discharged.setdefault((ask.number, rank.name), called)
         again = False
         cancelled = None
+        self.is_pulling, self.cancelled = True, None
         try:
             await engine.pull(request_id, [(first, blocks)], self.lent.params, is_last=is_last)
         except PullError as exc:
@@ -756,12 +841,19 @@ class Attempt:
             if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
                 self._violate("was refused as consumed, though this reader released nothing")
             self._in_time(called, frozen)
+            self.said.add("cancelled" if exc.reason == "cancelled" else "failed")
             self._is_spared(called, exc.reason)
+            if is_last:
+                service.discharged.setdefault((ask.number, rank.name), self.process.now)
             if exc.held and not await self._wait(exc.returned()):
                 return False
         except asyncio.CancelledError as exc:
             service.outcomes["pull.cancelled_task"] += 1
             self._in_time(called, frozen)
+            # It may have been complete already.
+            self.said |= {"cancelled", "complete", "failed"}
+            if is_last:
+                service.discharged.setdefault((ask.number, rank.name), self.process.now)
             cancelled = exc
             if not await self._wait(engine.returned(request_id)):
                 raise
@@ -773,6 +865,7 @@ class Attempt:
             self.reason = "complete"
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
+            self.said = {"complete"}
             self._is_spared(called, "")
             world.at(self.process.now, partial(self._verify, blocks, first))
             is_last = True
@@ -787,6 +880,7 @@ class Attempt:
     async def _wait(self, returned: Any) -> bool:
         """Wait for blocks, however often the task is cancelled; False if they are lost."""
         waiting = self.process.loop.create_task(returned)
+        self.waits = Stopwatch.start(self.process)
         self.is_open = False
         while not waiting.done():
             try:
@@ -794,11 +888,23 @@ class Attempt:
             except asyncio.CancelledError:
                 continue
             except BlocksRetired:
+                self._waited()
                 self.service.outcomes["blocks.retired"] += 1
                 self.service.world.note(self.rank.name, "blocks retired", self.lent.ask.number)
                 return False
+        self._waited()
         self.is_open = True
         return True
+
+    def _waited(self) -> None:
+        if self.waits is not None and self.waits.ran_s > PULL.held_s * 1.001 + TURN_S:
+            self._violate(f"waited for its blocks for {self.waits.ran_s:.3f} s")
+        self.waits = None
+
+    def give_up(self) -> None:
+        """The pull under way is not wanted any more."""
+        if self.is_pulling:
+            self.cancelled = self.cancelled or Stopwatch.start(self.process)
 
     def _in_time(self, called: float, frozen: float) -> None:
         # Deadlines are bounds for a process that runs: what it was stopped for comes on top.
@@ -806,6 +912,9 @@ class Attempt:
         took = self.process.now - called - stopped
         if took > (PULL.timeout_s + 0.1) * 1.001:
             self._violate(f"ended after {took:.3f} s")
+        if self.cancelled is not None and self.cancelled.ran_s > PULL.drain_s * 1.001 + TURN_S:
+            self._violate(f"ended {self.cancelled.ran_s:.3f} s after it was cancelled")
+        self.is_pulling, self.cancelled = False, None
 
     def _is_spared(self, called: float, reason: str) -> None:
         """Whom no fault touches notices none: it completes, as fast as it would without any."""

@@ -219,6 +219,10 @@ class World:
         self.is_calm: Callable[[float], bool] = lambda until: True
         """No process is going to die before a time."""
         self.transfer_fate: Callable[[WorldData, WorldData, random.Random], TransferFate] = _usual
+        self.on_sent: Callable[[Process, str, bytes], None] = lambda process, to, packet: None
+        """Called with what a process says to an address."""
+        self.on_delivered: Callable[[Process, str, bytes], None] = lambda process, origin, packet: None
+        """Called with what a process is about to hear from an address."""
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
 
@@ -337,6 +341,7 @@ class WorldControl:
                 self._carry(asker, self._address, packet, delay)
             return True
         self._links.add(to)
+        world.on_sent(process, to, packet)
         listener = world.listeners.get(to)
         if listener is not None:
             route = Route(process.name.encode())
@@ -363,6 +368,8 @@ class WorldControl:
             return
         self.process.spend()
         self.process.world.note(self.process.name, "received", packet)
+        if isinstance(origin, str):
+            self.process.world.on_delivered(self.process, origin, packet)
         self._on_packet(origin, packet)
         self.process.spend()
 
