@@ -52,7 +52,11 @@ __all__ = ["Hostile"]
 
 NOWHERE = Address("sim://nowhere")
 ROUTE = Route(b"hostile")
-HELLOS, CLAIMS = 100, 60
+HELLOS, CLAIMS, EACH = 100, 60, 6
+"""Of one flood: hellos, early claims and releases, and how many of those one sender has."""
+
+PATIENCE_S = 5.0
+"""A process that pauses in every call would pause for each of our packets as well, and never catch up."""
 
 
 class Hostile:
@@ -81,7 +85,8 @@ class Hostile:
     @property
     def _control(self) -> WorldControl | None:
         control = self.world.listeners.get(self.address)
-        return control if control is not None and control.process is self.process else None
+        is_away = self.process.now > self.world.now + PATIENCE_S
+        return control if control is not None and control.process is self.process and not is_away else None
 
     def _heard(self, most: int) -> list[bytes]:
         """Some packets that were sent to this rank, or to anybody."""
@@ -193,12 +198,16 @@ class Hostile:
                 for _ in range(50)
             ]
             control.deliver(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
-        for _ in range(CLAIMS):
-            token = f"{rng.getrandbits(128):032x}"
-            key = Key(rng.choice([token[:8], *self.node.lending._newest]), 0, 10_000 + rng.randrange(1000), token)
-            claim = Claim(key, "P", Cohort("stranger"), token, rng.getrandbits(48), bytes(16), 1e5)
-            release = Release(key, "P", Cohort("stranger"), token, Outcome.COMPLETE)
-            control.deliver(ROUTE, encode_packet(token, identity.incarnation, [claim, release]))
+        for _ in range(CLAIMS // EACH):
+            stranger = f"{rng.getrandbits(128):032x}"
+            early: list[Message] = []
+            for i in range(EACH):
+                token, pull_id = f"{rng.getrandbits(128):032x}", f"{stranger[:16]}-{i}"
+                epoch = rng.choice([token[:8], *self.node.lending._newest])
+                key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
+                early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
+                early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
+            control.deliver(ROUTE, encode_packet(stranger, identity.incarnation, early))
 
     # -- to a reader -----------------------------------------------------------------------------------
 

@@ -105,7 +105,11 @@ class Wire:
         self._is_patient = is_patient
         self._world, self._config, self._renew_s = world, config, renew_s
         self._greetings: dict[tuple[Process, str, str], _Greeting] = {}
+        self._unanswered: dict[tuple[Process, str], list[_Greeting]] = {}
+        self._asked: dict[tuple[Process, str, str], int] = {}
+        """Newest question of each pull to each address."""
         self._granted: dict[tuple[Process, str, str], Stopwatch] = {}
+        """When it was answered."""
         most, at = 0, 0.0
         while at < config.handshake_s:
             most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
@@ -118,6 +122,7 @@ class Wire:
             if isinstance(message, Hello):
                 self._greets(process, to, target, message.nonce)
             elif isinstance(message, Claim | Renew):
+                self._asked[process, to, message.pull_id] = message.nonce
                 clock = self._granted.pop((process, to, message.pull_id), None)
                 if clock is not None and clock.ran_s > self._renew_s + TURN_S:
                     self._world.violate(
@@ -127,12 +132,13 @@ class Wire:
 
     def delivered(self, process: Process, origin: str, packet: bytes) -> None:
         """A process hears something from an address that it is connected to."""
-        for place, greeting in self._greetings.items():
-            if place[0] is process and place[1] == origin:
-                greeting.is_answered = True
+        for greeting in self._unanswered.pop((process, origin), ()):
+            greeting.is_answered = True
         for message in _watched(packet)[1]:
             if isinstance(message, Granted):
-                self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
+                # An answer to an older question may come too late to be of use.
+                if self._asked.get((process, origin, message.pull_id)) == message.nonce:
+                    self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
             elif isinstance(message, Refused):
                 # What is granted no more need not be asked for until the promise has run out.
                 self._granted.pop((process, origin, message.pull_id), None)
@@ -140,13 +146,12 @@ class Wire:
     def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
         now, place = process.now, (process, to, target)
         known = self._greetings.get(place)
-        if known is None:
-            self._greetings[place] = _Greeting(nonce, now, now)
-        elif known.nonce == nonce:
+        if known is not None and known.nonce == nonce:
             known.times, known.at = known.times + 1, now
             if known.times > self._most_hellos:
                 self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
-        else:
+            return
+        if known is not None:
             # A handshake that failed, or a peer that was lost, is followed by a pause. (Whoever was stopped between
             # reading its clock and sending cannot be judged by when it sent.)
             ended_at = known.at
@@ -154,4 +159,5 @@ class Wire:
                 ended_at = max(known.at, known.first_at + self._config.handshake_s * 0.999)
             if not process.frozen_s and now < ended_at + self._config.backoff_s * 0.999:
                 self._world.violate(f"{process.name} greets {to} again {now - ended_at:.3f} s after it had failed")
-            self._greetings[place] = _Greeting(nonce, now, now)
+        greeting = self._greetings[place] = _Greeting(nonce, now, now)
+        self._unanswered.setdefault((process, to), []).append(greeting)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -76,6 +76,7 @@ PULL = PullConfig(
 Words = npt.NDArray[np.uint16]
 
 
+@lru_cache(maxsize=4096)
 def _value(content: int, head: int) -> int:
     """What a block's elements of one head are: never what freed or unused memory holds."""
     digest = hashlib.blake2b(repr((content, head)).encode(), digest_size=2).digest()
@@ -229,6 +230,9 @@ class Service:
         ]
         self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
         self.spared = script.spared
+        self._faults: dict[str, list[Fault]] = {}
+        for fault in script.faults:
+            self._faults.setdefault(fault.kind, []).append(fault)
         self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
         self.num_contents = 0
@@ -281,19 +285,21 @@ class Service:
     def _active(self, kind: str, *names: str) -> float:
         """The likelihood of a fault of this kind at any of these ranks now."""
         now = self.world.now - 0.01
+        if now >= self.script.seconds or not (faults := self._faults.get(kind)):
+            return 0.0
         most = 0.0
-        for fault in self.script.faults:
-            if fault.kind == kind and fault.at <= now < fault.at + fault.seconds and set(names) & set(fault.who):
+        for fault in faults:
+            if fault.at <= now < fault.at + fault.seconds and any(name in fault.who for name in names):
                 most = max(most, fault.p)
-        return most if now < self.script.seconds else 0.0
+        return most
 
     def _fate(self, sender: str, to: str, rng: random.Random) -> Sequence[float]:
         names = sender.split("#")[0], to.split("#")[0]
         usual = (5e-5 + rng.random() * 2e-4) * self.script.wire
         faults = rng.random(), rng.random(), rng.random()
         now = self.world.now - 0.01
-        for fault in self.script.faults:
-            if fault.kind == "partition" and fault.at <= now < min(fault.at + fault.seconds, self.script.seconds):
+        for fault in self._faults.get("partition", ()):
+            if fault.at <= now < min(fault.at + fault.seconds, self.script.seconds):
                 if (names[0] in fault.who) != (names[1] in fault.who):
                     return ()
         if faults[0] < self._active("loss", *names):
@@ -558,13 +564,14 @@ class Service:
 
     def _lend(self, rank: _Rank, lent: _Lent) -> None:
         process = rank.process
+        clock = Stopwatch.start(process)
         try:
             handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
             self._given_back(rank, lent)
             return
-        holder = _Lease(lent.ask.number, handle, lent, process, Stopwatch.start(process))
+        holder = _Lease(lent.ask.number, handle, lent, process, clock)
         self.leases.append((rank, process, holder))
 
         async def wait() -> None:
