@@ -159,7 +159,7 @@ class _Rank:
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
         self.engine = Engine(
-            EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=PULL),
+            self.config(),
             Registration(self.layout),
             data=data,
             control=WorldControl(process, f"sim://{self.name}"),
@@ -168,6 +168,10 @@ class _Rank:
         )
         process.spawn(self.engine.start)
         world.note(self.name, "started", name)
+
+    def config(self) -> EngineConfig:
+        """How this rank's engine is set up."""
+        return EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=PULL)
 
     # -- hostile checks ------------------------------------------------------------------------------
 
@@ -839,7 +843,7 @@ class Attempt:
         cancelled = None
         self.is_pulling, self.cancelled = True, None
         try:
-            await engine.pull(request_id, [(first, blocks)], self.lent.params, is_last=is_last)
+            await self._ask(request_id, blocks, is_last)
         except PullError as exc:
             service.outcomes[f"pull.{exc.reason}"] += 1
             self.reason = f"{exc.reason}: {exc}"
@@ -883,6 +887,11 @@ class Attempt:
         if cancelled is not None:
             raise cancelled
         return again
+
+    async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> None:
+        """What a decode engine asks of asynckv."""
+        groups = [(self.lent.ask.cached, blocks)]
+        await self.rank.engine.pull(request_id, groups, self.lent.params, is_last=is_last)
 
     async def _wait(self, returned: Any) -> bool:
         """Wait for blocks, however often the task is cancelled; False if they are lost."""
