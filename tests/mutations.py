@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.core import lease as lease_module
 from asynckv.core import lending, node, pulling
+from asynckv.core import pull as pull_module
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Granted, Release
+from asynckv.core.messages import Ack, Granted, Release, Renew
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull
 from asynckv.core.types import Outcome, PullId
 from asynckv.engine import Engine, _news
-from asynckv.testing import simulation
+from asynckv.testing import service
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTED: dict[str, Plant] = {}
@@ -185,7 +189,7 @@ def retries_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
         returned.close()
         return True
 
-    patch.setattr(simulation._Attempt, "_wait", wait)
+    patch.setattr(service.Attempt, "_wait", wait)
     patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
 
 
@@ -327,3 +331,246 @@ def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Pull, "tick", tick)
     patch.setattr(Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.legs))))
+
+
+@planted
+def one_window_for_all_peers(patch: pytest.MonkeyPatch) -> None:
+    """Whoever's window is full keeps all others from posting."""
+    honest = pulling.Pulling.next_post
+
+    def next_post(self: pulling.Pulling, now: float) -> Any:
+        for peer in self._turns:
+            post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
+            if post and peer.in_flight_bytes and peer.in_flight_bytes + post.num_bytes > self._config.window_bytes:
+                return None
+        return honest(self, now)
+
+    patch.setattr(pulling.Pulling, "next_post", next_post)
+
+
+@planted
+def one_handshake_at_a_time(patch: pytest.MonkeyPatch) -> None:
+    """A rank that does not answer keeps us from meeting any other."""
+    honest = pulling.Pulling._hello
+
+    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+        if any(p is not peer and p.state is PeerState.CONNECTING and p.hellos for p in self.peers.values()):
+            peer.retry_at = now + 0.05
+        else:
+            honest(self, peer, now)
+
+    patch.setattr(pulling.Pulling, "_hello", hello)
+
+
+@planted
+def anybody_may_release(patch: pytest.MonkeyPatch) -> None:
+    """A release counts for the pull that it names, whoever sends it."""
+    honest = Lease._release
+
+    def release(self: Lease, message: Release, source: str, now: float) -> Any:
+        hold = self.held.get(PullId(message.pull_id))
+        return honest(self, message, source if hold is None else hold.source, now)
+
+    patch.setattr(Lease, "_release", release)
+
+
+@planted
+def anybody_may_renew(patch: pytest.MonkeyPatch) -> None:
+    """A renewal counts for the pull that it names, whoever sends it."""
+    honest = Lease._answer
+
+    def answer(self: Lease, message: Any, source: str, now: float) -> Any:
+        hold = self.held.get(PullId(message.pull_id))
+        return honest(self, message, hold.source if hold and isinstance(message, Renew) else source, now)
+
+    patch.setattr(Lease, "_answer", answer)
+
+
+@planted
+def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """A key is its epoch and its sequence; the token is decoration."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        here = (message.key.epoch, message.key.sequence)
+        key = next((k for k in self.leases if (k.epoch, k.sequence) == here), message.key)
+        honest(self, msgspec.structs.replace(message, key=key), route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def request_ids_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    """Whoever knows a key may call the request what he likes."""
+    honest = Lease._bind
+
+    def bind(self: Lease, message: Any) -> Any:
+        return honest(self, msgspec.structs.replace(message, request_id=self.lent.request_id))
+
+    patch.setattr(Lease, "_bind", bind)
+
+
+@planted
+def any_cohort_may_read(patch: pytest.MonkeyPatch) -> None:
+    """A lease is bound to as many cohorts as speak up."""
+    honest = Lease._bind
+
+    def bind(self: Lease, message: Any) -> Any:
+        if message.cohort.id not in self.cohorts and len(self.cohorts) >= self.lent.readers:
+            self.lent = replace(self.lent, readers=self.lent.readers + 1)
+        return honest(self, message)
+
+    patch.setattr(Lease, "_bind", bind)
+
+
+@planted
+def answers_need_no_question(patch: pytest.MonkeyPatch) -> None:
+    """An answer with a nonce that was never used counts from the newest question."""
+    honest = Pull.answered
+
+    def answered(self: Pull, leg: Leg, answer: Any, now: float) -> bool:
+        if leg.nonces and answer.nonce not in leg.nonces:
+            answer = msgspec.structs.replace(answer, nonce=next(reversed(leg.nonces)))
+        return honest(self, leg, answer, now)
+
+    patch.setattr(Pull, "answered", answered)
+
+
+@planted
+def answers_from_anybody_count(patch: pytest.MonkeyPatch) -> None:
+    """Neither the key nor the process start of an answer is looked at."""
+    honest = pulling.Pulling._claim_answered
+
+    def claim_answered(self: pulling.Pulling, answer: Any, address: Any, source: str, now: float) -> None:
+        pull = self.pulls.get(PullId(answer.pull_id))
+        leg = next((x for x in pull.legs if x.address == address), None) if pull else None
+        if pull and leg:
+            answer, source = msgspec.structs.replace(answer, key=pull.params.key), leg.incarnation
+        honest(self, answer, address, source, now)
+
+    patch.setattr(pulling.Pulling, "_claim_answered", claim_answered)
+
+
+@planted
+def grants_are_used_to_their_last_moment(patch: pytest.MonkeyPatch) -> None:
+    """No margin is kept for clocks that run at other rates."""
+    patch.setattr(pull_module, "RATE_MARGIN", 0.0)
+
+
+@planted
+def more_is_promised_than_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """A grant says 5 milliseconds more than its owner waits."""
+    honest = Lease._grant
+
+    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
+        answer = honest(self, ask, reader, source, now)
+        if isinstance(answer, Granted):
+            answer = msgspec.structs.replace(answer, seconds=answer.seconds + 0.005)
+        return answer
+
+    patch.setattr(Lease, "_grant", grant)
+
+
+@planted
+def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+    """An engine that closes does not wait for what it has promised."""
+    honest = node.Node.close
+
+    def close(self: node.Node, now: float) -> None:
+        honest(self, now)
+        for lease in list(self.lending.leases.values()):
+            lease.held.clear()
+            lease.tick(now)
+            self.lending.after(lease, now)
+
+    patch.setattr(node.Node, "close", close)
+
+
+@planted
+def a_lease_is_cut_short(patch: pytest.MonkeyPatch) -> None:
+    """What is lent comes back at half its time."""
+    honest = Lease.__post_init__
+
+    def begin(self: Lease) -> None:
+        honest(self)
+        self.expires_at = self.lent_at + self.lent.lease_s / 2
+
+    patch.setattr(Lease, "__post_init__", begin)
+
+
+@planted
+def a_lease_lasts_as_long_as_any_may(patch: pytest.MonkeyPatch) -> None:
+    """What nobody asks for stays lent for `max_lease_s`."""
+    honest = Lease.__post_init__
+
+    def begin(self: Lease) -> None:
+        honest(self)
+        self.expires_at = self.lent_at + self.lent.max_lease_s
+
+    patch.setattr(Lease, "__post_init__", begin)
+
+
+@planted
+def revoking_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A lease that is revoked goes on as before."""
+    patch.setattr(Lease, "revoke", lambda self, now: None)
+
+
+@planted
+def cancelling_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """`cancel` says that it did."""
+    patch.setattr(node.Node, "cancel", lambda self, request_id, now: request_id in self.pulling.by_request)
+
+
+@planted
+def blocks_are_never_retired(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for blocks that never come back waits for ever."""
+    patch.setattr(Pull, "retire_at", property(lambda self: math.inf))
+
+
+@planted
+def every_release_says_complete(patch: pytest.MonkeyPatch) -> None:
+    """The prefill side hears of no failure."""
+    honest: Any = Pull.__dict__["_outcome"].fget
+
+    def outcome(self: Pull) -> Outcome:
+        return Outcome.RETRY if honest(self) is Outcome.RETRY else Outcome.COMPLETE
+
+    patch.setattr(Pull, "_outcome", property(outcome))
+
+
+@planted
+def promises_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    """A promise is asked for again when it has run out."""
+    honest = Pull._granted
+
+    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+        honest(self, leg, answer, sent_at, now)
+        if leg.claim_at < math.inf:
+            leg.claim_at = max(leg.claim_at, leg.covered_until)
+
+    patch.setattr(Pull, "_granted", granted)
+
+
+@planted
+def no_pause_between_handshakes(patch: pytest.MonkeyPatch) -> None:
+    """Whoever could not be met is asked again at once."""
+    honest = pulling.Pulling._failed
+
+    def failed(self: pulling.Pulling, peer: Any, reason: Any, detail: str, now: float) -> None:
+        honest(self, peer, reason, detail, now)
+        peer.not_before = now
+
+    patch.setattr(pulling.Pulling, "_failed", failed)
+
+
+@planted
+def hellos_are_repeated_without_patience(patch: pytest.MonkeyPatch) -> None:
+    """A rank that does not answer is asked each tenth of a second."""
+    honest = pulling.Pulling._hello
+
+    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+        honest(self, peer, now)
+        peer.retry_at = now + 0.1
+
+    patch.setattr(pulling.Pulling, "_hello", hello)

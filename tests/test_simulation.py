@@ -15,7 +15,7 @@ from tests.mutations import PLANTED
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:
-    found = simulate_many(range(400))
+    found = simulate_many(range(160))
     assert found.violations == {}
     # It was no walk in the park.
     for what in (
@@ -25,16 +25,32 @@ def test_hundreds_of_services_keep_every_promise() -> None:
         "pull.lease_lost",
         "lease.expired",
         "lease.revoked",
+        "hostile.replayed",
+        "hostile.forged",
+        "hostile.lied",
+        "hostile.flooded",
     ):
         assert found.counts[what] > 0
     assert {kind for kind in FAULTS if found.counts[f"fault.{kind}"]} == set(FAULTS)
 
 
 def test_without_faults_every_request_completes() -> None:
-    for seed in range(60):
+    for seed in range(40):
         outcome = simulate(seed, ())
         assert outcome.violation == ""
         assert {k for k in outcome.counts if k.startswith("pull.")} <= {"pull.complete", "pull.expired"}
+
+
+def test_many_scripts_spare_an_engine_or_leave_all_to_a_hostile_peer() -> None:
+    scripts = [make_script(seed) for seed in range(1000)]
+    assert sum(bool(s.spared and s.faults) for s in scripts) > 150
+    assert sum(bool(s.is_only_hostile and s.faults) for s in scripts) > 50
+    spared = next(s for s in scripts if s.spared and s.faults)
+    (engine,) = spared.spared
+    untouched = {*spared.prefill_names[engine], *(str(a.number) for a in spared.asks if a.prefill == engine)}
+    assert not untouched & {who for fault in spared.faults for who in fault.who}
+    # A fault at a reader is everybody's.
+    assert not replace(spared, faults=(*spared.faults, Fault("loss", 0.1, 0.1, ("d0.0",)))).spared
 
 
 def digest(seed: int) -> str:
@@ -60,23 +76,18 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
     assert runs[0].split() == [digest(seed) for seed in range(30)]
 
 
-QUICK = {
-    "a_failed_attempt_says_it_was_the_last",
-    "early_reads_are_believed",
-    "expiry_breaks_promises",
-    "frees_before_it_drained",
-    "keys_are_used_again",
-    "no_fence",
-    "peers_are_removed_under_transfers",
-    "release_by_count",
-    "retries_into_the_same_blocks",
-    "revoking_breaks_promises",
-    "skipped_ranks_hear_nothing",
-    "skipped_ranks_hear_our_own_id",
-    "strikes_off_all_attempts_of_a_rank",
-    "trusts_an_exception",
-    "whoever_was_lost_stays_lost",
+SLOW = {
+    "cancelling_does_nothing",
+    "closing_returns_blocks_too_soon",
+    "completion_stamped_before_it_was_observed",
+    "deadline_from_another_transmission",
+    "failed_announcements_are_final",
+    "no_pause_between_handshakes",
+    "one_handshake_at_a_time",
+    "one_window_for_all_peers",
+    "releases_are_sent_once",
 }
+"""They take more than a few seeds."""
 
 
 def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -85,7 +96,7 @@ def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("name", sorted(QUICK))
+@pytest.mark.parametrize("name", sorted(PLANTED.keys() - SLOW))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught(name, 150, monkeypatch)
 
@@ -93,7 +104,7 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("name", sorted(PLANTED.keys() - QUICK))
+@pytest.mark.parametrize("name", sorted(SLOW))
 def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught(name, 4000, monkeypatch)
 

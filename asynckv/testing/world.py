@@ -219,6 +219,10 @@ class World:
         self.is_calm: Callable[[float], bool] = lambda until: True
         """No process is going to die before a time."""
         self.transfer_fate: Callable[[WorldData, WorldData, random.Random], TransferFate] = _usual
+        self.on_sent: Callable[[Process, str, bytes], None] = lambda process, to, packet: None
+        """Called with what a process says to an address."""
+        self.on_delivered: Callable[[Process, str, bytes], None] = lambda process, origin, packet: None
+        """Called with what a process is about to hear from an address."""
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
 
@@ -307,7 +311,7 @@ class WorldControl:
     """Packets between processes."""
 
     def __init__(self, process: Process, address: str) -> None:
-        self._process, self._address = process, Address(address)
+        self.process, self._address = process, Address(address)
         self._on_packet: Callable[[Address | Route, bytes], None] | None = None
         self._links: set[Address] = set()
         self._random = process.world.random_of("wire", process.name)
@@ -321,32 +325,33 @@ class WorldControl:
     async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
         """Listen."""
         self._on_packet = on_packet
-        self._process.world.listeners[self._address] = self
+        self.process.world.listeners[self._address] = self
 
     def send(self, to: Address | Route, packet: bytes) -> bool:
         """Hand a packet to the wire."""
-        process, world = self._process, self._process.world
+        process, world = self.process, self.process.world
         process.spend()
         if self._on_packet is None:
             return False
         if isinstance(to, bytes):
             asker = self.asked.get(to)
-            if asker is None or asker._process.is_dead or self._address not in asker._links:
+            if asker is None or asker.process.is_dead or self._address not in asker._links:
                 return False
-            for delay in world.fate(process.name, asker._process.name, self._random):
+            for delay in world.fate(process.name, asker.process.name, self._random):
                 self._carry(asker, self._address, packet, delay)
             return True
         self._links.add(to)
+        world.on_sent(process, to, packet)
         listener = world.listeners.get(to)
         if listener is not None:
             route = Route(process.name.encode())
             listener.asked[route] = self
-            for delay in world.fate(process.name, listener._process.name, self._random):
+            for delay in world.fate(process.name, listener.process.name, self._random):
                 self._carry(listener, route, packet, delay)
         return True
 
     def _carry(self, to: WorldControl, origin: Address | Route, packet: bytes, delay: float) -> None:
-        sender, receiver = self._process, to._process
+        sender, receiver = self.process, to.process
         sender.world.note(sender.name, f"-> {receiver.name}", packet)
         sent_at = sender.now
 
@@ -361,10 +366,12 @@ class WorldControl:
         """Take a packet, in the process's loop."""
         if self._on_packet is None or (isinstance(origin, str) and origin not in self._links):
             return
-        self._process.spend()
-        self._process.world.note(self._process.name, "received", packet)
+        self.process.spend()
+        self.process.world.note(self.process.name, "received", packet)
+        if isinstance(origin, str):
+            self.process.world.on_delivered(self.process, origin, packet)
         self._on_packet(origin, packet)
-        self._process.spend()
+        self.process.spend()
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
@@ -377,8 +384,8 @@ class WorldControl:
     async def aclose(self) -> None:
         """Listen no more; what was sent may take a moment to leave."""
         self._on_packet = None
-        if self._process.world.listeners.get(self._address) is self:
-            del self._process.world.listeners[self._address]
+        if self.process.world.listeners.get(self._address) is self:
+            del self.process.world.listeners[self._address]
         await asyncio.sleep(self._random.random() ** 2 * 0.5)
 
 
@@ -438,6 +445,13 @@ class Transfer:
     """Nothing will be written any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    table: PieceTable
+    rows: list[tuple[list[int], list[int], int]]
+    """Memory, offset and stride on both sides, and the length, as plain numbers."""
+
+
 class WorldData:
     """Bytes between processes: a transfer lands piece by piece, whatever its reader does meanwhile.
 
@@ -454,7 +468,7 @@ class WorldData:
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
         self.posted = 0
         self.is_closed = False
-        self._tables: dict[str, dict[int, PieceTable]] = {}
+        self._tables: dict[str, dict[int, _Table]] = {}
         self._users: Counter[str] = Counter()
         self._news: list[Ended] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -493,7 +507,8 @@ class WorldData:
         """Keep a table."""
         if name not in self._tables:
             raise Violation(f"{self.process.name} adds a table for {name}, which is not loaded")
-        self._tables[name][table.table_id] = table
+        rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
+        self._tables[name][table.table_id] = _Table(table, list(rows))
 
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget a table that nothing uses."""
@@ -616,19 +631,18 @@ class WorldData:
         self,
         transfer_id: TransferId,
         owner: WorldData,
-        table: PieceTable,
+        known: _Table,
         name: str,
         local: IndexArray,
         remote: IndexArray,
     ) -> Transfer:
         pieces: list[_Piece] = []
         spots = []
+        table, rows = known.table, known.rows
         for a, b in zip(local.tolist(), remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
-            length = int(table.length[row])
-            memory, offset, stride = (int(x) for x in table.local[row])
+            (memory, offset, stride), (remote_memory, remote_offset, remote_stride), length = rows[row]
             start = offset + mine * stride
-            remote_memory, remote_offset, remote_stride = (int(x) for x in table.remote[other])
             source = remote_offset + theirs * remote_stride
             target = self.arrays[memory][start : start + length]
             origin = owner.arrays[remote_memory][source : source + length]

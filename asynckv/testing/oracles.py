@@ -1,0 +1,163 @@
+"""What is watched while a script is played, each rule by what may be seen from outside of the core.
+
+Times are judged by the clock of the process that made the promise, less what that process was stopped for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from asynckv.config import PullConfig
+from asynckv.core.messages import Claim, Granted, Hello, Message, Refused, Renew, decode_packet
+from asynckv.core.node import Node
+from asynckv.core.types import Key
+from asynckv.errors import AsyncKVError
+from asynckv.testing.world import Process, World
+
+__all__ = ["Stopwatch", "Wire", "check_belief"]
+
+TURN_S = 0.1
+"""How late a process may be with anything that is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """How long a process has been running since some moment."""
+
+    process: Process
+    at: float
+    frozen_s: float
+
+    @classmethod
+    def start(cls, process: Process) -> Stopwatch:
+        """Begin to count."""
+        return cls(process, process.now, process.frozen_s)
+
+    @property
+    def ran_s(self) -> float:
+        """What has passed, without what it was stopped for."""
+        return self.process.now - self.at - (self.process.frozen_s - self.frozen_s)
+
+
+def check_belief(readers: Iterable[tuple[Process, Node]], key: Key, incarnation: str, at: float) -> str:
+    """Say who still believes in a promise of blocks that an owner's engine has back since `at`.
+
+    A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
+    """
+    for process, node in readers:
+        for pull in node.pulling.pulls.values():
+            if pull.reason is not None or pull.params.key != key:
+                continue
+            for leg in pull.legs:
+                until = (leg.covered_until - process.epoch) / process.rate
+                if leg.incarnation == incarnation and until > at + 1e-6:
+                    return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"
+    return ""
+
+
+class _Envelope(msgspec.Struct, array_like=True, frozen=True):
+    major: int
+    source: str
+    target: str
+    messages: list[msgspec.Raw]
+
+
+_envelope = msgspec.msgpack.Decoder(_Envelope)
+_Watched = Hello | Claim | Renew | Granted | Refused
+_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, Refused)}
+
+
+@lru_cache(maxsize=64)
+def _watched(packet: bytes) -> tuple[str, tuple[Message, ...]]:
+    """Whom a packet is meant for, and what is in it that any rule is about."""
+    try:
+        envelope = _envelope.decode(packet)
+        # An array of less than 16 fields is one byte, then the tag.
+        if not any(memoryview(raw)[1] in _TAGS for raw in envelope.messages):
+            return envelope.target, ()
+        messages = decode_packet(packet).messages
+    except (msgspec.MsgspecError, AsyncKVError, UnicodeDecodeError):
+        return "", ()
+    return envelope.target, tuple(m for m in messages if isinstance(m, _Watched))
+
+
+@dataclass(slots=True)
+class _Greeting:
+    nonce: int
+    first_at: float
+    at: float
+    times: int = 1
+    is_answered: bool = False
+
+
+class Wire:
+    """Rules about packets: handshakes are not repeated without end, and promises are renewed in time.
+
+    Args:
+        is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
+    """
+
+    def __init__(self, world: World, config: PullConfig, renew_s: float, is_patient: bool) -> None:
+        self._is_patient = is_patient
+        self._world, self._config, self._renew_s = world, config, renew_s
+        self._greetings: dict[tuple[Process, str, str], _Greeting] = {}
+        self._unanswered: dict[tuple[Process, str], list[_Greeting]] = {}
+        self._asked: dict[tuple[Process, str, str], int] = {}
+        """Newest question of each pull to each address."""
+        self._granted: dict[tuple[Process, str, str], Stopwatch] = {}
+        """When it was answered."""
+        most, at = 0, 0.0
+        while at < config.handshake_s:
+            most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
+        self._most_hellos = most
+
+    def sent(self, process: Process, to: str, packet: bytes) -> None:
+        """A process says something to an address."""
+        target, messages = _watched(packet)
+        for message in messages:
+            if isinstance(message, Hello):
+                self._greets(process, to, target, message.nonce)
+            elif isinstance(message, Claim | Renew):
+                self._asked[process, to, message.pull_id] = message.nonce
+                clock = self._granted.pop((process, to, message.pull_id), None)
+                if clock is not None and clock.ran_s > self._renew_s + TURN_S:
+                    self._world.violate(
+                        f"{process.name} renewed {message.pull_id} at {to} {clock.ran_s:.3f} s after it was granted, "
+                        f"not after {self._renew_s:.3f} s"
+                    )
+
+    def delivered(self, process: Process, origin: str, packet: bytes) -> None:
+        """A process hears something from an address that it is connected to."""
+        for greeting in self._unanswered.pop((process, origin), ()):
+            greeting.is_answered = True
+        for message in _watched(packet)[1]:
+            if isinstance(message, Granted):
+                # An answer to an older question may come too late to be of use.
+                if self._asked.get((process, origin, message.pull_id)) == message.nonce:
+                    self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
+            elif isinstance(message, Refused):
+                # What is granted no more need not be asked for until the promise has run out.
+                self._granted.pop((process, origin, message.pull_id), None)
+
+    def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
+        now, place = process.now, (process, to, target)
+        known = self._greetings.get(place)
+        if known is not None and known.nonce == nonce:
+            known.times, known.at = known.times + 1, now
+            if known.times > self._most_hellos:
+                self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
+            return
+        if known is not None:
+            # A handshake that failed, or a peer that was lost, is followed by a pause. (Whoever was stopped between
+            # reading its clock and sending cannot be judged by when it sent.)
+            ended_at = known.at
+            if self._is_patient and not known.is_answered:
+                ended_at = max(known.at, known.first_at + self._config.handshake_s * 0.999)
+            if not process.frozen_s and now < ended_at + self._config.backoff_s * 0.999:
+                self._world.violate(f"{process.name} greets {to} again {now - ended_at:.3f} s after it had failed")
+        greeting = self._greetings[place] = _Greeting(nonce, now, now)
+        self._unanswered.setdefault((process, to), []).append(greeting)

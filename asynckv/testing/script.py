@@ -1,0 +1,270 @@
+"""What may go wrong in a simulated service, and when: scripts, drawn from seeds.
+
+A script is plain data. The same seed draws the same one, and a script can be edited by hand and played.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["BLOCK", "FAULTS", "RECIPES", "Ask", "Fault", "Script", "make_script"]
+
+FAULTS = (
+    "loss",
+    "duplicate",
+    "delay",
+    "partition",
+    "crash",
+    "freeze",
+    "pause",
+    "slow",
+    "fail",
+    "doubt",
+    "stuck",
+    "cancel",
+    "revoke",
+    "forget",
+    "close",
+    "garbage",
+    "hostile",
+)
+"""Kinds of faults that a script may hold."""
+
+BLOCK = 4
+"""Tokens per block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong for a while.
+
+    Attributes:
+        kind: One of `FAULTS`.
+        who: Names of ranks, or numbers of requests for `cancel` and `revoke`.
+        p: How likely, where that makes sense.
+    """
+
+    kind: str
+    at: float
+    seconds: float
+    who: tuple[str, ...] = ()
+    p: float = 1.0
+
+    def __str__(self) -> str:
+        who = f" {' '.join(self.who)}" if self.who else ""
+        return f"{self.at:8.3f} s  {self.kind}{who} for {self.seconds:.3f} s (p {self.p:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of the service.
+
+    Attributes:
+        prefill: Prefill engine that does it.
+        ahead: The params travel before the KV is written and lent.
+        engines: Decode engines that read it.
+        shares: Number of an earlier request whose first blocks it has in common, or -1.
+        cached: Tokens that the decode side has already.
+    """
+
+    number: int
+    at: float
+    tokens: int
+    ahead: bool
+    engines: tuple[int, ...]
+    shares: int
+    cached: int
+    announce_s: float
+    retries: int
+    lease_s: float = 4.0
+    routed_s: float = 0.5
+    """How long the params are under way, at most."""
+    prefill: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, of prefill engine "
+            f"{self.prefill}, read by "
+            f"{' and '.join(f'engine {e}' for e in self.engines)}"
+            f"{', params ahead' if self.ahead else ''}{f', shares with {self.shares}' if self.shares >= 0 else ''}"
+            f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a seed stands for.
+
+    Attributes:
+        prefill, decode: Ranks of each prefill engine, of each decode engine.
+    """
+
+    seed: int
+    prefill: int
+    decode: int
+    decode_engines: int
+    heads: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    seconds: float
+    wire: float = 1.0
+    """How slow packets are, next to 50 to 250 microseconds."""
+    data: float = 1.0
+    """How slow transfers are, next to 0.02 to 2 milliseconds."""
+    prefill_engines: int = 1
+
+    @property
+    def prefill_names(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the ranks of each prefill engine."""
+        return tuple(tuple(f"{'pq'[e]}{r}" for r in range(self.prefill)) for e in range(self.prefill_engines))
+
+    @property
+    def is_only_hostile(self) -> bool:
+        """Nothing goes wrong by itself."""
+        return all(fault.kind == "hostile" for fault in self.faults)
+
+    @property
+    def spared(self) -> frozenset[int]:
+        """Prefill engines that no fault touches, nor any of their readers: their requests must not notice any."""
+        hit = {who for fault in self.faults for who in fault.who}
+        own = [
+            {*names, *(str(ask.number) for ask in self.asks if ask.prefill == engine)}
+            for engine, names in enumerate(self.prefill_names)
+        ]
+        return frozenset() if hit - set().union(*own) else frozenset(e for e, mine in enumerate(own) if not hit & mine)
+
+    @property
+    def is_long(self) -> bool:
+        """It is watched for so long that even what is remembered of the dead must be gone."""
+        return self.seed % 10 == 0
+
+
+def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
+    """Draw a service, its requests and its faults from a seed."""
+    rng = random.Random(repr(("script", seed)))
+    if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
+        # A small request whose reader is away again and again while its few reads take longer than a promise.
+        ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
+        long = (Fault("slow", 0.4, 8.0, ("d0.0",), 1.0), Fault("pause", 0.5 + rng.random(), 8.0, ("d0.0",), 0.15))
+        return Script(seed, 1, 1, 1, 12, (ask,), long, 9.0)
+    prefill, decode = rng.choice([(1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2)])
+    engines = rng.choice([1, 1, 1, 2])
+    seconds = rng.uniform(3.0, 8.0)
+    asks = []
+    for number in range(rng.randint(2, 7)):
+        tokens = rng.randint(1, 4 * BLOCK)
+        cached = rng.choice([0, 0, 0, 0, rng.randint(0, tokens), tokens])
+        shares = rng.randrange(number) if number and rng.random() < 0.25 else -1
+        both = tuple(range(engines)) if engines == 1 or rng.random() < 0.6 else (rng.randrange(engines),)
+        asks.append(
+            Ask(
+                number,
+                rng.uniform(0.0, seconds * 0.7),
+                tokens,
+                rng.random() < 0.35,
+                both,
+                shares,
+                cached,
+                rng.choice([0.0, 0.0, rng.uniform(0.001, 1.0)]),
+                rng.choice([0, 1, 2]),
+                rng.choice([2.0, 2.0, 4.0]),
+                rng.choice([0.5, 0.5, 2.5]),
+            )
+        )
+    asks.sort(key=lambda a: a.at)
+    names = [f"p{i}" for i in range(prefill)] + [f"d{e}.{i}" for e in range(engines) for i in range(decode)]
+    kinds = list(faults)
+    drawn = [_draw(rng, rng.choice(kinds), names, asks, seconds) for _ in range(rng.randint(0, 5) if kinds else 0)]
+    if rng.random() < 0.5:
+        recipe = rng.choice(RECIPES)
+        drawn += _cook(rng, recipe, names, asks, seconds) if set(recipe) <= set(kinds) else []
+    heads = rng.choice([12, 12, 12, 1])
+    wire, data = rng.choice([1, 1, 20, 400]), rng.choice([1, 1, 30, 400])
+    script = Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
+    # From here on with dice of its own: what was drawn above stays what it was.
+    script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
+    return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+
+
+def _hostile(rng: random.Random, script: Script) -> Script:
+    """Leave some services alone with a hostile peer."""
+    if rng.random() < 0.92:
+        return script
+    names = [n for names in script.prefill_names for n in names]
+    names += [f"d{e}.{i}" for e in range(script.decode_engines) for i in range(script.decode)]
+    faults = [_draw(rng, "hostile", names, script.asks, script.seconds) for _ in range(rng.randint(1, 4))]
+    return replace(script, faults=tuple(faults))
+
+
+def _second_engine(rng: random.Random, script: Script, kinds: list[str]) -> Script:
+    """Give some scripts a second prefill engine, and some of these one engine that has all the trouble."""
+    if rng.random() < 0.6:
+        return script
+    asks = tuple(replace(ask, prefill=rng.randrange(2)) for ask in script.asks)
+    script = replace(script, prefill_engines=2, asks=asks)
+    troubled = rng.randrange(2)
+    theirs = [ask for ask in asks if ask.prefill == troubled]
+    if rng.random() < 0.4 or not theirs:
+        return script
+    # Alike but for their engine: who is spared is asked for while the other is in trouble.
+    asks = tuple(replace(a, lease_s=4.0, routed_s=0.2, at=rng.choice(theirs).at + rng.random()) for a in asks)
+    names = list(script.prefill_names[troubled])
+    theirs = [ask for ask in asks if ask.prefill == troubled]
+    faults = [
+        _draw(rng, rng.choice(kinds), names, theirs, script.seconds) for _ in range(rng.randint(1, 3) if kinds else 0)
+    ]
+    recipe = rng.choice(RECIPES)
+    faults += _cook(rng, recipe, names, theirs, script.seconds) if set(recipe) <= set(kinds) else []
+    return replace(script, asks=tuple(sorted(asks, key=lambda a: a.at)), faults=tuple(faults))
+
+
+RECIPES = (
+    ("slow", "delay", "loss"),
+    ("slow", "pause"),
+    ("slow", "pause"),
+    ("slow", "partition"),
+    ("slow", "freeze"),
+    ("fail", "delay", "duplicate"),
+    ("doubt", "delay", "loss"),
+    ("doubt", "crash"),
+    ("slow", "cancel", "delay"),
+    ("slow", "revoke", "pause"),
+    ("stuck", "delay"),
+    ("stuck", "cancel", "close"),
+    ("slow", "cancel", "close"),
+    ("duplicate", "delay", "loss"),
+)
+"""Faults that are worse together: on one rank, from one request on."""
+
+
+def _cook(
+    rng: random.Random, recipe: Sequence[str], names: list[str], asks: Sequence[Ask], seconds: float
+) -> list[Fault]:
+    ask, who = rng.choice(asks), rng.choice(names)
+    out = []
+    for kind in recipe:
+        at = min(ask.at + rng.random() ** 2 * 1.0, seconds)
+        target = str(ask.number) if kind in ("cancel", "revoke") else who
+        p = rng.choice([0.02, 0.1, 0.2]) if kind == "pause" else rng.choice([0.3, 0.6, 1.0])
+        out.append(Fault(kind, at, rng.uniform(0.5, 5.0), (target,), p))
+    return out
+
+
+def _draw(rng: random.Random, kind: str, names: list[str], asks: Sequence[Ask], seconds: float) -> Fault:
+    # Most faults meet a request under way.
+    at = rng.choice(asks).at + rng.random() ** 2 * 1.5 if rng.random() < 0.7 else rng.uniform(0.0, seconds)
+    at, long = min(at, seconds), rng.choice([0.05, 0.5, 1.0, 3.0]) * rng.uniform(0.5, 1.5)
+    who: tuple[str, ...]
+    if kind in ("cancel", "revoke"):
+        chosen = rng.choice(asks)
+        at, who = min(chosen.at + rng.random() ** 3 * 2.0, seconds), (str(chosen.number),)
+    elif kind == "partition":
+        who = tuple(rng.sample(names, rng.randint(1, max(len(names) - 1, 1))))
+    elif kind in ("loss", "duplicate", "delay", "slow", "fail", "doubt", "stuck", "pause"):
+        who = tuple(rng.sample(names, rng.choice([1, len(names)]) if rng.random() < 0.5 else 1))
+    else:
+        who = (rng.choice(names),)
+    p = rng.choice([0.02, 0.1, 0.3, 1.0]) if kind != "pause" else rng.choice([0.001, 0.01, 0.05])
+    return Fault(kind, at, long, who, p)

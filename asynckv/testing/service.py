@@ -1,0 +1,972 @@
+"""A simulated service: real engines, their schedulers and allocators, the router between them, and all checks.
+
+The allocators are hostile: blocks that are given back are overwritten at once, on both sides. While a script is
+played every landing byte is judged; afterwards there must be one outcome per request and in time, no block lost
+and everything idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.group import PrefillGroup
+from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.core.topology import owed_readers
+from asynckv.core.types import Key, Route
+from asynckv.engine import Engine
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
+from asynckv.ports import Ending
+from asynckv.registration import Registration
+from asynckv.testing.hostile import Hostile
+from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
+from asynckv.testing.script import BLOCK, Ask, Fault, Script
+from asynckv.testing.world import Process, Transfer, TransferFate, Violation, World, WorldClock, WorldControl, WorldData
+
+__all__ = ["Attempt", "Service"]
+
+NUM_BLOCKS, HEAD_DIM = 16, 2
+FREED, UNUSED = 0xEEEE, 0xDDDD
+PROBE = 1_000_000
+QUIET_S = 45.0
+"""How long everything may take to settle once the faults are over."""
+
+UNTROUBLED_S, UNTROUBLED_PACKETS, UNTROUBLED_READS = 0.02, 6, 5
+"""What a pull may take that meets no trouble: so long, so many packets and so many transfers one after the other, each
+as slow as they come. Scripts without faults are held to it as well, so it is what a pull takes without any; the worst
+of 5,000 took 4 packets' or 2.6 transfers' time."""
+
+HOSTILE_S = 2.1
+"""What a hostile process may add: it can fill the memory for early claims, or have their answers, and claims
+are repeated each 2 seconds at least."""
+
+LEASE = LeaseConfig(lease_s=4.0, grant_s=2.0, max_lease_s=15.0, parked_s=5.0, max_parked=100)
+PULL = PullConfig(
+    timeout_s=6.0,
+    announce_s=6.0,
+    handshake_s=2.0,
+    drain_s=1.0,
+    held_s=10.0,
+    release_timeout_s=5.0,
+    heartbeat_s=0.5,
+    suspect_s=1.2,
+    gone_s=4.0,
+    backoff_s=0.2,
+    max_backoff_s=1.0,
+    idle_s=8.0,
+    max_post_bytes=128,
+    max_post_descriptors=8,
+    window_bytes=512,
+)
+
+
+Words = npt.NDArray[np.uint16]
+
+
+@lru_cache(maxsize=4096)
+def _value(content: int, head: int) -> int:
+    """What a block's elements of one head are: never what freed or unused memory holds."""
+    digest = hashlib.blake2b(repr((content, head)).encode(), digest_size=2).digest()
+    return int.from_bytes(digest, "little") % 0xD000 + 1
+
+
+def _layout(role: str, rank: int, size: int, heads: int, base: int) -> Layout:
+    order = ("kv", "block", "token", "head", "dim") if role == "prefill" else ("block", "head", "kv", "token", "dim")
+    held = shard(heads, rank, size)
+    sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK, "head": held[1] - held[0], "dim": HEAD_DIM}
+    view = attention_view(layer="a", order=order, sizes=sizes, dtype="float16", heads=held, num_heads=heads, memory=0)
+    length = 2 * NUM_BLOCKS * BLOCK * (held[1] - held[0]) * HEAD_DIM * 2
+    return Layout(
+        tp_rank=rank,
+        tp_size=size,
+        memories=(Memory(base, length),),
+        groups=(Group("attention", BLOCK, NUM_BLOCKS),),
+        views=(view,),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Lent:
+    """One request on one prefill rank's memory, as the prefill engine's allocator sees it."""
+
+    ask: Ask
+    blocks: list[int]
+    contents: list[int]
+    params: dict[str, Any]
+    engine: _Prefill
+    open: set[str] = field(default_factory=set)
+    """Ranks that have not given it back."""
+    lent_from: float = math.inf
+    lent_by: float = -math.inf
+    """When the first and the last rank lend it."""
+
+
+class _Rank:
+    """One rank of an engine, over all of its process's starts."""
+
+    def __init__(self, service: Service, role: str, engine: int, rank: int) -> None:
+        self.service, self.role, self.engine_number, self.rank = service, role, engine, rank
+        script = service.script
+        self.name = script.prefill_names[engine][rank] if role == "prefill" else f"d{engine}.{rank}"
+        self.engine_id = f"decode{engine}" if role == "decode" else f"prefill{engine}" if engine else "prefill"
+        rng = service.world.random_of("rank", self.name)
+        self.size = script.prefill if role == "prefill" else script.decode
+        base = (1 + rank + 16 * (role == "decode") + 32 * engine) << 40
+        self.layout = _layout(role, rank, self.size, script.heads, base)
+        self.held = self.layout.views[0].parts[0].held
+        self.rate, self.epoch = rng.choice([0.9996, 1.0, 1.0004]), rng.uniform(0, 1e7)
+        self.starts = 0
+        self.free: list[int] = []
+        self.owner: dict[int, object] = {}
+        """Decode: which attempt owns which block."""
+        self.lend_at = 0.0
+        self.process: Process
+        self.engine: Engine
+        self.words: Words
+
+    def start(self) -> None:
+        """Start a process with memory of its own."""
+        world = self.service.world
+        self.starts += 1
+        name = f"{self.name}#{self.starts}"
+        process = self.process = world.processes[name] = Process(world, name, epoch=self.epoch, rate=self.rate)
+        memory = np.empty(self.layout.memories[0].length, np.uint8)
+        words: Words = memory.view(np.uint16)
+        heads = self.held[1] - self.held[0]
+        if self.role == "prefill":
+            words = words.reshape(2, NUM_BLOCKS, BLOCK, heads, HEAD_DIM).transpose(1, 3, 0, 2, 4)
+        else:
+            words = words.reshape(NUM_BLOCKS, heads, 2, BLOCK, HEAD_DIM)
+        self.words = words
+        self.words[:] = UNUSED
+        self.free = list(range(NUM_BLOCKS))
+        self.owner = {}
+        data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
+        data.on_post, data.on_land = self._posted, self._landing
+        self.data = data
+        self.owners: dict[int, dict[int, object]] = {}
+        self.engine = Engine(
+            self.config(),
+            Registration(self.layout),
+            data=data,
+            control=WorldControl(process, f"sim://{self.name}"),
+            clock=WorldClock(process),
+            token_hex=world.token(name),
+        )
+        process.spawn(self.engine.start)
+        world.note(self.name, "started", name)
+
+    def config(self) -> EngineConfig:
+        """How this rank's engine is set up."""
+        return EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=PULL)
+
+    # -- hostile checks ------------------------------------------------------------------------------
+
+    def _block_of(self, start: int) -> int:
+        return start // (self.layout.memories[0].length // NUM_BLOCKS)
+
+    def _posted(self, transfer: Transfer) -> None:
+        """Remember whose blocks a transfer may write."""
+        blocks = {self._block_of(start) for _, start, _ in transfer.spots}
+        if strange := [b for b in blocks if b not in self.owner]:
+            raise Violation(f"{self.process.name} posts a read into block {strange[0]}, which nobody gave it")
+        self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
+
+    def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
+        """Nothing lands in a block that was given back."""
+        owners = self.owners[int(transfer.transfer_id)]
+        for _, start, _ in spots:
+            block = self._block_of(start)
+            if self.owner.get(block) is not owners[block]:
+                raise Violation(
+                    f"transfer {transfer.transfer_id} writes block {block} of {self.process.name} after it came back"
+                )
+
+
+class _Prefill:
+    """A prefill engine: its ranks, its scheduler and its allocator."""
+
+    def __init__(self, service: Service, number: int) -> None:
+        self.service, self.number = service, number
+        self.ranks = [_Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
+        self.group: PrefillGroup | None = None
+        self.free = list(range(NUM_BLOCKS))
+        self.uses: Counter[int] = Counter()
+        """Blocks, and how many requests have them."""
+        self.content: dict[int, int] = {}
+
+    def new_group(self) -> None:
+        """Hand out a new address book."""
+        roster = [r.engine.endpoint for r in self.ranks]
+        names = ("group", self.service.world.now, *([self.number] if self.number else []))
+        token = self.service.world.token(*names)
+        self.group = PrefillGroup(self.ranks[0].engine_id, roster, lease=LEASE, token_hex=token)
+
+
+class Service:
+    """Prefill and decode engines, their schedulers and the router between them."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.world = World(script.seed)
+        self.world.fate = self._fate
+        self.world.transfer_fate = self._transfer_fate
+        self.world.is_calm = self._is_calm
+        # Each lease says a third of a grant, or of itself if that is shorter.
+        wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
+        self.world.on_sent, self.world.on_delivered = wire.sent, wire.delivered
+        self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
+        self.decode = [
+            [_Rank(self, "decode", e, r) for r in range(script.decode)] for e in range(script.decode_engines)
+        ]
+        self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
+        self.spared = script.spared
+        self._faults: dict[str, list[Fault]] = {}
+        for fault in script.faults:
+            self._faults.setdefault(fault.kind, []).append(fault)
+        self.rng = self.world.random_of("service")
+        self.lent: dict[int, _Lent] = {}
+        self.num_contents = 0
+        self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.attempts: list[Attempt] = []
+        self.leases: list[tuple[_Rank, Process, Any]] = []
+        self.discharged: dict[tuple[int, str], float] = {}
+        """Requests, the readers that need them no more, and since when."""
+
+    # -- running --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play the script to its end, and check; the world knows what was violated."""
+        world, script = self.world, self.script
+        for rank in self.ranks.values():
+            rank.start()
+        for engine in self.prefill:
+            world.at(0.0, engine.new_group)
+        for ask in script.asks:
+            world.at(0.01 + ask.at, partial(self._ask, ask, 3))
+        for fault in script.faults:
+            world.at(0.01 + fault.at, partial(self._begin, fault))
+        try:
+            world.run(script.seconds)
+            self._heal()
+            # Now and then for so long that even tombstones must be gone.
+            world.run(script.seconds + QUIET_S * (2 if script.is_long else 1))
+            if not world.violation:
+                self._check()
+            if not world.violation:
+                self._probe()
+        finally:
+            world.close()
+
+    def _probe(self) -> None:
+        """With the faults over, a fresh request must complete on every rank that has a block for it."""
+        world, engines = self.world, tuple(range(self.script.decode_engines))
+        able = {r.name for e in self.decode for r in e if len(r.free) >= len(self.prefill) and not r.process.is_dead}
+        count = len(self.attempts)
+        for engine in range(len(self.prefill)):
+            self._ask(Ask(PROBE + engine, world.now, BLOCK, False, engines, -1, 0, 0.0, 0, 4.0, 0.01, engine), 0)
+        world.run(world.now + PULL.timeout_s + 1.0)
+        for attempt in self.attempts[count:]:
+            if attempt.rank.name in able and attempt.reason != "complete" and not world.violation:
+                world.violate(f"a fresh request on {attempt.rank.name} failed: {attempt.reason}")
+
+    # -- faults ---------------------------------------------------------------------------------------
+
+    def _active(self, kind: str, *names: str) -> float:
+        """The likelihood of a fault of this kind at any of these ranks now."""
+        now = self.world.now - 0.01
+        if now >= self.script.seconds or not (faults := self._faults.get(kind)):
+            return 0.0
+        most = 0.0
+        for fault in faults:
+            if fault.at <= now < fault.at + fault.seconds and any(name in fault.who for name in names):
+                most = max(most, fault.p)
+        return most
+
+    def _fate(self, sender: str, to: str, rng: random.Random) -> Sequence[float]:
+        names = sender.split("#")[0], to.split("#")[0]
+        usual = (5e-5 + rng.random() * 2e-4) * self.script.wire
+        faults = rng.random(), rng.random(), rng.random()
+        now = self.world.now - 0.01
+        for fault in self._faults.get("partition", ()):
+            if fault.at <= now < min(fault.at + fault.seconds, self.script.seconds):
+                if (names[0] in fault.who) != (names[1] in fault.who):
+                    return ()
+        if faults[0] < self._active("loss", *names):
+            return ()
+        if faults[1] < self._active("delay", *names):
+            usual += rng.random() ** 2 * 3.0
+        if faults[2] < self._active("duplicate", *names):
+            return (usual, usual + rng.random() ** 2 * 4.0)
+        return (usual,)
+
+    def _transfer_fate(self, reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
+        names = reader.process.name.split("#")[0], owner.process.name.split("#")[0]
+        r = [rng.random() for _ in range(6)]
+        usual = TransferFate((2e-5 + r[0] ** 3 * 2e-3) * self.script.data, inline=r[1] < 0.3)
+        if r[2] < self._active("stuck", *names):
+            # It never ends, and may land whenever it likes.
+            return TransferFate(math.inf, late_s=r[0] * 8 if r[1] < 0.7 else math.inf)
+        if r[3] < self._active("doubt", *names):
+            after = r[0] * 6 if r[1] < 0.8 else math.inf
+            late = after * r[5] if after < math.inf else r[5] * 6
+            return TransferFate(
+                r[0] * 0.1,
+                Ending.IN_DOUBT,
+                lands=r[5],
+                late_s=late,
+                after_s=after,
+                after=Ending.DONE if r[4] < 0.3 else Ending.FAILED,
+                cause="in doubt",
+            )
+        if r[4] < self._active("fail", *names):
+            return TransferFate(r[0] * 0.01, Ending.FAILED, lands=r[5], cause="failed", peer_lost=r[1] < 0.2)
+        if r[5] < self._active("slow", *names):
+            return TransferFate(r[0] * 4.0)
+        return usual
+
+    def _begin(self, fault: Fault) -> None:
+        world = self.world
+        if world.now > self.script.seconds:
+            return
+        world.note("script", fault.kind, fault)
+        world.counts[f"fault.{fault.kind}"] += 1
+        if begin := _BEGIN.get(fault.kind):
+            begin(self, fault)
+
+    def _met(self, fault: Fault) -> Iterator[_Rank]:
+        """Whom a fault meets."""
+        return (rank for who in fault.who if (rank := self.ranks.get(who)) is not None)
+
+    def _begin_crash(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._crash(rank, fault.seconds)
+
+    def _begin_close(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._close(rank)
+
+    def _begin_freeze(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            rank.process.freeze(min(fault.seconds, self.script.seconds - self.world.now))
+
+    def _begin_pause(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            rank.process.pauses = fault.p
+            self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
+
+    def _begin_forget(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._forget(rank)
+
+    def _begin_garbage(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._garbage(rank)
+
+    def _begin_hostile(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            if not rank.process.is_dead and rank.engine._node_or_none is not None:
+                rng = self.world.random_of("hostile", rank.name, self.world.now)
+                attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._node, rng)
+                attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
+
+    def _begin_cancel(self, fault: Fault) -> None:
+        for number in map(int, fault.who):
+            self._cancel(number)
+
+    def _begin_revoke(self, fault: Fault) -> None:
+        for number in map(int, fault.who):
+            for owner, process, lease in self.leases:
+                if not process.is_dead and lease.ask == number:
+                    process.call_at(self.world.now, lease.revoke)
+                    self.world.note(owner.name, "revokes", str(number))
+
+    def _is_calm(self, until: float) -> bool:
+        deaths = (f for f in self.script.faults if f.kind in ("crash", "close"))
+        return not any(f.at < until and f.at + 5.0 > self.world.now for f in deaths)
+
+    def _heal(self) -> None:
+        for process in self.world.processes.values():
+            process.pauses = 0.0
+
+    def _crash(self, rank: _Rank, down_s: float) -> None:
+        self._kill(rank)
+        self.world.at(self.world.now + down_s, lambda: self._restart(rank))
+
+    def _kill(self, rank: _Rank) -> None:
+        process, data = rank.process, rank.data
+        if process.is_dead:
+            return
+        self.world.note(rank.name, "killed", process.name)
+        process.kill()
+        for other in self.ranks.values():
+            if other is not rank and not other.process.is_dead:
+                other.data.lose(data)
+        if rank.role == "prefill":
+            for lent in list(self.lent.values()):
+                self._given_back(rank, lent)
+
+    def _restart(self, rank: _Rank) -> None:
+        if rank.process.is_dead:
+            rank.start()
+            if rank.role == "prefill":
+                # Once it listens, its scheduler hands out its new address book.
+                self.world.at(self.world.now + 1e-3, self.prefill[rank.engine_number].new_group)
+
+    def _close(self, rank: _Rank) -> None:
+        process, engine = rank.process, rank.engine
+        if process.is_dead:
+            return
+
+        async def close() -> None:
+            try:
+                await engine.aclose()
+            finally:
+                self.world.note(rank.name, "closed")
+                self.world.at(process.now, partial(self._closed, rank, process))
+                self.world.at(self.world.now, lambda: self._crash(rank, 0.1) if rank.process is process else None)
+
+        process.spawn(close)
+
+    def _closed(self, rank: _Rank, process: Process) -> None:
+        """An engine that has closed has kept its promises."""
+        for owner, holder_process, lease in self.leases:
+            if owner is rank and holder_process is process and lease.ended in ("", "closed"):
+                self._check_belief(rank, lease.lent)
+
+    def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
+        readers = [
+            (r.process, r.engine._node)
+            for e in self.decode
+            for r in e
+            if not r.process.is_dead and r.engine._node_or_none is not None
+        ]
+        key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
+        if wrong := check_belief(readers, key, incarnation, self.world.now):
+            self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
+
+    def _forget(self, rank: _Rank) -> None:
+        for other in self.ranks.values():
+            if other is not rank and not other.process.is_dead:
+                engine, address = other.engine, f"sim://{rank.name}"
+
+                def forget(engine: Engine = engine, address: str = address) -> None:
+                    with suppress(EngineClosed):
+                        engine.forget_peer(address)
+
+                other.process.call_at(self.world.now, forget)
+
+    def _garbage(self, rank: _Rank) -> None:
+        rng = self.world.random_of("garbage", rank.name, self.world.now)
+        seen = [d for _, _, what, d in self.world.trace if isinstance(d, bytes)]
+        packets = [rng.randbytes(rng.randint(1, 40))]
+        for packet in [p for p in rng.sample(seen, min(len(seen), 4)) if p]:
+            bad = bytearray(packet)
+            for _ in range(rng.randint(1, 4)):
+                bad[rng.randrange(len(bad))] = rng.randrange(256)
+            packets += [bytes(bad), packet]
+        control = self.world.listeners.get(f"sim://{rank.name}")
+        if control is not None:
+            for packet in packets:
+                when = self.world.now + rng.random() * 0.01
+                rank.process.call_at(when, control.deliver, Route(b"stranger"), packet)
+
+    def _cancel(self, number: int) -> None:
+        for attempt, task in self.tasks.get(number, ()):
+            if not attempt.process.is_dead and not task.done():
+                self.world.note(attempt.rank.name, "cancels", number)
+                give_up = self._cancel_task if self.rng.random() < 0.5 else self._cancel_request
+                attempt.process.call_at(self.world.now, give_up, attempt, task)
+
+    def _cancel_task(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        if task.cancel():
+            attempt.give_up()
+
+    def _cancel_request(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        number, rank = attempt.lent.ask.number, attempt.rank
+        if attempt.process is rank.process and rank.engine.cancel(f"D{number}"):
+            attempt.give_up()
+            attempt.said.add("cancelled")
+            self.discharged.setdefault((number, rank.name), rank.process.now)
+
+    # -- the prefill engine -----------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask, patience: int) -> None:
+        world = self.world
+        count = -(-ask.tokens // BLOCK)
+        shared = self.lent.get(ask.shares)
+        engine = self.prefill[ask.prefill]
+        is_common = shared is not None and shared.engine is engine
+        common = list(shared.blocks[: max(min(len(shared.blocks), count) - 1, 0)]) if shared and is_common else []
+        group = engine.group
+        if len(engine.free) < count - len(common) or group is None:
+            if patience:
+                world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1))
+            else:
+                self.outcomes["asks.given_up"] += 1
+            return
+        fresh = [engine.free.pop(self.rng.randrange(len(engine.free))) for _ in range(count - len(common))]
+        for block in fresh:
+            self.num_contents += 1
+            engine.content[block] = self.num_contents
+        blocks = common + fresh
+        for block in blocks:
+            engine.uses[block] += 1
+        params = group.make_params(
+            f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
+        )
+        lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.outcomes["asks"] += 1
+        now = world.now
+        written_at = now + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
+        for rank in engine.ranks:
+            if rank.process.is_dead:
+                continue
+            lent.open.add(rank.name)
+            # In the order in which params were made, as the contract says.
+            rank.lend_at = lend_at = max(written_at + self.rng.random() ** 3 * 0.3, rank.lend_at)
+            lent.lent_from, lent.lent_by = min(lent.lent_from, lend_at), max(lent.lent_by, lend_at)
+            if ask.ahead:
+                # KV is written, and lent at once.
+                rank.process.call_at(lend_at, self._write, rank, lent)
+                rank.process.call_at(lend_at, self._lend, rank, lent)
+            else:
+                # `written` is said of every rank's KV before the params leave.
+                self._fill(rank, rank.words, lent)
+                rank.process.call_at(lend_at, self._lend, rank, lent)
+        if not lent.open:
+            self._settle(lent)
+        for number in ask.engines:
+            for reader in self.decode[number]:
+                if self.rng.random() < 0.03:
+                    continue  # the router lost it
+                at = now + self.rng.random() ** 3 * ask.routed_s
+                reader.process.call_at(at, self._read, reader, lent, ask.retries)
+
+    def _write(self, rank: _Rank, lent: _Lent) -> None:
+        # A process may be ahead of the world: what it does to memory is seen when the world is there.
+        self.world.at(rank.process.now, partial(self._fill, rank, rank.words, lent))
+
+    def _fill(self, rank: _Rank, words: Words, lent: _Lent) -> None:
+        for block, content in zip(lent.blocks, lent.contents, strict=True):
+            for head in range(*rank.held):
+                words[block, head - rank.held[0]] = _value(content, head)
+
+    def _lend(self, rank: _Rank, lent: _Lent) -> None:
+        process = rank.process
+        clock = Stopwatch.start(process)
+        try:
+            handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
+        except (AsyncKVError, EngineClosed) as exc:
+            self.world.note(rank.name, "does not lend", repr(exc))
+            self._given_back(rank, lent)
+            return
+        holder = _Lease(lent.ask.number, handle, lent, process, clock)
+        self.leases.append((rank, process, holder))
+
+        async def wait() -> None:
+            try:
+                end = await handle.wait_released()
+            except asyncio.CancelledError:
+                return
+            if holder.ended:
+                self.world.violate(f"two ends of lease {lent.ask.number} on {rank.name}")
+            holder.ended, holder.ended_at, holder.words = end.cause, process.now, end.readers
+            self.outcomes[f"lease.{end.cause}"] += 1
+            self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
+            self._in_time(rank, holder)
+            self.world.at(process.now, partial(self._ended, rank, lent))
+
+        process.loop.create_task(wait())
+
+    def _in_time(self, rank: _Rank, lease: _Lease) -> None:
+        """A lease lasts as long as it should."""
+        ran_s = lease.clock.ran_s * lease.process.rate
+        what = f"the lease of request {lease.ask} on {rank.name} {lease.ended} after {ran_s:.3f} s"
+        if lease.ended == "expired" and lease.process.now - lease.clock.at < lease.lent.ask.lease_s * 0.999:
+            self.world.violate(f"{what}, before its time")
+        if ran_s > LEASE.max_lease_s + TURN_S:
+            self.world.violate(f"{what}, longer than any may last")
+        if lease.ended != "closed" and lease.revoked and lease.revoked.ran_s > LEASE.grant_s * 1.001 + TURN_S:
+            self.world.violate(f"{what}, {lease.revoked.ran_s:.3f} s after it was revoked")
+        if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
+            self.world.violate(f"{what}, though nobody asked for it")
+
+    def _ended(self, rank: _Rank, lent: _Lent) -> None:
+        if not rank.process.is_dead:
+            self._check_belief(rank, lent)
+        self._given_back(rank, lent)
+
+    def _given_back(self, rank: _Rank, lent: _Lent) -> None:
+        """A rank's blocks are the engine's again: overwritten at once, used again once all ranks have them back."""
+        if rank.name not in lent.open:
+            return
+        lent.open.discard(rank.name)
+        if not rank.process.is_dead:
+            for block in lent.blocks:
+                others = [x for x in self.lent.values() if x is not lent and rank.name in x.open and block in x.blocks]
+                if not others:
+                    rank.words[block] = FREED
+        if not lent.open:
+            self._settle(lent)
+
+    def _settle(self, lent: _Lent) -> None:
+        for block in lent.blocks:
+            lent.engine.uses[block] -= 1
+            if not lent.engine.uses[block]:
+                lent.engine.free.append(block)
+        self.lent.pop(lent.ask.number, None)
+
+    # -- the decode engines -----------------------------------------------------------------------------
+
+    def _read(self, rank: _Rank, lent: _Lent, retries: int) -> None:
+        if rank.process.is_dead:
+            return
+        attempt = Attempt(self, rank, lent)
+        self.attempts.append(attempt)
+        task = rank.process.loop.create_task(attempt.run(retries))
+        self.tasks.setdefault(lent.ask.number, []).append((attempt, task))
+
+    @property
+    def _is_mild(self) -> bool:
+        """Nothing keeps a reader's releases from arriving in time."""
+        return all(
+            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget", "garbage", "hostile")
+            or (f.kind == "loss" and f.seconds <= 1.3)
+            for f in self.script.faults
+        )
+
+    def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
+        """Everybody who owed a release had been discharged for a while when the lease ended."""
+        ask = next(a for a in self.script.asks if a.number == lease.ask)
+        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
+        # A release that was lost, or came early and found no room, is repeated after 0.2, 0.6, 1.4 and 3 seconds.
+        slack = 3.3 if any(f.kind in ("loss", "hostile") for f in self.script.faults) else 1.0
+        return all(at is not None and at < lease.ended_at - slack for at in since)
+
+    def _was_told(self, rank: _Rank, lease: _Lease) -> str:
+        """Say what a lease's end tells otherwise than its readers do."""
+        readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
+        for reader in (self.decode[e][r] for e in lease.lent.ask.engines for r in readers):
+            said = [a.said for a in self.attempts if a.lent is lease.lent and a.rank is reader]
+            was_announced = any(a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts)
+            word = lease.words.get(f"{reader.engine_id}/tp{reader.rank}", "")
+            if reader.starts > 1 or reader.process.is_dead or was_announced:
+                continue  # what it said died with it, or was said for it when nothing came of its announcement
+            if word and not any(word in words for words in said):
+                return f"was told {word!r} by {reader.name}, which said {said}"
+            may_be = any("complete" in words for words in said) or (lease.ask, reader.name) in self.discharged
+            if lease.ended == "released" and not may_be:
+                return f"was released, though {reader.name} had not let go"
+        return ""
+
+    # -- afterwards -------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Everything has had its time: one outcome each, nothing held, everything idle."""
+        world = self.world
+        for attempt in self.attempts:
+            if attempt.is_open and not attempt.process.is_dead:
+                world.violate(f"{attempt} never ended")
+                return
+            if attempt.waits is not None and not attempt.process.is_dead:
+                world.violate(f"{attempt} waits for its blocks for ever")
+                return
+        for attempt, task in [x for tasks in self.tasks.values() for x in tasks]:
+            is_over = task.done() and not task.cancelled() and not attempt.process.is_dead
+            if is_over and (exc := task.exception()) is not None:
+                world.violate(f"an attempt on {attempt.rank.name} ended with {exc!r}")
+                return
+        for rank, process, lease in self.leases:
+            if not process.is_dead and not lease.ended:
+                world.violate(f"the lease of request {lease.ask} on {rank.name} never ended")
+                return
+            if lease.ended == "expired" and self._is_mild and self._was_done_with(rank, lease):
+                world.violate(f"the lease of request {lease.ask} on {rank.name} expired with all its readers done")
+                return
+            if lie := self._was_told(rank, lease):
+                world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
+                return
+        for rank in self.ranks.values():
+            if rank.process.is_dead or rank.engine._node_or_none is None or rank.data.is_closed:
+                continue
+            node = rank.engine._node
+            if wrong := node.check_integrity():
+                world.violate(f"{rank.name}: {'; '.join(wrong)}")
+                return
+            if node.desk.counters["internal_errors"]:
+                world.violate(f"{rank.name}: internal errors")
+                return
+            if node.desk.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
+                world.violate(
+                    f"{rank.name} was sent {node.desk.counters['dropped.malformed']} malformed packets by its own kind"
+                )
+                return
+            if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
+                world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
+                return
+            stuck = [t for t in rank.data.transfers.values() if not t.is_over]
+            if not stuck and not node.is_idle:
+                world.violate(f"{rank.name} is not idle: {node.gauges()}")
+                return
+            holds = [h for h in node.ledger if h.kind == "lent"]
+            if holds or (len(node.ledger) and not stuck):
+                world.violate(f"{rank.name} holds blocks for nobody: {[h.request_id for h in node.ledger]}")
+                return
+            if not stuck and sorted(rank.free) != list(range(NUM_BLOCKS)) and rank.role == "decode":
+                world.violate(f"{rank.name} has lost blocks: {sorted(set(range(NUM_BLOCKS)) - set(rank.free))}")
+                return
+            if node.lending.num_parked or (self.script.is_long and node.pulling.peers and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in node.pulling.peers.values()]
+                world.violate(f"{rank.name} remembers too long: {node.lending.num_parked} parked, peers {peers}")
+                return
+            for peer in node.pulling.peers.values():
+                if not stuck and (len(peer.window) or peer.queue):
+                    world.violate(f"{rank.name} counts {peer.window.num_bytes} bytes in flight from {peer.name}")
+                    return
+
+
+_BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
+    "crash": Service._begin_crash,
+    "close": Service._begin_close,
+    "freeze": Service._begin_freeze,
+    "pause": Service._begin_pause,
+    "forget": Service._begin_forget,
+    "garbage": Service._begin_garbage,
+    "hostile": Service._begin_hostile,
+    "cancel": Service._begin_cancel,
+    "revoke": Service._begin_revoke,
+}
+"""Faults that happen at a moment; all others are asked for by the fates of packets and transfers while they last."""
+
+
+@dataclass(slots=True)
+class _Lease:
+    ask: int
+    handle: Any
+    lent: _Lent
+    process: Process
+    clock: Stopwatch
+    revoked: Stopwatch | None = None
+    ended: str = ""
+    ended_at: float = 0.0
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What its readers said."""
+
+    def revoke(self) -> None:
+        """Take it back."""
+        self.handle.revoke()
+        self.revoked = self.revoked or Stopwatch.start(self.process)
+
+
+class Attempt:
+    """One decode rank's attempt at one request."""
+
+    def __init__(self, service: Service, rank: _Rank, lent: _Lent) -> None:
+        self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
+        self.is_open = True
+        self.announced_at = math.inf
+        self.reason = ""
+        self.is_pulling = False
+        self.cancelled: Stopwatch | None = None
+        """Since when the pull under way is not wanted any more."""
+        self.waits: Stopwatch | None = None
+        """Since when the blocks of a pull that has its outcome are waited for."""
+        self.said: set[str] = set()
+        """What prefill ranks may have been told of this reader, in the words of `LeaseEnd.readers`."""
+
+    def __str__(self) -> str:
+        return f"request {self.lent.ask.number} on {self.process.name}"
+
+    async def run(self, retries: int) -> None:
+        """Pull, check, give back; again if it fails and retries are left."""
+        service, rank, ask = self.service, self.rank, self.lent.ask
+        engine, world = rank.engine, service.world
+        request_id = f"D{ask.number}"
+        try:
+            if ask.announce_s:
+                engine.announce(request_id, self.lent.params)
+                self.announced_at = self.process.now
+                await asyncio.sleep(ask.announce_s)
+            for attempt in range(retries + 1):
+                if not await self._pull(request_id, attempt == retries):
+                    break
+                if attempt < retries:
+                    await asyncio.sleep(service.rng.random() ** 2 * 0.5)
+        except asyncio.CancelledError:
+            service.outcomes["pull.task_cancelled"] += 1
+        except (EngineClosed, LocalProtocolError) as exc:
+            world.note(rank.name, "cannot pull", exc)
+            service.outcomes[f"pull.{type(exc).__name__}"] += 1
+        except PullError as exc:
+            # Refused before it began.
+            service.outcomes[f"pull.{exc.reason}"] += 1
+        finally:
+            self.is_open = False
+
+    async def _pull(self, request_id: str, is_last: bool) -> bool:
+        """One pull; True if another may do better."""
+        service, rank, ask = self.service, self.rank, self.lent.ask
+        world, engine = service.world, rank.engine
+        first = ask.cached
+        count = -(-ask.tokens // BLOCK) - first // BLOCK if first < ask.tokens else 0
+        while len(rank.free) < count:
+            # All blocks may be held by transfers that never end: that is no pull's fault.
+            self.is_open = False
+            await asyncio.sleep(0.2)
+        self.is_open = True
+        token = object()
+        blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        for block in blocks:
+            rank.owner[block] = token
+            rank.words[block] = UNUSED
+        called, frozen = self.process.now, self.process.frozen_s
+        if called > self.announced_at + PULL.announce_s * 0.99:
+            # Announced and not pulled in time: the engine has given it up.
+            service.discharged.setdefault((ask.number, rank.name), called)
+        again = False
+        cancelled = None
+        self.is_pulling, self.cancelled = True, None
+        try:
+            await self._ask(request_id, blocks, is_last)
+        except PullError as exc:
+            service.outcomes[f"pull.{exc.reason}"] += 1
+            self.reason = f"{exc.reason}: {exc}"
+            world.note(rank.name, "pull failed", (ask.number, exc.reason, str(exc)[:160]))
+            again = exc.reason not in ("cancelled", "unplannable")
+            if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
+                self._violate("was refused as consumed, though this reader released nothing")
+            self._in_time(called, frozen)
+            self.said.add("cancelled" if exc.reason == "cancelled" else "failed")
+            self._is_spared(called, exc.reason)
+            if is_last:
+                service.discharged.setdefault((ask.number, rank.name), self.process.now)
+            if exc.held and not await self._wait(exc.returned()):
+                return False
+        except asyncio.CancelledError as exc:
+            service.outcomes["pull.cancelled_task"] += 1
+            self._in_time(called, frozen)
+            # It may have been complete already.
+            self.said |= {"cancelled", "complete", "failed"}
+            if is_last:
+                service.discharged.setdefault((ask.number, rank.name), self.process.now)
+            cancelled = exc
+            if not await self._wait(engine.returned(request_id)):
+                raise
+        except AsyncKVError:
+            self._give_back(blocks)
+            raise
+        else:
+            service.outcomes["pull.complete"] += 1
+            self.reason = "complete"
+            world.note(rank.name, "pull complete", ask.number)
+            self._in_time(called, frozen)
+            self.said = {"complete"}
+            self._is_spared(called, "")
+            world.at(self.process.now, partial(self._verify, blocks, first))
+            is_last = True
+        if is_last:
+            service.discharged.setdefault((ask.number, rank.name), self.process.now)
+        # The process may be ahead of the world; memory is looked at and given back when the world is there.
+        world.at(self.process.now, partial(self._give_back, blocks))
+        if cancelled is not None:
+            raise cancelled
+        return again
+
+    async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> None:
+        """What a decode engine asks of asynckv."""
+        groups = [(self.lent.ask.cached, blocks)]
+        await self.rank.engine.pull(request_id, groups, self.lent.params, is_last=is_last)
+
+    async def _wait(self, returned: Any) -> bool:
+        """Wait for blocks, however often the task is cancelled; False if they are lost."""
+        waiting = self.process.loop.create_task(returned)
+        self.waits = Stopwatch.start(self.process)
+        self.is_open = False
+        while not waiting.done():
+            try:
+                await asyncio.shield(waiting)
+            except asyncio.CancelledError:
+                continue
+            except BlocksRetired:
+                self._waited()
+                self.service.outcomes["blocks.retired"] += 1
+                self.service.world.note(self.rank.name, "blocks retired", self.lent.ask.number)
+                return False
+        self._waited()
+        self.is_open = True
+        return True
+
+    def _waited(self) -> None:
+        if self.waits is not None and self.waits.ran_s > PULL.held_s * 1.001 + TURN_S:
+            self._violate(f"waited for its blocks for {self.waits.ran_s:.3f} s")
+        self.waits = None
+
+    def give_up(self) -> None:
+        """The pull under way is not wanted any more."""
+        if self.is_pulling:
+            self.cancelled = self.cancelled or Stopwatch.start(self.process)
+
+    def _in_time(self, called: float, frozen: float) -> None:
+        # Deadlines are bounds for a process that runs: what it was stopped for comes on top.
+        stopped = self.process.frozen_s - frozen
+        took = self.process.now - called - stopped
+        if took > (PULL.timeout_s + 0.1) * 1.001:
+            self._violate(f"ended after {took:.3f} s")
+        if self.cancelled is not None and self.cancelled.ran_s > PULL.drain_s * 1.001 + TURN_S:
+            self._violate(f"ended {self.cancelled.ran_s:.3f} s after it was cancelled")
+        self.is_pulling, self.cancelled = False, None
+
+    def _is_spared(self, called: float, reason: str) -> None:
+        """Whom no fault touches notices none: it completes, as fast as it would without any."""
+        script, lent = self.service.script, self.lent
+        is_spared = lent.ask.prefill in self.service.spared
+        if not (is_spared or script.is_only_hostile) or called > lent.lent_from + lent.ask.lease_s - 1.0:
+            return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
+        took = self.process.now - max(called, lent.lent_by)
+        bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
+        if reason:
+            self._violate(f"was spared and failed: {self.reason}")
+        elif took > bound + (0.0 if is_spared else HOSTILE_S):
+            self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
+
+    def _violate(self, what: str) -> None:
+        # A task's exception would wait until somebody asks for it.
+        self.service.world.violate(f"{self} {what}")
+
+    def _verify(self, blocks: Sequence[int], first: int) -> None:
+        rank, lent = self.rank, self.lent
+        for i, block in enumerate(blocks):
+            place = first // BLOCK + i
+            lo = max(first - place * BLOCK, 0)
+            hi = min(lent.ask.tokens - place * BLOCK, BLOCK)
+            for head in range(*rank.held):
+                words = rank.words[block, head - rank.held[0]]
+                if not (words[:, lo:hi] == _value(lent.contents[place], head)).all():
+                    found = sorted({hex(x) for x in words[:, lo:hi].ravel().tolist()})
+                    self._violate(f"published wrong bytes: block {block} head {head} holds {found}")
+                if not (words[:, :lo] == UNUSED).all():
+                    self._violate("wrote below its first token")
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        if self.process.is_dead:
+            return  # its memory is gone; only its remains are being swept up
+        for block in blocks:
+            del self.rank.owner[block]
+            self.rank.words[block] = FREED
+            self.rank.free.append(block)
