@@ -120,6 +120,9 @@ class Wire:
         target, messages = _watched(packet)
         for message in messages:
             if isinstance(message, Hello):
+                # Whoever was lost and is met anew is asked anew.
+                for place in [p for p in self._granted if p[:2] == (process, to)]:
+                    del self._granted[place]
                 self._greets(process, to, target, message.nonce)
             elif isinstance(message, Claim | Renew):
                 self._asked[process, to, message.pull_id] = message.nonce
