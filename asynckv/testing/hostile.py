@@ -243,7 +243,7 @@ class Hostile:
             (NOWHERE, leg.incarnation, Ack(key, pull_id)),
             (NOWHERE, leg.incarnation, Goodbye()),
         ]
-        for address, source, lie in rng.sample(lies, 4):
+        for address, source, lie in rng.sample(lies, len(lies)):
             self.world.counts["hostile.lied"] += 1
             before = _beliefs(pull, leg)
             control.deliver(address, encode_packet(source, node.identity.incarnation, [lie]))

@@ -5,6 +5,7 @@ Times are judged by the clock of the process that made the promise, less what th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,8 +13,9 @@ from functools import lru_cache
 import msgspec
 
 from asynckv.config import PullConfig
-from asynckv.core.messages import Claim, Granted, Hello, Message, Refused, Renew, decode_packet
+from asynckv.core.messages import Claim, Granted, Hello, Message, Refused, Release, Renew, decode_packet
 from asynckv.core.node import Node
+from asynckv.core.pull import RATE_MARGIN
 from asynckv.core.types import Key
 from asynckv.errors import AsyncKVError
 from asynckv.testing.world import Process, World
@@ -67,22 +69,22 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 _envelope = msgspec.msgpack.Decoder(_Envelope)
-_Watched = Hello | Claim | Renew | Granted | Refused
-_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, Refused)}
+_Watched = Hello | Claim | Renew | Granted | Refused | Release
+_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, Refused, Release)}
 
 
 @lru_cache(maxsize=64)
-def _watched(packet: bytes) -> tuple[str, tuple[Message, ...]]:
-    """Whom a packet is meant for, and what is in it that any rule is about."""
+def _watched(packet: bytes) -> tuple[str, str, tuple[Message, ...]]:
+    """Whom a packet is from and meant for, and what is in it that any rule is about."""
     try:
         envelope = _envelope.decode(packet)
         # An array of less than 16 fields is one byte, then the tag.
         if not any(memoryview(raw)[1] in _TAGS for raw in envelope.messages):
-            return envelope.target, ()
+            return envelope.source, envelope.target, ()
         messages = decode_packet(packet).messages
     except (msgspec.MsgspecError, AsyncKVError, UnicodeDecodeError):
-        return "", ()
-    return envelope.target, tuple(m for m in messages if isinstance(m, _Watched))
+        return "", "", ()
+    return envelope.source, envelope.target, tuple(m for m in messages if isinstance(m, _Watched))
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class _Greeting:
 
 
 class Wire:
-    """Rules about packets: handshakes are not repeated without end, and promises are renewed in time.
+    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept.
 
     Args:
         is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
@@ -105,6 +107,10 @@ class Wire:
         self._is_patient = is_patient
         self._world, self._config, self._renew_s = world, config, renew_s
         self._greetings: dict[tuple[Process, str, str], _Greeting] = {}
+        self._sent_at: dict[tuple[Process, int], float] = {}
+        """By transmission."""
+        self._promises: dict[tuple[Process, str, str], tuple[str, float]] = {}
+        """By reader, owner's process start and pull: the token, and the end of the longest promise that was heard."""
         self._unanswered: dict[tuple[Process, str], list[_Greeting]] = {}
         self._asked: dict[tuple[Process, str, str], int] = {}
         """Newest question of each pull to each address."""
@@ -117,12 +123,19 @@ class Wire:
 
     def sent(self, process: Process, to: str, packet: bytes) -> None:
         """A process says something to an address."""
-        target, messages = _watched(packet)
+        _, target, messages = _watched(packet)
         for message in messages:
-            if isinstance(message, Hello):
+            if isinstance(message, Release):
+                # Whatever is granted to it from now on, it does not want.
+                self._promises[process, target, message.pull_id] = ("", math.inf)
+            elif isinstance(message, Hello):
+                # Whoever was lost and is met anew is asked anew.
+                for place in [p for p in self._granted if p[:2] == (process, to)]:
+                    del self._granted[place]
                 self._greets(process, to, target, message.nonce)
             elif isinstance(message, Claim | Renew):
                 self._asked[process, to, message.pull_id] = message.nonce
+                self._sent_at[process, message.nonce] = process.now
                 clock = self._granted.pop((process, to, message.pull_id), None)
                 if clock is not None and clock.ran_s > self._renew_s + TURN_S:
                     self._world.violate(
@@ -134,14 +147,32 @@ class Wire:
         """A process hears something from an address that it is connected to."""
         for greeting in self._unanswered.pop((process, origin), ()):
             greeting.is_answered = True
-        for message in _watched(packet)[1]:
+        source, _, messages = _watched(packet)
+        for message in messages:
             if isinstance(message, Granted):
+                self._promised(process, source, message)
                 # An answer to an older question may come too late to be of use.
                 if self._asked.get((process, origin, message.pull_id)) == message.nonce:
                     self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
             elif isinstance(message, Refused):
                 # What is granted no more need not be asked for until the promise has run out.
                 self._granted.pop((process, origin, message.pull_id), None)
+
+    def freed(self, token: str, owner: str, at: float) -> str:
+        """An owner's engine has its blocks back: say who was promised them for longer, and has not released them."""
+        for (process, incarnation, pull_id), (promised, until) in self._promises.items():
+            if (incarnation, promised) == (owner, token) and until > at + 1e-6 and not process.is_dead:
+                return f"{process.name} heard a promise to {pull_id} of {until - at:.6f} s more"
+        return ""
+
+    def _promised(self, process: Process, owner: str, granted: Granted) -> None:
+        sent_at = self._sent_at.get((process, granted.nonce))
+        if sent_at is None:
+            return
+        until = sent_at + granted.seconds * (1 - RATE_MARGIN) / process.rate
+        place = (process, owner, granted.pull_id)
+        if until > self._promises.get(place, ("", -math.inf))[1]:
+            self._promises[place] = (granted.key.token, until)
 
     def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
         now, place = process.now, (process, to, target)

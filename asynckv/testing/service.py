@@ -226,7 +226,7 @@ class Service:
         self.world.transfer_fate = self._transfer_fate
         self.world.is_calm = self._is_calm
         # Each lease says a third of a grant, or of itself if that is shorter.
-        wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
+        self.wire = wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
         self.world.on_sent, self.world.on_delivered = wire.sent, wire.delivered
         self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
         self.decode = [
@@ -456,7 +456,8 @@ class Service:
             if not r.process.is_dead and r.engine._node_or_none is not None
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
-        if wrong := check_belief(readers, key, incarnation, self.world.now):
+        now = self.world.now
+        if wrong := check_belief(readers, key, incarnation, now) or self.wire.freed(key.token, incarnation, now):
             self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
 
     def _forget(self, rank: _Rank) -> None:
