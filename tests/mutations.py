@@ -341,7 +341,7 @@ def one_window_for_all_peers(patch: pytest.MonkeyPatch) -> None:
     def next_post(self: pulling.Pulling, now: float) -> Any:
         for peer in self._turns:
             post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
-            if post and peer.in_flight_bytes and peer.in_flight_bytes + post.num_bytes > self._config.window_bytes:
+            if post and not peer.window.fits(post):
                 return None
         return honest(self, now)
 

@@ -84,11 +84,13 @@ class Lending:
             raise LocalProtocolError(
                 f"request {lent.request_id!r} was lent before under sequence {key.sequence}; make new params for it"
             )
-        if key.memory_epoch != self.memory_epoch:
+        if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it"
             )
+        # A rank that was restarted while others slept has memory as new as theirs.
+        self.memory_epoch = key.memory_epoch
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
                 f"request {lent.request_id!r} names {len(lent.groups)} groups, "

@@ -29,6 +29,8 @@ FAULTS = (
     "close",
     "garbage",
     "hostile",
+    "drain",
+    "sleep",
 )
 """Kinds of faults that a script may hold."""
 
@@ -82,6 +84,9 @@ class Ask:
     routed_s: float = 0.5
     """How long the params are under way, at most."""
     prefill: int = 0
+    priority: int = 0
+    is_engine_retry: bool = False
+    """Retries are the engine's, into the same blocks, rather than its caller's."""
 
     def __str__(self) -> str:
         return (
@@ -90,6 +95,8 @@ class Ask:
             f"{' and '.join(f'engine {e}' for e in self.engines)}"
             f"{', params ahead' if self.ahead else ''}{f', shares with {self.shares}' if self.shares >= 0 else ''}"
             f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
+            f"{f', priority {self.priority}' if self.priority else ''}"
+            f"{f', retried {self.retries} times by the engine' if self.is_engine_retry else ''}"
         )
 
 
@@ -114,6 +121,8 @@ class Script:
     data: float = 1.0
     """How slow transfers are, next to 0.02 to 2 milliseconds."""
     prefill_engines: int = 1
+    budget: int = 0
+    """Pulls that a decode rank reads at a time from one prefill engine; 0: as many as there are."""
 
     @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
@@ -185,7 +194,17 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     script = Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
     # From here on with dice of its own: what was drawn above stays what it was.
     script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
+    script = _pressed(random.Random(repr(("pressed", seed))), script)
     return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+
+
+def _pressed(rng: random.Random, script: Script) -> Script:
+    """Leave room for few, let some go first, and let engines try again by themselves."""
+    asks = []
+    for ask in script.asks:
+        retried = bool(ask.retries) and rng.random() < 0.5
+        asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried))
+    return replace(script, asks=tuple(asks), budget=rng.choice([0, 0, 1, 2]))
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:
@@ -233,6 +252,9 @@ RECIPES = (
     ("slow", "revoke", "pause"),
     ("stuck", "delay"),
     ("stuck", "cancel", "close"),
+    ("slow", "sleep"),
+    ("slow", "drain", "loss"),
+    ("doubt", "sleep"),
     ("slow", "cancel", "close"),
     ("duplicate", "delay", "loss"),
 )

@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -41,6 +41,9 @@ __all__ = ["Attempt", "Service"]
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
 PROBE = 1_000_000
+HEARD = {"duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
+"""Faults that make no process look dead."""
+
 QUIET_S = 45.0
 """How long everything may take to settle once the faults are over."""
 
@@ -70,6 +73,7 @@ PULL = PullConfig(
     max_post_bytes=128,
     max_post_descriptors=8,
     window_bytes=512,
+    total_bytes=1024,
 )
 
 
@@ -133,6 +137,7 @@ class _Rank:
         self.owner: dict[int, object] = {}
         """Decode: which attempt owns which block."""
         self.lend_at = 0.0
+        self.is_draining = self.is_asleep = self.is_moving = False
         self.process: Process
         self.engine: Engine
         self.words: Words
@@ -154,6 +159,7 @@ class _Rank:
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
         self.owner = {}
+        self.is_draining = self.is_asleep = self.is_moving = False
         data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
         self.data = data
@@ -171,7 +177,11 @@ class _Rank:
 
     def config(self) -> EngineConfig:
         """How this rank's engine is set up."""
-        return EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=PULL)
+        script, pull = self.service.script, PULL
+        if script.budget:
+            total = script.budget * script.prefill_engines
+            pull = replace(PULL, window_requests=script.budget, total_requests=total)
+        return EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=pull)
 
     # -- hostile checks ------------------------------------------------------------------------------
 
@@ -184,9 +194,24 @@ class _Rank:
         if strange := [b for b in blocks if b not in self.owner]:
             raise Violation(f"{self.process.name} posts a read into block {strange[0]}, which nobody gave it")
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
+        posted = self.engine._node.pulling.transfers
+        mine = posted[transfer.transfer_id].pull
+        for other in self.data.transfers.values():
+            theirs = posted.get(other.transfer_id)
+            if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
+                continue
+            if common := blocks & {self._block_of(start) for _, start, _ in other.spots}:
+                raise Violation(f"two pulls of {self.process.name} write block {min(common)} at a time")
+        if self.service.is_heard and self.service.script.budget:
+            reading = {t.pull.pull_id for t in posted.values() if t.pull.reason is None}
+            most = self.service.script.budget * self.service.script.prefill_engines
+            if len(reading) > most:
+                raise Violation(f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed")
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
-        """Nothing lands in a block that was given back."""
+        """Nothing lands in a block that was given back, nor in memory that was let go."""
+        if self.is_asleep:
+            raise Violation(f"transfer {transfer.transfer_id} writes the memory of {self.process.name}, which sleeps")
         owners = self.owners[int(transfer.transfer_id)]
         for _, start, _ in spots:
             block = self._block_of(start)
@@ -213,7 +238,8 @@ class _Prefill:
         roster = [r.engine.endpoint for r in self.ranks]
         names = ("group", self.service.world.now, *([self.number] if self.number else []))
         token = self.service.world.token(*names)
-        self.group = PrefillGroup(self.ranks[0].engine_id, roster, lease=LEASE, token_hex=token)
+        epoch = max(r.engine.memory_epoch for r in self.ranks)
+        self.group = PrefillGroup(self.ranks[0].engine_id, roster, lease=LEASE, memory_epoch=epoch, token_hex=token)
 
 
 class Service:
@@ -234,6 +260,8 @@ class Service:
         ]
         self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
         self.spared = script.spared
+        self.is_heard = {f.kind for f in script.faults} <= HEARD
+        """No process falls silent."""
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
             self._faults.setdefault(fault.kind, []).append(fault)
@@ -384,6 +412,14 @@ class Service:
                 attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._node, rng)
                 attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
 
+    def _begin_drain(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._close(rank, fault.seconds)
+
+    def _begin_sleep(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            self._sleep(rank, fault.seconds)
+
     def _begin_cancel(self, fault: Fault) -> None:
         for number in map(int, fault.who):
             self._cancel(number)
@@ -427,13 +463,16 @@ class Service:
                 # Once it listens, its scheduler hands out its new address book.
                 self.world.at(self.world.now + 1e-3, self.prefill[rank.engine_number].new_group)
 
-    def _close(self, rank: _Rank) -> None:
+    def _close(self, rank: _Rank, drain_s: float = 0.0) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead:
+        if process.is_dead or rank.is_moving:
             return
+        rank.is_moving = True
 
         async def close() -> None:
             try:
+                if drain_s:
+                    await self._drain(rank, drain_s)
                 await engine.aclose()
             finally:
                 self.world.note(rank.name, "closed")
@@ -441,6 +480,62 @@ class Service:
                 self.world.at(self.world.now, lambda: self._crash(rank, 0.1) if rank.process is process else None)
 
         process.spawn(close)
+
+    async def _drain(self, rank: _Rank, seconds: float) -> None:
+        """Nothing new is lent, nothing is cut short, and what is left at the deadline is named."""
+        clock, rank.is_draining = Stopwatch.start(rank.process), True
+        self.world.note(rank.name, "drains")
+        try:
+            stragglers = await rank.engine.drain(seconds)
+        except EngineClosed:
+            return
+        finally:
+            rank.is_draining = False
+        if clock.ran_s > seconds * 1.001 + TURN_S:
+            self.world.violate(f"{rank.name} drained for {clock.ran_s:.3f} s instead of {seconds:.3f} s")
+        held = {hold.request_id for hold in rank.engine.holds()} - {hold.request_id for hold in stragglers}
+        if held or (not stragglers and not rank.engine._node.is_idle):
+            self.world.violate(f"{rank.name} has drained and does not name {held or 'who is left'}")
+        self.world.note(rank.name, "drained", [f"{s.request_id} {s.reason}" for s in stragglers])
+
+    def _sleep(self, rank: _Rank, seconds: float) -> None:
+        process, engine = rank.process, rank.engine
+        if process.is_dead or rank.is_moving or engine._node_or_none is None:
+            return
+        rank.is_moving = True
+
+        async def sleep() -> None:
+            try:
+                await engine.suspend(seconds * 0.2)
+                self.world.at(process.now, partial(self._fall_asleep, rank, process))
+                await asyncio.sleep(seconds)
+                # Before anything can be lent or read again.
+                self.world.at(process.now, partial(self._wake_up, rank, process))
+                await asyncio.sleep(0)
+                await engine.resume()
+            except EngineClosed:
+                return
+            self.world.note(rank.name, "resumed", engine.memory_epoch)
+            if rank.role == "prefill":
+                self.world.at(process.now, self.prefill[rank.engine_number].new_group)
+
+        process.spawn(sleep)
+
+    def _fall_asleep(self, rank: _Rank, process: Process) -> None:
+        """The memory is somebody else's now."""
+        if rank.process is not process or process.is_dead:
+            return
+        self.world.note(rank.name, "sleeps")
+        self._closed(rank, process)
+        rank.is_asleep = True
+        rank.words[:] = FREED
+        for other in self.ranks.values():
+            if other is not rank and not other.process.is_dead:
+                other.data.lose(rank.data)
+
+    def _wake_up(self, rank: _Rank, process: Process) -> None:
+        if rank.process is process:
+            rank.is_asleep = rank.is_moving = False
 
     def _closed(self, rank: _Rank, process: Process) -> None:
         """An engine that has closed has kept its promises."""
@@ -576,6 +671,8 @@ class Service:
             self.world.note(rank.name, "does not lend", repr(exc))
             self._given_back(rank, lent)
             return
+        if rank.is_draining:
+            self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
         holder = _Lease(lent.ask.number, handle, lent, process, clock)
         self.leases.append((rank, process, holder))
 
@@ -587,6 +684,8 @@ class Service:
             if holder.ended:
                 self.world.violate(f"two ends of lease {lent.ask.number} on {rank.name}")
             holder.ended, holder.ended_at, holder.words = end.cause, process.now, end.readers
+            if end.cause == "revoked" and rank.is_draining and holder.revoked is None:
+                self.world.violate(f"request {lent.ask.number} was revoked by the drain of {rank.name}")
             self.outcomes[f"lease.{end.cause}"] += 1
             self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
             self._in_time(rank, holder)
@@ -750,6 +849,8 @@ _BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
     "forget": Service._begin_forget,
     "garbage": Service._begin_garbage,
     "hostile": Service._begin_hostile,
+    "drain": Service._begin_drain,
+    "sleep": Service._begin_sleep,
     "cancel": Service._begin_cancel,
     "revoke": Service._begin_revoke,
 }
@@ -804,10 +905,11 @@ class Attempt:
                 engine.announce(request_id, self.lent.params)
                 self.announced_at = self.process.now
                 await asyncio.sleep(ask.announce_s)
-            for attempt in range(retries + 1):
-                if not await self._pull(request_id, attempt == retries):
+            own = 0 if ask.is_engine_retry else retries
+            for attempt in range(own + 1):
+                if not await self._pull(request_id, attempt == own):
                     break
-                if attempt < retries:
+                if attempt < own:
                     await asyncio.sleep(service.rng.random() ** 2 * 0.5)
         except asyncio.CancelledError:
             service.outcomes["pull.task_cancelled"] += 1
@@ -892,7 +994,12 @@ class Attempt:
     async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> None:
         """What a decode engine asks of asynckv."""
         groups = [(self.lent.ask.cached, blocks)]
-        await self.rank.engine.pull(request_id, groups, self.lent.params, is_last=is_last)
+        ask = self.lent.ask
+        retries = ask.retries if ask.is_engine_retry else 0
+        result = await self.rank.engine.pull(
+            request_id, groups, self.lent.params, is_last=is_last, priority=ask.priority, retries=retries
+        )
+        self.service.outcomes["pull.retried"] += result.attempts > 1
 
     async def _wait(self, returned: Any) -> bool:
         """Wait for blocks, however often the task is cancelled; False if they are lost."""
@@ -941,6 +1048,8 @@ class Attempt:
             return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
         took = self.process.now - max(called, lent.lent_by)
         bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
+        if script.budget:
+            bound *= len(script.asks)  # it may be the last of the queue
         if reason:
             self._violate(f"was spared and failed: {self.reason}")
         elif took > bound + (0.0 if is_spared else HOSTILE_S):

@@ -443,6 +443,8 @@ class Transfer:
     """Nothing will be written, and its end was reported."""
     is_dead: bool = False
     """Nothing will be written any more."""
+    owner_start: int = 1
+    """Which start of its data plane it reads from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +463,8 @@ class WorldData:
     """
 
     def __init__(self, process: Process, agent_name: str, arrays: Sequence[Bytes], memories: Sequence[Memory]) -> None:
-        self.process, self._name = process, agent_name
+        self.process, self._name, self._base_name = process, agent_name, agent_name
+        self.starts, self.closed_at = 0, math.inf
         self.arrays, self._memories = list(arrays), tuple(memories)
         self.transfers: dict[TransferId, Transfer] = {}
         self.on_post: Callable[[Transfer], None] = lambda transfer: None
@@ -477,7 +480,11 @@ class WorldData:
     # -- the port ----------------------------------------------------------------------------------
 
     def start(self, on_ready: Callable[[], None]) -> None:
-        """Join the world."""
+        """Join the world, each time as another agent."""
+        self.starts += 1
+        if self.starts > 1:
+            self._name = f"{self._base_name}-{self.starts}"
+        self.is_closed, self.closed_at = False, math.inf
         self._on_ready = on_ready
         self.process.world.agents[self._name] = self
 
@@ -599,13 +606,23 @@ class WorldData:
 
     def close(self) -> None:
         """Leave: without its agent nothing is written any more."""
-        self.is_closed = True
+        if self.is_closed:
+            return
+        self.is_closed, self.closed_at = True, self.process.now
         if self.process.world.agents.get(self._name) is self:
             del self.process.world.agents[self._name]
-        for transfer in self.transfers.values():
-            transfer.is_dead = transfer.is_over = True
-        self.transfers.clear()
-        self._tables.clear()
+        left = list(self.transfers.values())
+        for transfer in left:
+            transfer.is_over = True
+
+        def end() -> None:
+            for transfer in left:
+                transfer.is_dead = True
+
+        # A process may be ahead of the world: what lands until then has landed before.
+        self.process.world.at(self.process.now, end)
+        for what in (self.transfers, self._tables, self._users, self._news):
+            what.clear()
 
     # -- what happens ------------------------------------------------------------------------------
 
@@ -651,11 +668,12 @@ class WorldData:
             pieces.append((target, origin))
             spots.append((memory, start, length))
         fate = self.process.world.transfer_fate(self, owner, self._random)
-        return Transfer(transfer_id, owner, pieces, spots, (name, table.table_id), fate)
+        return Transfer(transfer_id, owner, pieces, spots, (name, table.table_id), fate, owner_start=owner.starts)
 
     def _land(self, transfer: Transfer, upto: int) -> None:
         owner = transfer.owner
-        if transfer.is_dead or self.process.is_dead or owner.process.is_dead or owner.is_closed:
+        gone = owner.process.is_dead or owner.starts != transfer.owner_start or self.process.world.now > owner.closed_at
+        if transfer.is_dead or self.process.is_dead or gone:
             return
         if upto > transfer.landed:
             self.on_land(transfer, transfer.spots[transfer.landed : upto])
