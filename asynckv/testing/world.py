@@ -108,8 +108,12 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def turn(self) -> None:
         """Run what is ready now, and nothing that becomes ready by it."""
-        super().call_soon(self.stop)
-        self.run_forever()
+        # What `run_forever` sets up and takes down each time costs as much as what most turns do.
+        asyncio._set_running_loop(self)
+        try:
+            self._run_once()  # type: ignore[attr-defined]
+        finally:
+            asyncio._set_running_loop(None)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         exc = context.get("exception")
