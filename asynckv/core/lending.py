@@ -33,6 +33,10 @@ _ENDED_AS = {
 }
 
 
+_Slot = tuple[type, str, str, Route]
+"""Kind, pull, process start and connection: nobody's message takes the place, or the answer, of another's."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Parked:
     message: Claim | Release
@@ -53,10 +57,10 @@ class Lending:
         """Nothing will be lent any more, so nothing is worth waiting for."""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
         self._parked_s, self._max_parked = parked_s, max_parked
-        self._parked: dict[Key, dict[tuple[type, str], _Parked]] = {}
-        self._parked_order: deque[tuple[float, Key, tuple[type, str]]] = deque()
-        self._parked_by: Counter[str] = Counter()
-        """Process starts, and how many of their messages are parked."""
+        self._parked: dict[Key, dict[_Slot, _Parked]] = {}
+        self._parked_order: deque[tuple[float, Key, _Slot]] = deque()
+        self._parked_by: Counter[Route] = Counter()
+        """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
         self._newest: dict[str, int] = {}
         self._floor: dict[str, int] = {}
@@ -193,9 +197,9 @@ class Lending:
                     del self._parked[key]
 
     def _unpark(self, parked: _Parked) -> None:
-        self._parked_by[parked.source] -= 1
-        if not self._parked_by[parked.source]:
-            del self._parked_by[parked.source]
+        self._parked_by[parked.route] -= 1
+        if not self._parked_by[parked.route]:
+            del self._parked_by[parked.route]
 
     def _answer(self, lease: Lease, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
         if lease.is_over:
@@ -212,11 +216,11 @@ class Lending:
         self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason))
 
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
-        slot = (type(message), message.pull_id)
+        slot = (type(message), message.pull_id, source, route)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(slot)
-        # No source takes more than an eighth, so that one that floods us leaves room for others.
-        full = self.num_parked >= self._max_parked or self._parked_by[source] >= max(self._max_parked // 8, 1)
+        # No connection takes more than an eighth, so that one that floods us leaves room for others.
+        full = self.num_parked >= self._max_parked or self._parked_by[route] >= max(self._max_parked // 8, 1)
         if known is None and full:
             self._desk.counters["parked.refused"] += 1
             if isinstance(message, Claim):
@@ -230,7 +234,7 @@ class Lending:
             until = known.until  # a lifetime of its own: repeats do not extend it
             self._unpark(known)
         self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
-        self._parked_by[source] += 1
+        self._parked_by[route] += 1
         if len(self._parked_order) > 8 * self._max_parked:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):

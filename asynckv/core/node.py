@@ -143,8 +143,9 @@ class Node:
         self._predicted: dict[int, list[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
         self._digest = hashlib.sha256(identity.metadata).digest()
-        self._readers: dict[str, tuple[Route, int]] = {}
-        """Process starts that shook hands with us, for saying goodbye, and their minor versions."""
+        self._readers: dict[tuple[str, Route], int] = {}
+        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
+        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -394,7 +395,7 @@ class Node:
         if not self.is_closed:
             self.is_closed = True
             self.lending.shut()
-            for source, (route, minor) in self._readers.items():
+            for (source, route), minor in self._readers.items():
                 self._say_draining(route, source, minor)
 
     def _say_draining(self, route: Route, source: str, minor: int) -> None:
@@ -403,7 +404,7 @@ class Node:
 
     def say_goodbye(self) -> None:
         """Tell everyone who shook hands that this process start serves nobody any more."""
-        for source, (route, _) in self._readers.items():
+        for source, route in self._readers:
             self.desk.send(route, source, Goodbye())
         self._readers.clear()
 
@@ -600,8 +601,8 @@ class Node:
             return self._wrong_target(hello)
         if self.is_closed and not self.lending.leases:
             return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self._closed_as}")
-        self._readers.pop(source, None)
-        self._readers[source] = route, hello.minor
+        self._readers.pop((source, route), None)
+        self._readers[source, route] = hello.minor
         if len(self._readers) > MAX_READERS:
             # Only for saying goodbye: who has not been heard of for longest does without.
             del self._readers[next(iter(self._readers))]

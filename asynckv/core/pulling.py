@@ -359,7 +359,7 @@ class Pulling:
             case Granted() | NotYet() | Refused():
                 self._claim_answered(message, address, source, now)
             case Ack():
-                self._acked(message.pull_id, address, source, "acknowledged", now)
+                self._acked(message, address, source, "acknowledged", now)
             case Pong() | Status():
                 pass
             case Goodbye():
@@ -501,16 +501,17 @@ class Pulling:
                 self._lose(peer, Reason.RESTARTED, answer.detail, now)
             return
         if isinstance(answer, Refused) and answer.nonce == 0:
-            self._acked(answer.pull_id, address, source, f"refused: {answer.reason}", now)
+            self._acked(answer, address, source, f"refused: {answer.reason}", now)
             return
         if not pull.answered(leg, answer, now):
             self._desk.counters["dropped.stale_answer"] += 1
         self._after(pull, now)
 
-    def _acked(self, pull_id: str, address: Address, source: str, note: str, now: float) -> None:
-        pull = self.pulls.get(PullId(pull_id))
+    def _acked(self, answer: Ack | Refused, address: Address, source: str, note: str, now: float) -> None:
+        pull = self.pulls.get(PullId(answer.pull_id))
         leg = next((x for x in pull.legs if x.address == address), None) if pull else None
-        if pull is None or leg is None or leg.incarnation != source or leg.release is ReleaseState.UNSENT:
+        is_ours = pull is not None and leg is not None and (answer.key, source) == (pull.params.key, leg.incarnation)
+        if pull is None or leg is None or not is_ours or leg.release is ReleaseState.UNSENT:
             self._desk.counters["dropped.stale_answer"] += 1
             return
         pull.settled(leg, note, now)

@@ -116,6 +116,8 @@ class _Loop(asyncio.SelectorEventLoop):
             asyncio._set_running_loop(None)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if self._process.is_dead:
+            return  # what is left of it is being swept up
         exc = context.get("exception")
         if isinstance(exc, Violation):
             self._process.world.violate(str(exc))
@@ -523,11 +525,15 @@ class WorldData:
 
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget a table that nothing uses."""
+        if self.is_closed:
+            return
         self._check_unused(name, table_id)
         self._tables[name].pop(table_id, None)
 
     def remove_peer(self, name: str, *, keep: bool = False) -> None:
         """Forget a peer that nothing uses."""
+        if self.is_closed:
+            return
         self._users[name] -= 1
         if self._users[name] <= 0:
             self._check_unused(name, None)
