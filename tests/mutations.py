@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,16 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from asynckv import engine as engine_module
 from asynckv.core import lease as lease_module
 from asynckv.core import lending, node, pulling
 from asynckv.core import pull as pull_module
+from asynckv.core.admission import Admission
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Granted, Release, Renew
 from asynckv.core.peer import PeerState
-from asynckv.core.pull import Leg, News, Pull
-from asynckv.core.types import Outcome, PullId
+from asynckv.core.pull import Leg, News, Pull, PullState
+from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.engine import Engine, _news
 from asynckv.testing import service
 
@@ -574,3 +578,171 @@ def hellos_are_repeated_without_patience(patch: pytest.MonkeyPatch) -> None:
         peer.retry_at = now + 0.1
 
     patch.setattr(pulling.Pulling, "_hello", hello)
+
+
+# -- under pressure ---------------------------------------------------------------------------------------------------
+
+
+@planted
+def a_place_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
+    """A pull that fails or is cancelled counts for ever."""
+    honest = Admission.leave
+
+    def leave(self: Admission, pull: Pull) -> None:
+        if pull.reason in (None, Reason.COMPLETE):
+            honest(self, pull)
+
+    patch.setattr(Admission, "leave", leave)
+
+
+@planted
+def more_read_than_are_admitted(patch: pytest.MonkeyPatch) -> None:
+    """The budget is not looked at."""
+    honest = Admission.__init__
+
+    def init(self: Admission, total: int, window: int) -> None:
+        honest(self, 100, 100)
+
+    patch.setattr(Admission, "__init__", init)
+
+
+@planted
+def one_queue_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for one peer waits before everybody."""
+    honest = Admission.ask
+
+    def ask(self: Admission, key: Any, pull: Pull) -> None:
+        honest(self, (), pull)
+
+    patch.setattr(Admission, "ask", ask)
+
+
+@planted
+def the_queue_lets_leases_run_out(patch: pytest.MonkeyPatch) -> None:
+    """Who waits does not claim."""
+    honest = Pull.due_claim
+
+    def due_claim(self: Pull, leg: Leg, nonce: int, now: float) -> Any:
+        if self.state is PullState.QUEUED and now >= leg.claim_at:
+            leg.claim_at = now + 0.5
+            return None
+        return honest(self, leg, nonce, now)
+
+    patch.setattr(Pull, "due_claim", due_claim)
+
+
+@planted
+def retries_do_not_wait_for_their_blocks(patch: pytest.MonkeyPatch) -> None:
+    """The next attempt begins while the last one may still write."""
+
+    async def first(self: Any, work: Any) -> Any:
+        work.close()
+        return (None,)
+
+    patch.setattr(engine_module._Retrying, "first", first)
+    patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
+
+
+@planted
+def retries_have_time_without_end(patch: pytest.MonkeyPatch) -> None:
+    """Every attempt has the whole deadline."""
+    honest = Engine._attempt
+
+    async def attempt(self: Engine, ask: Any, seconds: float, retry: Any) -> Any:
+        return await honest(self, ask, self.config.pull.timeout_s, retry)
+
+    patch.setattr(Engine, "_attempt", attempt)
+
+
+@planted
+def nobody_says_that_no_attempt_follows(patch: pytest.MonkeyPatch) -> None:
+    """What was told that it will be tried again waits until its lease runs out."""
+    patch.setattr(Engine, "_discharge", lambda self, ask, reason: None)
+
+
+@planted
+def a_curable_failure_discharges(patch: pytest.MonkeyPatch) -> None:
+    """The first attempt lets go of the request that the second wants."""
+    honest = node.Node.pull
+
+    def pull(self: node.Node, *args: Any) -> Any:
+        found = honest(self, *args)
+        found.curable = frozenset()
+        return found
+
+    patch.setattr(node.Node, "pull", pull)
+
+
+@planted
+def draining_revokes(patch: pytest.MonkeyPatch) -> None:
+    """Who drains takes back what it has lent."""
+    honest = node.Node.shut
+
+    def shut(self: node.Node, how: str = "draining") -> None:
+        honest(self, how)
+        for lease in list(self.lending.leases.values()):
+            self.lending.revoke(lease, 0.0)
+
+    patch.setattr(node.Node, "shut", shut)
+
+
+@planted
+def draining_lends(patch: pytest.MonkeyPatch) -> None:
+    """Who drains goes on lending."""
+    patch.setattr(node.Node, "_check_open", lambda self: None)
+
+
+@planted
+def draining_forgets_who_is_left(patch: pytest.MonkeyPatch) -> None:
+    """At its deadline a drain says that all is done."""
+    patch.setattr(node.Node, "stragglers", lambda self, now: ())
+
+
+@planted
+def sleep_does_not_end_the_agent(patch: pytest.MonkeyPatch) -> None:
+    """The memory is let go while transfers may write it."""
+    honest = Engine._suspend
+
+    async def suspend(self: Engine, *args: Any) -> Any:
+        close, self._data.close = self._data.close, lambda: None  # type: ignore[method-assign]
+        try:
+            return await honest(self, *args)
+        finally:
+            self._data.close = close  # type: ignore[method-assign]
+
+    patch.setattr(Engine, "_suspend", suspend)
+
+
+@planted
+def sleep_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+    """The memory is let go while somebody was promised it."""
+    patch.setattr(Engine, "_idle_within", lambda self, seconds: asyncio.sleep(0))
+
+
+@planted
+def old_references_are_served_after_sleep(patch: pytest.MonkeyPatch) -> None:
+    """Who wakes up is who fell asleep."""
+    honest = Engine.resume
+
+    async def resume(self: Engine, registration: Any = None) -> None:
+        incarnation, token_hex = self.incarnation, self._token_hex
+        self._token_hex = lambda size: incarnation if size == 16 else token_hex(size)
+        self.memory_epoch -= 1
+        try:
+            await honest(self, registration)
+        finally:
+            self._token_hex = token_hex
+
+    patch.setattr(Engine, "resume", resume)
+
+
+@planted
+def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) -> None:
+    """Nobody counts who parked what."""
+    honest = lending.Lending._park
+
+    def park(self: lending.Lending, *args: Any) -> None:
+        self._parked_by = Counter(dict.fromkeys(self._parked_by, 0))
+        honest(self, *args)
+
+    patch.setattr(lending.Lending, "_park", park)

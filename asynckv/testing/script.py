@@ -87,6 +87,8 @@ class Ask:
     priority: int = 0
     is_engine_retry: bool = False
     """Retries are the engine's, into the same blocks, rather than its caller's."""
+    lend_s: float = 0.0
+    """How much later than usual it is lent."""
 
     def __str__(self) -> str:
         return (
@@ -200,10 +202,11 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
 
 def _pressed(rng: random.Random, script: Script) -> Script:
     """Leave room for few, let some go first, and let engines try again by themselves."""
-    asks = []
+    asks, sleeps = [], any(fault.kind == "sleep" for fault in script.faults)
     for ask in script.asks:
         retried = bool(ask.retries) and rng.random() < 0.5
-        asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried))
+        late = rng.choice([0.0, rng.uniform(0.5, 4.0)]) if sleeps else 0.0
+        asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried, lend_s=late))
     return replace(script, asks=tuple(asks), budget=rng.choice([0, 0, 1, 2]))
 
 

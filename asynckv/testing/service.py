@@ -74,6 +74,7 @@ PULL = PullConfig(
     max_post_descriptors=8,
     window_bytes=512,
     total_bytes=1024,
+    retry_s=0.4,
 )
 
 
@@ -628,7 +629,7 @@ class Service:
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
         self.outcomes["asks"] += 1
         now = world.now
-        written_at = now + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
+        written_at = now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
         for rank in engine.ranks:
             if rank.process.is_dead:
                 continue
@@ -883,6 +884,7 @@ class Attempt:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.is_open = True
         self.announced_at = math.inf
+        self.memory_epoch = rank.engine.memory_epoch
         self.reason = ""
         self.is_pulling = False
         self.cancelled: Stopwatch | None = None
@@ -903,7 +905,7 @@ class Attempt:
         try:
             if ask.announce_s:
                 engine.announce(request_id, self.lent.params)
-                self.announced_at = self.process.now
+                self.announced_at, self.memory_epoch = self.process.now, engine.memory_epoch
                 await asyncio.sleep(ask.announce_s)
             own = 0 if ask.is_engine_retry else retries
             for attempt in range(own + 1):
@@ -939,8 +941,8 @@ class Attempt:
             rank.owner[block] = token
             rank.words[block] = UNUSED
         called, frozen = self.process.now, self.process.frozen_s
-        if called > self.announced_at + PULL.announce_s * 0.99:
-            # Announced and not pulled in time: the engine has given it up.
+        if called > self.announced_at + PULL.announce_s * 0.99 or self.memory_epoch != engine.memory_epoch:
+            # Announced and not pulled in time, or before a sleep: the engine has given it up.
             service.discharged.setdefault((ask.number, rank.name), called)
         again = False
         cancelled = None
