@@ -696,16 +696,17 @@ async def test_a_port_in_use_leaves_nothing_behind_either(ring: Keyring) -> None
 
 
 async def test_a_link_that_zmq_has_given_up_is_replaced(ring: Keyring) -> None:
-    # A web server breaks the protocol; later an engine listens at its address.
-    web = socket.create_server(("127.0.0.1", 0))
-    port = web.getsockname()[1]
+    # Who listens wants another mechanism; later an engine listens at that address.
+    picky = socket.create_server(("127.0.0.1", 0))
+    port = picky.getsockname()[1]
     async with planes(1) as [(plane, _)]:
         address = Address(f"tcp://127.0.0.1:{port}")
         assert plane.send(address, b"early")
-        peer, _ = await anyio.to_thread.run_sync(web.accept)
-        peer.sendall(RAW["http"])
-        peer.close()
-        web.close()
+        peer, _ = await anyio.to_thread.run_sync(picky.accept)
+        with peer, picky:
+            peer.sendall(CURVE_GREETING)
+            while await anyio.to_thread.run_sync(peer.recv, 100):
+                pass
         late, inbox = ZmqPlane(f"tcp://127.0.0.1:{port}"), Inbox()
         try:
             await late.start(inbox)
