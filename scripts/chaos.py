@@ -644,13 +644,19 @@ async def shout(address: str, chunks: Iterable[bytes]) -> int:
     try:
         async with asyncio.timeout(5.0):
             for chunk in chunks:
+                if chunk.startswith(HANDSHAKE):
+                    # What follows is only taken for frames once the other side is ready.
+                    writer.write(HANDSHAKE)
+                    size = (await reader.readexactly(len(GREETING) + 2))[-1]
+                    await reader.readexactly(size)
+                    chunk, sent = chunk.removeprefix(HANDSHAKE), sent + len(HANDSHAKE)
                 writer.write(chunk)
                 await writer.drain()
                 sent += len(chunk)
             writer.write_eof()
             while await reader.read(1 << 16):
                 pass
-    except (OSError, TimeoutError):
+    except (OSError, EOFError, TimeoutError):
         pass
     finally:
         writer.transport.abort()
