@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 import asynckv
-from asynckv import ConfigError, EngineConfig, KeysConfig, cli
+from asynckv import ConfigError, Engine, EngineConfig, KeysConfig, cli, register_memory
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair, read_public, write_pair
+from asynckv.layouts import model_layout
+from asynckv.models import PRESETS
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -88,6 +90,13 @@ def test_paths_that_are_none_are_named(path: object) -> None:
         KeysConfig(secret=path, authorized="keys")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"keys.authorized is"):
         KeysConfig(secret="keys/x.key_secret", authorized=path)  # type: ignore[arg-type]
+
+
+def test_an_engine_with_bad_keys_is_never_made(tmp_path: Path) -> None:
+    layout = model_layout(PRESETS["llama-3.1-8b"].resized(layers=1), num_blocks=4)
+    keys = KeysConfig(secret=tmp_path / "none", authorized=tmp_path)
+    with pytest.raises(ConfigError, match="asynckv keygen"):
+        Engine(EngineConfig(engine_id="x", keys=keys), register_memory(layout))
 
 
 def test_an_address_of_ones_own_carries_no_key(keys: KeysConfig) -> None:
@@ -192,6 +201,23 @@ def test_what_cannot_be_read_later_allows_nobody_and_is_counted(tmp_path: Path) 
     (tmp_path / "moved").rename(directory)
     assert one.public in allowed
     assert path.exists()
+
+
+def test_an_allow_list_mounted_by_kubernetes_is_followed(tmp_path: Path) -> None:
+    # A config map is a directory of links into another one, which is exchanged as a whole.
+    one, two = make_pair(), make_pair()
+    mount = tmp_path / "mount"
+    write_pair(mount / "..v1", "one", one)
+    (mount / "..data").symlink_to("..v1")
+    (mount / "one.key").symlink_to("..data/one.key")
+    allowed = AllowList(mount)
+    assert one.public in allowed
+    write_pair(mount / "..v2", "one", two)
+    (mount / "..new").symlink_to("..v2")
+    (mount / "..new").rename(mount / "..data")
+    os.utime(mount, ns=(1, 1))
+    assert one.public not in allowed
+    assert two.public in allowed
 
 
 # -- asynckv keygen --------------------------------------------------------------------------------

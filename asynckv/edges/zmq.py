@@ -37,7 +37,10 @@ from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 __all__ = ["ZmqPlane", "make_pair"]
 
 QUEUE = 8192
-"""Packets per link that wait to be sent."""
+"""Packets per link that wait to be sent to a listener."""
+
+REPLY_QUEUE = 1024
+"""Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
 
 REQUEST_QUEUE = 256
 """Packets of one connection that wait to be taken: 32 MiB at most. More wait at the sender."""
@@ -304,7 +307,7 @@ class ZmqPlane:
         is_listener = kind == zmq.ROUTER
         for option, value in (
             (zmq.MAXMSGSIZE, MAX_REQUEST_PACKET if is_listener else MAX_PACKET),
-            (zmq.SNDHWM, QUEUE),
+            (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
             (zmq.RCVHWM, REQUEST_QUEUE if is_listener else ANSWER_QUEUE),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
