@@ -341,10 +341,10 @@ class Attack:
         """Mutated, repeated and forged packets to both listeners at once."""
         arena, victim, rng = self.arena, self.victim, self.rng
         own = decode_params((await victim.lend(lease_s=3600.0))["params"])
-        names = await asyncio.to_thread(self.incarnation, arena.decode.address)
+        self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
         layout = model_layout(chaos.MODEL, num_blocks=chaos.NUM_BLOCKS, block_size=chaos.BLOCK)
         said = every_message(own, layout, Cohort("mallory"))
-        targets = {"prefill": own.roster[0].incarnation, "decode": names}
+        targets = {"prefill": own.roster[0].incarnation, "decode": self.reader}
         packets = {
             name: [m.encode_packet("mallory", target, x) for x in (*([y] for y in said), said)]
             for name, target in targets.items()
@@ -404,7 +404,7 @@ class Attack:
         """Speak for others: about requests that are being pulled, with every part right but what cannot be known."""
         params = rng.choice(self.victim.seen)
         key, cohort, nonce = params.key, Cohort("decode"), rng.choice((rng.getrandbits(62), rng.randrange(1 << 12)))
-        pull = f"{rng.getrandbits(64):016x}-{rng.randrange(10_000)}"
+        pull = f"{self.reader[:16]}-{rng.randrange(5_000)}"  # whoever pings the reader can guess these
         if name == "decode":
             # Grants, refusals and farewells under true keys, but not from the one that was asked.
             return rng.choice(

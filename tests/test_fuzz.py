@@ -270,7 +270,7 @@ async def test_a_plane_says_nothing_to_any_mutation_of_an_address(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("work", [packet, params], ids=lambda x: x.__name__)
 def test_a_million_mutations(work: Callable[[random.Random, Path], object], tmp_path: Path) -> None:
     assert sum(fuzz(work, 1_000_000, 1, tmp_path / "file.json").values()) == 1_000_000

@@ -605,6 +605,18 @@ async def test_nothing_is_said_to_a_listener_that_cannot_prove_its_key(ring: Key
         assert inbox.packets == []
 
 
+async def test_nobody_is_admitted_while_nobody_answers_who_may_enter(ring: Keyring) -> None:
+    a_keys, b_keys = ring.make("a"), ring.make("b")
+    async with keyed(a_keys, b_keys) as [(a, _), (b, at_b)]:
+        assert b._zap is not None
+        b._zap.close(0)
+        assert a.send(b.address, b"let me in")
+        await at_b.idle_until(lambda: bool(rejected(b)))
+        assert rejected(b).keys() == {"rejected.unanswered"}
+        assert "connections.admitted" not in b.statistics()
+        assert at_b.packets == []
+
+
 async def test_a_plane_with_keys_leaves_nothing_behind(ring: Keyring) -> None:
     a_keys, b_keys = ring.make("a"), ring.make("b")
 

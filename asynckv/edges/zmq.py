@@ -158,6 +158,8 @@ def _cause(event: int, value: int, has_keys: bool) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "unlisted_key"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if value == errno.EFAULT:
+            return "unanswered"
         # A ZMQ client without keys leaves by itself as soon as it sees what is asked for.
         return ("no_key" if has_keys else "left") if value in _LEFT else "timeout"
     if value == zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
