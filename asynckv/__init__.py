@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
+    from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
     from asynckv.core.group import PrefillGroup
     from asynckv.core.layout import (
         ONE_PER_REQUEST,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from asynckv.results import LeaseEnd, PullResult, Statistics
 
 _HOMES = {
-    "asynckv.config": "EngineConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
+    "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
     "asynckv.core.group": "PrefillGroup",
     "asynckv.core.node": "Hold",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
@@ -89,6 +89,7 @@ __all__ = [
     "GeometryRefused",
     "Group",
     "Hold",
+    "KeysConfig",
     "Layout",
     "LayoutError",
     "LeaseConfig",

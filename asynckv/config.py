@@ -6,11 +6,12 @@ Durations are seconds, sizes bytes. `docs/embedding.md` shows the ones that matt
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 
 from asynckv.errors import ConfigError
 
-__all__ = ["EngineConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
+__all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
 
@@ -177,6 +178,26 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeysConfig:
+    """Who this engine is to others, and whom it talks to (`docs/security.md`). Read when the engine is made.
+
+    Attributes:
+        secret: This engine's own file, `NAME.key_secret` of `asynckv keygen NAME`. Only its user may read it.
+        authorized: Directory with the `*.key` files of all engines that this one talks to, whichever of the two
+            connects. What is added or removed there counts for new connections, without a restart.
+    """
+
+    secret: str | os.PathLike[str]
+    authorized: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        for name in ("secret", "authorized"):
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise ConfigError(f"keys.{name} is {value!r}; give a path (asynckv keygen NAME makes keys)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine rank.
 
@@ -185,12 +206,14 @@ class EngineConfig:
         bind: Where the control plane listens; port 0 lets the system choose.
         advertise: What peers are told, if it differs from the bound address.
         allow_insecure: Listen on other than loopback addresses without keys.
+        keys: Authenticate and encrypt the control plane, on whatever address.
     """
 
     engine_id: str
     bind: str = "tcp://127.0.0.1:0"
     advertise: str = ""
     allow_insecure: bool = False
+    keys: KeysConfig | None = None
     lease: LeaseConfig = field(default_factory=LeaseConfig)
     pull: PullConfig = field(default_factory=PullConfig)
     nixl: NixlConfig = field(default_factory=NixlConfig)
@@ -204,6 +227,11 @@ class EngineConfig:
             value = getattr(self, name)
             if (value or name == "bind") and not value.startswith("tcp://"):
                 raise ConfigError(f"{name} {value!r} is not an address such as tcp://127.0.0.1:0")
+        if self.keys is not None and self.allow_insecure:
+            raise ConfigError(
+                "allow_insecure=True and keys were both given, and contradict each other: keys protect the control "
+                "plane on any address; remove allow_insecure"
+            )
 
 
 def check_lease(lease_s: float, max_lease_s: float) -> None:

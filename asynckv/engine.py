@@ -1054,7 +1054,7 @@ def _nixl(config: EngineConfig, place: str) -> DataPlane:
 def _zmq(config: EngineConfig) -> ControlPlane:
     from asynckv.edges.zmq import ZmqPlane
 
-    return ZmqPlane(config.bind, config.advertise, config.allow_insecure)
+    return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
 
 
 def _loop_clock() -> Clock:

@@ -31,10 +31,20 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from asynckv import Engine, EngineConfig, LeaseConfig, PrefillGroup, PullConfig, configure_logging, register_memory
+from asynckv import (
+    Engine,
+    EngineConfig,
+    KeysConfig,
+    LeaseConfig,
+    PrefillGroup,
+    PullConfig,
+    configure_logging,
+    register_memory,
+)
 from asynckv.core import messages as m
 from asynckv.core.types import Cohort, Outcome, decode_params
 from asynckv.errors import AsyncKVError, PullError, RemoteProtocolError
+from asynckv.keys import KeyPair
 from asynckv.layouts import model_layout, with_addresses
 from asynckv.models import Heads, Model
 
@@ -110,7 +120,8 @@ class Side:
         pull = PullConfig(
             handshake_s=2.0, max_backoff_s=1.0, drain_s=1.0, gone_s=5.0, release_timeout_s=6.0, max_post_bytes=1 << 18
         )
-        config = EngineConfig(engine_id=setup["name"], bind=setup["bind"], lease=self._lease, pull=pull)
+        keys = KeysConfig(**setup["keys"]) if setup["keys"] else None
+        config = EngineConfig(engine_id=setup["name"], bind=setup["bind"], lease=self._lease, pull=pull, keys=keys)
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
         self._out, self._order = out, asyncio.Lock()
@@ -268,6 +279,7 @@ class Worker:
         """Start a process and wait for its engine."""
         arena, role = self.arena, "decode" if self.name == "decode" else "prefill"
         setup = {"role": role, "name": self.name, "bind": bind, "lease_s": lease_s, "grant_s": grant_s}
+        setup["keys"] = arena.keys.get(self.name)
         command = (sys.executable, "-m", MODULE, "--role", json.dumps(setup | {"seed": arena.rng.getrandbits(32)}))
         pipe = asyncio.subprocess.PIPE
         with open(arena.logs / f"{self.name}.log", "ab") as log:  # noqa: ASYNC230
@@ -417,6 +429,8 @@ class Arena:
         self.found: dict[str, Any] = {}
         self.decode = Worker(self, "decode")
         self.prefill: list[Worker] = []
+        self.keys: dict[str, dict[str, str]] = {}
+        """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         if transport == "tcp":
             self.env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
@@ -568,14 +582,22 @@ def is_malformed(data: bytes) -> bool:
 
 
 class Stranger:
-    """A DEALER that sends anything; a ping after each batch tells when the batch was taken. Blocks."""
+    """A DEALER that sends anything, with keys if it has some. Blocks.
 
-    def __init__(self, address: str) -> None:
+    A ping after each batch tells when the batch was taken.
+    """
+
+    def __init__(self, address: str, pair: KeyPair | None = None, within_s: float = 5.0) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDTIMEO, 5000)
-        self._socket.setsockopt(zmq.RCVTIMEO, 5000)
-        self._socket.connect(address)
+        self.socket = self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDTIMEO, int(within_s * 1000))
+        self._socket.setsockopt(zmq.RCVTIMEO, int(within_s * 1000))
+        endpoint, _, key = address.partition("#")
+        if pair is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, bytes.fromhex(key))
+        self._socket.connect(endpoint)
         self._nonces = itertools.count(1 << 40)
 
     def send(self, batch: list[list[bytes]]) -> bool:
@@ -610,20 +632,31 @@ HANDSHAKE = GREETING + bytes([4, len(READY)]) + READY
 """With which a DEALER of ZMTP 3.0 begins."""
 
 
+def place(address: str) -> tuple[str, int]:
+    """Host and port of a control plane's address."""
+    return "127.0.0.1", int(address.partition("#")[0].rpartition(":")[2])
+
+
 async def shout(address: str, chunks: Iterable[bytes]) -> int:
     """Write to a raw TCP connection until all is said or the other side has had enough; the bytes it took."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection(*place(address))
     sent = 0
     try:
         async with asyncio.timeout(5.0):
             for chunk in chunks:
+                if chunk.startswith(HANDSHAKE):
+                    # What follows is only taken for frames once the other side is ready.
+                    writer.write(HANDSHAKE)
+                    size = (await reader.readexactly(len(GREETING) + 2))[-1]
+                    await reader.readexactly(size)
+                    chunk, sent = chunk.removeprefix(HANDSHAKE), sent + len(HANDSHAKE)
                 writer.write(chunk)
                 await writer.drain()
                 sent += len(chunk)
             writer.write_eof()
             while await reader.read(1 << 16):
                 pass
-    except (OSError, TimeoutError):
+    except (OSError, EOFError, TimeoutError):
         pass
     finally:
         writer.transport.abort()

@@ -12,7 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core import messages as m
-from asynckv.core.types import BlockRuns, Cohort, Key, Outcome, Params, Reason, decode_params
+from asynckv.core.commands import Desk
+from asynckv.core.types import (
+    MAX_ID,
+    MAX_RANKS,
+    BlockRuns,
+    Cohort,
+    Key,
+    Outcome,
+    Params,
+    Reason,
+    Route,
+    decode_params,
+)
 from asynckv.errors import RemoteProtocolError
 from tests.world import World, make_layout
 
@@ -81,6 +93,43 @@ def test_a_node_survives_mutated_packets(data: st.DataObject) -> None:
     assert pull.reason is not None
     assert prefill.node.is_idle
     assert decode.node.is_idle
+
+
+LONGEST = m.Claim(
+    Key("\U0001f511" * 64, 1 << 53, 1 << 53, "\U0001f511" * 64),
+    "\U0001f511" * MAX_ID,
+    Cohort("\U0001f511" * 512, MAX_RANKS, MAX_RANKS - 1, MAX_RANKS, MAX_RANKS - 1),
+    "\U0001f511" * 128,
+    (1 << 63) - 1,
+    b"d" * 16,
+    1e5 / 3,
+)
+
+
+def packets(messages: list[m.Message]) -> list[bytes]:
+    desk = Desk("i" * 64)
+    for message in messages:
+        desk.send(Route(b"route"), "\U0001f511" * 64, message)
+    return [data for _, data in desk.take_packets()]
+
+
+def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
+    (alone,) = packets([LONGEST])
+    assert 64 * 1024 < len(alone) < m.MAX_REQUEST_PACKET
+    many = packets([LONGEST] * 5)
+    assert max(map(len, many)) < m.MAX_REQUEST_PACKET
+    assert [x for data in many for x in m.decode_packet(data).messages] == [LONGEST] * 5
+
+
+@given(st.lists(st.integers(1, MAX_ID), min_size=1, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_long_packets_are_cut_in_order_and_short_ones_are_not(sizes: list[int]) -> None:
+    said: list[m.Message] = [m.Release(KEY, "x" * n, COHORT, str(i), Outcome.FAILED) for i, n in enumerate(sizes)]
+    found = packets(said)
+    assert [x for data in found for x in m.decode_packet(data).messages] == said
+    assert all(len(data) <= m.SOFT_PACKET for data in found)
+    if sum(sizes) < 32_000:
+        assert len(found) == 1
 
 
 def test_another_major_version_is_named() -> None:

@@ -106,7 +106,7 @@ def _length(path: Path, number: int, line: str) -> int:
     where = f"--trace {path} line {number}"
     try:
         entry: Any = json.loads(line)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{where}: is not JSON: {exc}") from exc
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: is no JSON object")

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from asynckv.core.lease import Lease
-from asynckv.core.messages import MAX_DETAIL, MAX_MESSAGES, Message, Refused, Unwelcome, encode_packet
+from asynckv.core.messages import MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Refused, Unwelcome, encode_packet
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.plan import PieceTable, Post
 from asynckv.core.pull import Pull
@@ -202,13 +202,21 @@ class Desk:
         outbox, self._outbox = self._outbox, {}
         for (to, target), messages in outbox.items():
             for i in range(0, len(messages), MAX_MESSAGES):
-                try:
-                    packet = encode_packet(self.incarnation, target, messages[i : i + MAX_MESSAGES])
-                except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
-                    # A bug of ours, and no reason to say nothing to anybody else.
-                    self.counters["internal_errors"] += 1
-                    continue
-                yield to, packet
+                for packet in self._packets(target, messages[i : i + MAX_MESSAGES]):
+                    yield to, packet
+
+    def _packets(self, target: str, messages: list[Message]) -> list[bytes]:
+        """Encode, halving what is too long for the listener's taste."""
+        try:
+            packet = encode_packet(self.incarnation, target, messages)
+        except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError):
+            # A bug of ours, and no reason to say nothing to anybody else.
+            self.counters["internal_errors"] += 1
+            return []
+        if len(packet) <= SOFT_PACKET or len(messages) == 1:
+            return [packet]
+        half = len(messages) // 2
+        return self._packets(target, messages[:half]) + self._packets(target, messages[half:])
 
     def take_commands(self) -> list[Command]:
         """Empty the list of commands."""

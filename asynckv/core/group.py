@@ -52,7 +52,7 @@ class PrefillGroup:
     ) -> None:
         try:
             endpoints = [e if isinstance(e, Endpoint) else msgspec.convert(e, Endpoint) for e in roster]
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise ConfigError(f"an endpoint of prefill engine {engine_id!r} is malformed: {exc}") from exc
         self.engine_id = engine_id
         self.roster = tuple(sorted(endpoints, key=lambda e: (e.pp_stage, e.tp_rank)))

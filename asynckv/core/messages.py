@@ -31,6 +31,7 @@ __all__ = [
     "MAJOR",
     "MAX_MESSAGES",
     "MAX_PACKET",
+    "MAX_REQUEST_PACKET",
     "MINOR",
     "Ack",
     "Claim",
@@ -60,6 +61,12 @@ MINOR = 1
 
 MAX_PACKET = 16 * 1024 * 1024
 """Bytes; the control plane refuses anything larger before it is decoded."""
+
+MAX_REQUEST_PACKET = 128 * 1024
+"""Bytes; a listener refuses anything larger, since only a `Welcome` has a reason to be."""
+
+SOFT_PACKET = 64 * 1024
+"""Bytes; more is cut into several packets, so that only a single message, of 70 KB at most, is larger."""
 
 MAX_MESSAGES = 512
 """Most messages per packet."""

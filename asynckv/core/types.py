@@ -203,8 +203,8 @@ def decode_params(value: object) -> Params:
     Raises:
         msgspec.ValidationError: Naming the field that is wrong.
     """
-    params = value if isinstance(value, Params) else msgspec.convert(value, Params)
     try:
+        params = value if isinstance(value, Params) else msgspec.convert(value, Params)
         msgspec.msgpack.encode(params)
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.

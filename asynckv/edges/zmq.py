@@ -6,36 +6,105 @@ after every send the socket is looked at once more, since sending may have eaten
 
 Delivery is at most once and in order per link. Queues are bounded; what does not fit is dropped and
 counted, because the core repeats what matters. Nothing that arrives can end the listener.
+
+With keys (`KeysConfig`) every link is CURVE: a connection is admitted when it has proven a key that is
+on the allow-list, before it may send or receive one frame, and the address that is given to others
+names the key that the listener will prove: `tcp://10.0.0.1:5555#<64 hex digits>`. ZMQ asks who may
+enter over a socket of its own (ZAP), and tells on another (a monitor) who was turned away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import ipaddress
+import re
+import struct
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import zmq
 
-from asynckv.core.messages import MAX_PACKET
+from asynckv.config import KeysConfig
+from asynckv.core.messages import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.core.types import Address, Route
 from asynckv.errors import BackendError, ConfigError
+from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
-__all__ = ["ZmqPlane"]
+__all__ = ["ZmqPlane", "make_pair"]
 
 QUEUE = 8192
-"""Packets per link that wait in either direction."""
+"""Packets per link that wait to be sent to a listener."""
+
+REPLY_QUEUE = 1024
+"""Packets that wait to be sent to one connection of our listener: who does not read what he asks for costs no more."""
+
+REQUEST_QUEUE = 256
+"""Packets of one connection that wait to be taken: 32 MiB at most. More wait at the sender."""
+
+ANSWER_QUEUE = 64
+"""The same for answers, of which few are large."""
 
 BATCH = 64
 """Packets taken from one socket before others get their turn."""
 
 LINGER_MS = 200
 
+RENEW_S = 0.5
+"""Age from which a dead link is replaced; one that is full may as well be dead after `STUCK_S` of silence.
+
+ZMQ never tries again once a listener broke the protocol or refused the key, though it may be another one by now.
+"""
+
+STUCK_S = 10.0
+
 MAX_LINKS = 65_535
 """Peers that one rank may have; ZMQ's own default is 1,023."""
 
+HANDSHAKE_IVL_MS = 5_000
+"""Who has not proven a key (without keys: spoken ZMTP) by then is cut off."""
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_DOMAIN = b"asynckv"
+MONITOR_ENDPOINT = "inproc://asynckv-monitor"
+KEY_MARK = "#"
+
+_COUNTED = {
+    zmq.EVENT_ACCEPTED: "connections.accepted",
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "connections.admitted",
+    zmq.EVENT_DISCONNECTED: "connections.closed",
+}
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
+
 OnPacket = Callable[[Address | Route, bytes], None]
+
+
+def make_pair() -> KeyPair:
+    """Make a new pair of keys."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(decode_z85(public), decode_z85(secret))
+
+
+def _split(address: str) -> tuple[str, bytes | None]:
+    """Return what ZMQ is to connect to, and the public key that the listener has to prove.
+
+    Raises:
+        ConfigError: What follows the mark is no key.
+    """
+    endpoint, mark, text = address.partition(KEY_MARK)
+    if not mark:
+        return endpoint, None
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise ConfigError(f"{address!r:.200} does not end in a key of 64 hexadecimal digits")
+    return endpoint, bytes.fromhex(text)
 
 
 def _host(address: str) -> str:
@@ -69,6 +138,37 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _load(keys: KeysConfig) -> tuple[KeyPair, AllowList]:
+    """Read an engine's keys.
+
+    Raises:
+        ConfigError: They are not to be had, or are none; the message names the file and the remedy.
+    """
+    path = Path(keys.secret)
+    pair = read_pair(path)
+    if zmq.curve_public(encode_z85(pair.secret).encode()) != encode_z85(pair.public).encode():
+        raise ConfigError(
+            f"the key file {str(path)!r} holds two keys that do not belong together; make new ones with asynckv keygen"
+        )
+    return pair, AllowList(Path(keys.authorized))
+
+
+def _cause(event: int, value: int, has_keys: bool) -> str:
+    """Say in one word why somebody was not admitted."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return "unlisted_key"
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if value == errno.EFAULT:
+            return "unanswered"
+        # A ZMQ client without keys leaves by itself as soon as it sees what is asked for.
+        return ("no_key" if has_keys else "left") if value in _LEFT else "timeout"
+    if value == zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return "wrong_key"
+    if value == zmq.Event.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and has_keys:
+        return "no_key"
+    return "handshake"
+
+
 class ZmqPlane:
     """A ROUTER to be asked, and DEALERs to ask with.
 
@@ -76,26 +176,42 @@ class ZmqPlane:
         bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose.
         advertise: What others are told, if it is not the bound address.
         allow_insecure: Listen beyond loopback although nothing is encrypted.
+        keys: Who this is, and who else may speak.
 
     Raises:
-        ConfigError: The addresses cannot serve.
+        ConfigError: The addresses or the keys cannot serve.
     """
 
-    def __init__(self, bind: str, advertise: str = "", allow_insecure: bool = False) -> None:
+    def __init__(
+        self, bind: str, advertise: str = "", allow_insecure: bool = False, keys: KeysConfig | None = None
+    ) -> None:
+        for name, address in (("bind", bind), ("advertise", advertise)):
+            if KEY_MARK in address:
+                raise ConfigError(
+                    f"{name} {address!r:.200} carries a key, which the engine adds itself; leave out what begins with "
+                    f"{KEY_MARK!r}"
+                )
         host = _host(bind)
-        if not _is_loopback(host) and not allow_insecure:
+        if not _is_loopback(host) and not allow_insecure and keys is None:
             raise ConfigError(
                 f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: anybody who reaches "
-                f"it could claim and release blocks; bind to 127.0.0.1, or set allow_insecure=True in a trusted network"
+                f"it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, or set "
+                f"allow_insecure=True in a trusted network"
             )
         if _is_wildcard(host) and not advertise:
             raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
         if advertise and _is_wildcard(_host(advertise)):
             raise ConfigError(f"advertise {advertise!r} is a wildcard, which peers cannot connect to")
         self._bind, self._advertise = bind, advertise
+        self._pair: KeyPair | None = None
+        self._peers: AllowList | None = None
+        if keys is not None:
+            self._pair, self._peers = _load(keys)
         self._address = Address("")
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: _Link | None = None
+        self._zap: _Link | None = None
+        self._monitor: _Link | None = None
         self._links: dict[Address, _Link] = {}
         self._on_packet: OnPacket = lambda origin, data: None
         self._counts: Counter[str] = Counter()
@@ -110,11 +226,20 @@ class ZmqPlane:
         self._context, self._on_packet = zmq.Context(), on_packet
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
         socket = self._socket(zmq.ROUTER, self._bind)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._guard(socket)
+            self._address = self._listen(socket)
+        except BaseException:
+            self._unguard(socket)
+            socket.close(0)
+            raise
+        self._router = _Link(socket, self._from_router)
+
+    def _listen(self, socket: zmq.Socket[bytes]) -> Address:
+        """Bind, and return what others are told."""
         try:
             socket.bind(self._bind)
         except zmq.ZMQError as exc:
-            socket.close(0)
             raise BackendError(
                 f"cannot listen at {self._bind!r}: {exc.strerror or exc}; choose another port (0 lets the system "
                 f"choose), or an address of this host"
@@ -123,15 +248,15 @@ class ZmqPlane:
         port = bound.rpartition(":")[2]
         if not self._advertise and _is_wildcard(_host(bound)):
             # Spelled so that it did not look like one (`tcp://0:0`).
-            socket.close(0)
             raise ConfigError(
                 f"bind {self._bind!r} is a wildcard, which peers cannot connect to; set advertise as well"
             )
         advertised = self._advertise or bound
         if advertised.endswith((":0", ":*")):
             advertised = advertised.rpartition(":")[0] + ":" + port
-        self._address = Address(advertised)
-        self._router = _Link(socket, self._from_router)
+        if self._pair is not None:
+            advertised += KEY_MARK + self._pair.public.hex()
+        return Address(advertised)
 
     def send(self, to: Address | Route, packet: bytes) -> bool:
         """Send, or drop and count."""
@@ -142,6 +267,11 @@ class ZmqPlane:
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             sent = link is not None and link.send([packet])
+            if link is not None and not sent and link.is_dead():
+                self.disconnect(Address(to))
+                self._counts["links_renewed"] += 1
+                link = self._connect(Address(to))
+                sent = link is not None and link.send([packet])
         self._counts["packets_out" if sent else "dropped_out"] += 1
         self._counts["bytes_out"] += len(packet) if sent else 0
         return sent
@@ -152,8 +282,11 @@ class ZmqPlane:
             link.close(LINGER_MS)
 
     def statistics(self) -> dict[str, int]:
-        """Count packets, bytes and drops."""
-        return {"packets_in": 0, "packets_out": 0, **self._counts, "links": len(self._links)}
+        """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
+        counts = {"packets_in": 0, "packets_out": 0, **self._counts, "links": len(self._links)}
+        if self._peers is not None:
+            counts |= {"authorized_keys": len(self._peers), "key_errors": self._peers.errors}
+        return counts
 
     async def aclose(self) -> None:
         """Close every socket; what was sent gets a moment to leave."""
@@ -162,6 +295,7 @@ class ZmqPlane:
             return
         links, self._links = [*self._links.values()], {}
         if self._router is not None:
+            self._unguard(self._router.socket)
             links.append(self._router)
         self._router = None
         for link in links:
@@ -172,29 +306,42 @@ class ZmqPlane:
     def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
         assert self._context is not None
         socket = self._context.socket(kind)
+        is_listener = kind == zmq.ROUTER
         for option, value in (
-            (zmq.MAXMSGSIZE, MAX_PACKET),
-            (zmq.SNDHWM, QUEUE),
-            (zmq.RCVHWM, QUEUE),
+            (zmq.MAXMSGSIZE, MAX_REQUEST_PACKET if is_listener else MAX_PACKET),
+            (zmq.SNDHWM, REPLY_QUEUE if is_listener else QUEUE),
+            (zmq.RCVHWM, REQUEST_QUEUE if is_listener else ANSWER_QUEUE),
             (zmq.LINGER, LINGER_MS),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_IVL_MS),
             (zmq.HEARTBEAT_IVL, 10_000),
             (zmq.HEARTBEAT_TIMEOUT, 30_000),
             (zmq.IPV6, int("[" in address)),
         ):
             socket.setsockopt(option, value)
+        if is_listener:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._pair is not None:
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._pair.secret)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._pair.public)
         return socket
 
     def _connect(self, address: Address) -> _Link | None:
         try:
-            _host(address)
-            socket = self._socket(zmq.DEALER, address)
+            endpoint, key = _split(address)
+            _host(endpoint)
+            if (cause := self._refusal(key)) is not None:
+                self._counts[f"refused.{cause}"] += 1
+                return None
+            socket = self._socket(zmq.DEALER, endpoint)
         except (ConfigError, UnicodeError, zmq.ZMQError):
             self._counts["bad_address"] += 1
             return None
         try:
-            socket.connect(address)
+            if key is not None:
+                socket.setsockopt(zmq.CURVE_SERVERKEY, key)
+            socket.connect(endpoint)
         except zmq.ZMQError:
             socket.close(0)
             self._counts["bad_address"] += 1
@@ -202,6 +349,61 @@ class ZmqPlane:
         link = _Link(socket, lambda frames: self._from_dealer(address, frames))
         self._links[address] = link
         return link
+
+    def _refusal(self, key: bytes | None) -> str | None:
+        """Say why no word may be said to a listener with this key."""
+        if self._peers is None:
+            return None if key is None else "needs_keys"
+        if key is None:
+            return "no_key"
+        return None if key in self._peers else "unlisted_listener"
+
+    # -- who may connect ---------------------------------------------------------------------------
+
+    def _guard(self, router: zmq.Socket[bytes]) -> None:
+        """Before it is bound, make the listener ask who may enter, and tell who was turned away."""
+        assert self._context is not None
+        if self._pair is not None:
+            zap = self._context.socket(zmq.ROUTER)
+            self._zap = _Link(zap, self._from_zap)
+            zap.setsockopt(zmq.LINGER, 0)
+            zap.bind(ZAP_ENDPOINT)
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            # Without this, libzmq lets everybody in whenever nobody answers its questions.
+            router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        router.monitor(MONITOR_ENDPOINT, sum((*_COUNTED, *_FAILED)))
+        monitor = self._context.socket(zmq.PAIR)
+        self._monitor = _Link(monitor, self._from_monitor)
+        # A queue with an end would make libzmq's thread wait for this loop, and closing for both.
+        monitor.setsockopt(zmq.RCVHWM, 0)
+        monitor.connect(MONITOR_ENDPOINT)
+
+    def _unguard(self, router: zmq.Socket[bytes]) -> None:
+        """Take it back before the listener closes; until it has, nobody new is admitted."""
+        with contextlib.suppress(zmq.ZMQError):
+            router.disable_monitor()
+        for link in (self._monitor, self._zap):
+            if link is not None:
+                link.close(0)
+        self._monitor = self._zap = None
+
+    def _from_zap(self, frames: list[bytes]) -> None:
+        """Answer one question of libzmq's (ZAP, RFC 27): may the owner of this key enter?"""
+        route, _, version, request, _domain, _address, _identity, mechanism, *credentials = frames
+        is_known = (
+            self._peers is not None
+            and mechanism == b"CURVE"
+            and len(credentials) == 1
+            and credentials[0] in self._peers
+        )
+        status = (b"200", b"OK", credentials[0].hex().encode()) if is_known else (b"400", b"unlisted key", b"")
+        if self._zap is not None:
+            self._zap.send([route, b"", version, request, *status, b""])
+
+    def _from_monitor(self, frames: list[bytes]) -> None:
+        event, value = struct.unpack("=HI", frames[0])
+        self._counts[_COUNTED.get(event) or f"rejected.{_cause(event, value, self._pair is not None)}"] += 1
 
     def _from_router(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
@@ -225,8 +427,13 @@ class _Link:
     """One socket on the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
-        self._socket, self._on_frames = socket, on_frames
+        self.socket, self._on_frames = socket, on_frames
         self._loop = asyncio.get_running_loop()
+        self._made_at = self._loop.time()
+        self._sent = self._received = 0
+        self._received_before = -1
+        """When a send failed after one that did not; -1 if the last one did not."""
+        self._failing_since = 0.0
         self._fd = int(socket.getsockopt(zmq.FD))
         self._is_due = False
         self._loop.add_reader(self._fd, self._receive)
@@ -234,16 +441,28 @@ class _Link:
 
     def send(self, frames: list[bytes]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             return False  # full, or nobody there any more
         finally:
             self._look_again()
+        self._sent += 1
+        self._received_before = -1
         return True
+
+    def is_dead(self) -> bool:
+        """After a send that failed: ZMQ has given the connection up, or it may as well have."""
+        now = self._loop.time()
+        if self._received != self._received_before:
+            self._received_before, self._failing_since = self._received, now
+        if now - self._made_at < RENEW_S:
+            return False
+        # As long as so few were sent, the queue cannot be full, so there is none.
+        return self._sent < QUEUE or now - self._failing_since >= STUCK_S
 
     def close(self, linger_ms: int) -> None:
         self._loop.remove_reader(self._fd)
-        self._socket.close(linger_ms)
+        self.socket.close(linger_ms)
 
     def _look_again(self) -> None:
         if not self._is_due:
@@ -256,15 +475,16 @@ class _Link:
 
     def _receive(self) -> None:
         for _ in range(BATCH):
-            if self._socket.closed:
+            if self.socket.closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError as exc:
                 self._loop.call_exception_handler({"message": "a control socket failed", "exception": exc})
                 return
+            self._received += 1
             try:
                 self._on_frames(frames)
             except Exception as exc:

@@ -1,0 +1,262 @@
+"""Key files: who this engine is, and which engines it talks to. Knows files, and nothing of sockets.
+
+The format is ZMQ's own for certificates (`zmq.auth`), so its tools can read and write these files too. A key is
+32 bytes; in files it is Z85 text of 40 characters. Nothing here ever puts a secret into an error or a repr.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asynckv.errors import ConfigError
+
+__all__ = ["AllowList", "KeyPair", "decode_z85", "encode_z85", "read_pair", "read_public", "write_pair"]
+
+PUBLIC, SECRET = ".key", ".key_secret"
+MOST_BYTES = 64 * 1024
+"""Of one key file."""
+
+MOST_KEYS = 65_536
+"""Of one allow-list."""
+
+FRESH_S = 1.0
+"""How long an allow-list is believed while its directory looks unchanged: a file can change inside it."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LINE = re.compile(rb"^[ \t]*(public|secret)-key[ \t]*=[ \t]*[\"']?([^\"'\s]*)[\"']?[ \t\r]*$", re.MULTILINE)
+_ALPHABET = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_DIGITS = {digit: value for value, digit in enumerate(_ALPHABET)}
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """One engine's keys, 32 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+def decode_z85(text: bytes) -> bytes:
+    """Decode one key.
+
+    Raises:
+        ValueError: It is not the Z85 text of 32 bytes.
+    """
+    if len(text) != 40 or not _DIGITS.keys() >= set(text):
+        raise ValueError("not a key of 40 Z85 characters")
+    out = bytearray()
+    for i in range(0, 40, 5):
+        value = 0
+        for digit in text[i : i + 5]:
+            value = 85 * value + _DIGITS[digit]
+        if value >> 32:
+            raise ValueError("not a key of 40 Z85 characters")
+        out += value.to_bytes(4, "big")
+    return bytes(out)
+
+
+def encode_z85(key: bytes) -> str:
+    """Encode one key of 32 bytes."""
+    out = bytearray()
+    for i in range(0, len(key), 4):
+        value = int.from_bytes(key[i : i + 4], "big")
+        out += bytes(_ALPHABET[value // 85**n % 85] for n in (4, 3, 2, 1, 0))
+    return out.decode("ascii")
+
+
+def read_pair(path: Path) -> KeyPair:
+    """Read an engine's own key file. That the two keys belong together is for the caller to check.
+
+    Raises:
+        ConfigError: It cannot be read, is no such file, or others can read it as well.
+    """
+    data, mode = _read(path, "the key file")
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"the key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others than its owner get at the "
+            f"secret; run chmod 600 {path}, and make new keys if somebody may have read it"
+        )
+    found = _parse(path, data)
+    if "secret" not in found:
+        raise ConfigError(
+            f"the key file {str(path)!r} holds no secret key; give the file NAME{SECRET} that asynckv keygen wrote, "
+            f"not NAME{PUBLIC}"
+        )
+    return KeyPair(found["public"], found["secret"])
+
+
+def read_public(path: Path) -> bytes:
+    """Read another engine's public key.
+
+    Raises:
+        ConfigError: It cannot be read, is no such file, or holds a secret.
+    """
+    found = _parse(path, _read(path, "the public key file")[0])
+    if "secret" in found:
+        raise ConfigError(
+            f"the public key file {str(path)!r} holds a secret key, which belongs on one engine only; make new keys "
+            f"with asynckv keygen, and put only NAME{PUBLIC} here"
+        )
+    return found["public"]
+
+
+class AllowList:
+    """The public keys in a directory; files that come, go or change later are noticed when a key is looked up.
+
+    Args:
+        directory: Holds one `*.key` file per engine.
+
+    Raises:
+        ConfigError: It is missing, unreadable or empty, or a file in it is no public key.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.errors = 0
+        """Files, or the directory itself, that could not be taken since; they allow nobody."""
+        self._files: dict[str, tuple[tuple[int, ...], bytes]] = {}
+        self._keys: frozenset[bytes] = frozenset()
+        self._stamp: tuple[int, ...] = ()
+        self._fresh_until = -1.0
+        try:
+            self._load(is_start=True)
+        except OSError as exc:
+            raise ConfigError(
+                f"the directory of authorized keys {str(directory)!r} cannot be read: {exc.strerror or exc}; make it, "
+                f"and copy into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
+            ) from exc
+        except ValueError as exc:
+            raise ConfigError(
+                f"the directory of authorized keys {str(directory)!r:.300} cannot be read: {exc}"
+            ) from exc
+        if not self._keys:
+            raise ConfigError(
+                f"the directory of authorized keys {str(directory)!r} has no *{PUBLIC} file, so nobody could connect; "
+                f"copy into it the {PUBLIC} file of every engine that this one talks to (asynckv keygen NAME)"
+            )
+
+    def __contains__(self, public: bytes) -> bool:
+        try:
+            if time.monotonic() >= self._fresh_until or _stamp(os.stat(self.directory)) != self._stamp:
+                self._load(is_start=False)
+        except OSError:
+            # Whoever takes the list away takes away the permission.
+            self._files, self._keys, self._stamp = {}, frozenset(), ()
+            self.errors += 1
+        return public in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _load(self, is_start: bool) -> None:
+        # Read before its entries, so that what comes meanwhile is seen the next time.
+        self._stamp = _stamp(os.stat(self.directory))
+        self._fresh_until = time.monotonic() + FRESH_S
+        known, self._files = self._files, {}
+        for name in sorted(x for x in os.listdir(self.directory) if x.endswith(PUBLIC))[:MOST_KEYS]:
+            path = self.directory / name
+            try:
+                stamp = _stamp(path.stat())
+                if name not in known or known[name][0] != stamp:
+                    known[name] = stamp, read_public(path)
+                self._files[name] = known[name]
+            except (OSError, ConfigError):
+                if is_start:
+                    raise
+                self.errors += 1
+        self._keys = frozenset(public for _, public in self._files.values())
+
+
+def write_pair(directory: Path, name: str, pair: KeyPair) -> tuple[Path, Path]:
+    """Write `NAME.key_secret`, which only its owner can read from its first moment on, and `NAME.key`.
+
+    Returns:
+        Both paths, the secret one first.
+
+    Raises:
+        ConfigError: The name is none, a file is there already, or cannot be written; nothing is left behind.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r:.120} is no name for keys; use up to 100 letters, digits, dots, dashes and underscores, "
+            f"such as prefill-0"
+        )
+    public = f'curve\n    public-key = "{encode_z85(pair.public)}"\n'
+    texts = {
+        SECRET: (
+            0o600,
+            f"# Secret key of {name}: keep it on that engine, readable by its user only.\n{public}"
+            f'    secret-key = "{encode_z85(pair.secret)}"\n',
+        ),
+        PUBLIC: (0o644, f"# Public key of {name}: goes into the authorized directory of its peers.\n{public}"),
+    }
+    paths = [directory / f"{name}{suffix}" for suffix in texts]
+    written: list[Path] = []
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in paths:
+            if os.path.lexists(path):
+                raise FileExistsError
+        for path, (mode, text) in zip(paths, texts.values(), strict=True):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
+                written.append(path)
+                file.write(text)
+    except OSError as exc:
+        for done in written:
+            done.unlink(missing_ok=True)
+        if isinstance(exc, FileExistsError) and not directory.is_dir():
+            raise ConfigError(f"{str(directory)!r} is no directory; choose another one with --dir") from exc
+        if isinstance(exc, FileExistsError):
+            raise ConfigError(
+                f"{str(path)!r} exists, and is not overwritten: its engine would lose its identity; choose another "
+                f"name or --dir, or remove both {name}{SECRET} and {name}{PUBLIC} first"
+            ) from exc
+        raise ConfigError(f"keys cannot be written into {str(directory)!r}: {exc.strerror or exc}") from exc
+    return paths[0], paths[1]
+
+
+def _read(path: Path, what: str) -> tuple[bytes, int]:
+    """Return a small regular file's bytes and mode."""
+    remedy = "make one with asynckv keygen NAME, and check that this user may read it"
+    try:
+        # Never waits, should it be a pipe.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{what} {str(path)!r} is no regular file; {remedy}")
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as exc:
+        cause = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"{what} {str(path)!r:.300} cannot be read: {cause}; {remedy}") from exc
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{what} {str(path)!r} is longer than {MOST_BYTES >> 10} KiB, so it is none; {remedy}")
+    return data, mode
+
+
+def _parse(path: Path, data: bytes) -> dict[str, bytes]:
+    """Return the keys in a file, by kind; there is a public one.
+
+    Raises:
+        ConfigError: Not without a line about a key that is wrong.
+    """
+    found: dict[str, bytes] = {}
+    for kind, text in _LINE.findall(data):
+        name = kind.decode()
+        try:
+            key = decode_z85(text)
+        except ValueError as exc:
+            raise ConfigError(f"{str(path)!r}: its {name} key is {exc}; make new keys with asynckv keygen") from exc
+        if found.setdefault(name, key) != key:
+            raise ConfigError(f"{str(path)!r} holds two {name} keys; one file is for one engine")
+    if "public" not in found:
+        raise ConfigError(f"{str(path)!r} holds no public key; make new keys with asynckv keygen NAME")
+    return found
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size

@@ -1,0 +1,564 @@
+"""Attack real workers, and watch that nobody else notices: `python -m scripts.attack --help`.
+
+Real processes, NIXL over UCX on CPU memory, ZMQ on 127.0.0.1; twice, with keys and without. Healthy pulls go on all
+the time, and every byte of them is compared. Meanwhile a malicious peer whose key is listed floods both listeners
+with mutated packets and frames of 100 MB, repeats what it said, and forges claims, releases and grants; strangers
+without a listed key try to get in; raw connections send garbage, or one byte at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+import zmq
+from rich.console import Console
+from rich.progress import Progress
+
+from asynckv.core import messages as m
+from asynckv.core.layout import Layout
+from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
+from asynckv.edges import zmq as edge
+from asynckv.keys import KeyPair, write_pair
+from asynckv.layouts import model_layout
+from scripts import chaos
+
+MODULE = "scripts.attack"
+BATCH = 250
+SLOW = 100
+"""Slow connections at a time."""
+
+GROWTH_MIB = 64
+"""Most that a victim's memory may grow: queues of several attackers' connections fit, what they sent does not."""
+
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+HANDSHAKE_COMMANDS = {b"WELCOME", b"ERROR"}
+"""What a listener with keys may say to somebody who has not proven one."""
+
+
+# -- what attackers do -------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def connected(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Open a raw connection; whenever one is cancelled, it is closed."""
+    opening = asyncio.create_task(asyncio.open_connection(host, port))
+    try:
+        yield await asyncio.shield(opening)
+    finally:
+        with contextlib.suppress(OSError):
+            _, writer = await opening
+            writer.transport.abort()
+            await writer.wait_closed()
+
+
+class Tap:
+    """Stands between clients and a listener, and keeps what they say."""
+
+    def __init__(self, address: str) -> None:
+        self._target, self._key = chaos.place(address), address.partition("#")[2]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: list[bytearray] = []
+        self.asked, self.answered = bytearray(), bytearray()
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.address += f"#{self._key}" * bool(self._key)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        answers = bytearray()
+        self._answers.append(answers)
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, *kept: bytearray) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(1 << 16):
+                    for each in kept:
+                        each.extend(data)
+                    sink.write(data)
+                    await sink.drain()
+
+        try:
+            async with connected(*self._target) as (there, back):
+                pumps = [
+                    asyncio.create_task(pump(reader, back, self.asked)),
+                    asyncio.create_task(pump(there, writer, answers, self.answered)),
+                ]
+                try:
+                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for each in pumps:
+                        each.cancel()
+                    await asyncio.gather(*pumps, return_exceptions=True)
+        finally:
+            writer.transport.abort()
+
+    def commands(self) -> set[bytes]:
+        """Names of the commands that the listener sent; a frame of a message is named so."""
+        found = set()
+        for answers in map(bytes, self._answers):
+            at = 64  # the greeting is the same for everybody
+            while at + 2 <= len(answers):
+                flags, size, head = answers[at], answers[at + 1], 2
+                if flags & 2:
+                    size, head = int.from_bytes(answers[at + 1 : at + 9], "big"), 9
+                body = answers[at + head : at + head + size]
+                found.add(body[1 : 1 + body[0]] if flags & 4 and body else b"a frame")
+                at += head + size
+        return found
+
+
+def every_message(params: Params, layout: Layout, cohort: Cohort) -> list[m.Message]:
+    """One of each message, valid, about a request that is lent: what mutations start from."""
+    key, name, pull = params.key, params.request_id, f"{cohort.id}-1"
+    digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
+    return [
+        m.Hello(7, m.MAJOR, m.MINOR, params.engine_id, 0, cohort),
+        m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"metadata", bytes(32), layout),
+        m.Unwelcome(7, Reason.WRONG_TARGET, "detail"),
+        m.Claim(key, name, cohort, pull, 8, digest, 5.0),
+        m.Renew(key, pull, 9, 5.0),
+        m.Granted(key, pull, 8, 10.0, 1.0),
+        m.NotYet(key, pull, 8),
+        m.Refused(key, pull, 8, Reason.EXPIRED),
+        m.Release(key, name, cohort, pull, Outcome.FAILED),
+        m.Ack(key, pull),
+        m.Ping(10),
+        m.Pong(10),
+        m.StatusRequest(11),
+        m.Status(11, "x", 0, 1, {"leases": 1}),
+        m.Goodbye(),
+    ]
+
+
+@dataclass(slots=True)
+class Flood:
+    """One attacker's connection, in a thread of its own: sends what `make` makes, and reads what comes back."""
+
+    address: str
+    pair: KeyPair | None
+    make: Callable[[], bytes]
+    number: int
+    sent: int = 0
+    answers: int = 0
+    """Packets that came back."""
+    cut: int = 0
+    """Connections that had to be made anew, since nothing was taken from the last one."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        stranger = chaos.Stranger(self.address, self.pair, 2.0)
+        try:
+            while self.sent < self.number and not self.stop.is_set():
+                try:
+                    for _ in range(min(BATCH, self.number - self.sent)):
+                        stranger.socket.send(self.make())
+                        self.sent += 1
+                except zmq.Again:
+                    self.cut += 1
+                    stranger.close()
+                    stranger = chaos.Stranger(self.address, self.pair, 2.0)
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        stranger.socket.recv(zmq.NOBLOCK)
+                        self.answers += 1
+            # What was sent is to arrive before the connection goes.
+            ping = m.Ping((1 << 40) + self.sent)
+            with contextlib.suppress(zmq.Again):
+                stranger.socket.send(m.encode_packet("stranger", "", [ping]))
+                while m.Pong(ping.nonce) not in m.decode_packet(stranger.socket.recv()).messages:
+                    self.answers += 1
+        finally:
+            stranger.close()
+
+
+async def drip(address: str, was_cut: Callable[[float], None]) -> None:
+    """Hold a connection as long as it is let, saying a byte of a greeting now and then; for ever."""
+    while True:
+        async with connected(*chaos.place(address)) as (reader, writer):
+            began, listening = time.monotonic(), asyncio.create_task(reader.read())
+            try:
+                for byte in itertools.chain(CURVE_GREETING[:11], itertools.repeat(0)):
+                    writer.write(bytes([byte]))
+                    if (await asyncio.wait({listening}, timeout=0.9))[0]:
+                        break
+                was_cut(time.monotonic() - began)
+            finally:
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
+
+
+async def shout(address: str, rng: random.Random, counts: Counter[str]) -> None:
+    """Send raw garbage on connection after connection; for ever."""
+    hello = CURVE_GREETING + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72)
+    while True:
+        said = (
+            rng.randbytes(rng.randint(1, 4096)),
+            chaos.mutate(rng, chaos.HANDSHAKE) + rng.randbytes(100),
+            chaos.mutate(rng, hello + rng.randbytes(120)),
+            CURVE_GREETING + bytes([rng.choice((0, 1, 2, 4, 6))]) + rng.randbytes(300),
+            b"GET /metrics HTTP/1.1\r\n\r\n",
+        )
+        with contextlib.suppress(OSError, TimeoutError):
+            async with connected(*chaos.place(address)) as (reader, writer), asyncio.timeout(1.0):
+                writer.write(rng.choice(said))
+                writer.write_eof()
+                while await reader.read(1 << 16):
+                    pass
+        counts["raw_connections"] += 1
+        await asyncio.sleep(0.01)
+
+
+# -- a victim, healthy readers, and those who attack -------------------------------------------------
+
+
+class Watched(chaos.Worker):
+    """A worker whose params a malicious peer has seen, as a router would."""
+
+    def __init__(self, arena: chaos.Arena, name: str) -> None:
+        super().__init__(arena, name)
+        self.seen: list[Params] = []
+
+    async def lend(self, blocks: int = 0, lease_s: float | None = None, reads: bool = False) -> dict[str, Any]:
+        lent = await super().lend(blocks, lease_s, reads)
+        self.seen = [*self.seen[-31:], decode_params(lent["params"])]
+        return lent
+
+
+class Attack:
+    """One victim under every attack."""
+
+    def __init__(self, arena: chaos.Arena, frames: int, tell: Callable[[int], None]) -> None:
+        self.arena, self.frames, self.tell = arena, frames, tell
+        self.rng, self.counts = arena.rng, Counter[str]()
+        self.victim = Watched(arena, "prefill")
+        arena.prefill.append(self.victim)
+        self.mallory: KeyPair | None = None
+        """Keys that both workers have listed."""
+        self.listed: KeyPair | None = None
+
+    def make_keys(self, path: Path) -> None:
+        """Give every worker keys, and the malicious peer as well."""
+        pairs = {name: edge.make_pair() for name in ("decode", "prefill", "mallory")}
+        for name, pair in pairs.items():
+            secret, public = write_pair(path / "secret", name, pair)
+            (path / "authorized").mkdir(exist_ok=True)
+            public.rename(path / "authorized" / public.name)
+            self.arena.keys[name] = {"secret": str(secret), "authorized": str(path / "authorized")}
+        self.mallory, self.listed = pairs["mallory"], pairs["decode"]
+
+    async def run(self) -> dict[str, Any]:
+        """Attack, and judge; the record says what was tried and how it was met."""
+        arena, victim = self.arena, self.victim
+        await arena.decode.start()
+        await victim.start()
+        lived, everyone_cut = list[float](), asyncio.Event()
+
+        def was_cut(seconds: float) -> None:
+            lived.append(seconds)
+            if len(lived) >= SLOW:
+                everyone_cut.set()
+
+        began = time.monotonic()
+        async with victim.load(3):
+            await victim.more(20)
+            before = [(await x.ask("state", wait_s=0))["usage"]["rss_mib"] for x in (arena.decode, victim)]
+            async with asyncio.TaskGroup() as group:
+                raw = [group.create_task(drip(victim.address, was_cut)) for _ in range(SLOW)]
+                raw += [group.create_task(shout(victim.address, self.rng, self.counts)) for _ in range(2)]
+                await self.flood()
+                await self.huge()
+                if self.mallory is not None:
+                    await self.strangers()
+                await victim.more(20)
+                async with asyncio.timeout(chaos.PATIENCE_S):
+                    await everyone_cut.wait()
+                for task in raw:
+                    task.cancel()
+            await victim.more(20)
+        seconds = time.monotonic() - began
+        await arena.finish(victim)
+        states = [await x.state() for x in (arena.decode, victim)]
+        grown = [s["usage"]["rss_mib"] - b for s, b in zip(states, before, strict=True)]
+        limit = edge.HANDSHAKE_IVL_MS / 1000
+        arena.check(max(lived) < limit + 3, f"a connection without a handshake lived {max(lived):.1f} s")
+        arena.check(max(grown) < GROWTH_MIB, f"the memory of decode and prefill grew by {grown} MiB")
+        found = [
+            {
+                k.removeprefix("control."): v
+                for k, v in s["counters"].items()
+                if k.startswith(("control.", "dropped.", "internal"))
+            }
+            for s in states
+        ]
+        for worker, counters in zip(("decode", "prefill"), found, strict=True):
+            arena.check(not counters.get("internal_errors"), f"{worker}: internal errors were counted")
+            sent = sum(n for k, n in self.counts.items() if k.endswith(f"to_{worker}"))
+            arena.check(counters["packets_in"] >= sent, f"{worker}: took {counters['packets_in']} of {sent} packets")
+        return {
+            "keys": self.mallory is not None,
+            "seconds": round(seconds, 2),
+            "sent": dict(self.counts),
+            "pulls": victim.record(),
+            "frames_per_s": round(self.frames / max(self.flood_s, 1e-9)),
+            "slow_connections": len(lived),
+            "slowest_cut_s": round(max(lived), 2),
+            "rss_grown_mib": dict(zip(("decode", "prefill"), grown, strict=True)),
+            "decode": found[0],
+            "prefill": found[1],
+            "left": {"decode": states[0]["left"], "prefill": states[1]["left"]},
+        }
+
+    # -- what a peer whose key is listed can do ----------------------------------------------------
+
+    async def flood(self) -> None:
+        """Mutated, repeated and forged packets to both listeners at once."""
+        arena, victim, rng = self.arena, self.victim, self.rng
+        own = decode_params((await victim.lend(lease_s=3600.0))["params"])
+        self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
+        layout = model_layout(chaos.MODEL, num_blocks=chaos.NUM_BLOCKS, block_size=chaos.BLOCK)
+        said = every_message(own, layout, Cohort("mallory"))
+        targets = {"prefill": own.roster[0].incarnation, "decode": self.reader}
+        packets = {
+            name: [m.encode_packet("mallory", target, x) for x in (*([y] for y in said), said)]
+            for name, target in targets.items()
+        }
+
+        def mutated(name: str) -> Callable[[], bytes]:
+            mine = random.Random(rng.getrandbits(32))
+            return lambda: chaos.mutate(mine, mine.choice(packets[name]))
+
+        def repeated() -> bytes:
+            return repeats[next(numbers) % len(repeats)]
+
+        def forged(name: str) -> Callable[[], bytes]:
+            mine = random.Random(rng.getrandbits(32))
+            return lambda: m.encode_packet(
+                mine.choice((targets["decode"], targets["prefill"], "mallory")), targets[name], [self.forge(mine, name)]
+            )
+
+        repeats, numbers = packets["prefill"][3:9], itertools.count()
+        tenth = max(1, self.frames // 10)
+        floods = {
+            "mutated_to_prefill": (victim.address, mutated("prefill"), self.frames * 3 // 4),
+            "mutated_to_decode": (arena.decode.address, mutated("decode"), self.frames - self.frames * 3 // 4),
+            "repeated_to_prefill": (victim.address, repeated, tenth),
+            "forged_to_prefill": (victim.address, forged("prefill"), tenth),
+            "forged_to_decode": (arena.decode.address, forged("decode"), tenth),
+        }
+        running = {k: Flood(to, self.mallory, make, n) for k, (to, make, n) in floods.items()}
+        began, told = time.monotonic(), 0
+        tasks = [asyncio.create_task(asyncio.to_thread(x.run)) for x in running.values()]
+        try:
+            while (await asyncio.wait(tasks, timeout=0.2))[1]:
+                done = sum(x.sent for k, x in running.items() if k.startswith("mutated"))
+                self.tell(done - told)
+                told = done
+        finally:
+            for each in running.values():
+                each.stop.set()
+            await asyncio.gather(*tasks)
+        self.flood_s = time.monotonic() - began
+        self.tell(sum(x.sent for k, x in running.items() if k.startswith("mutated")) - told)
+        self.counts.update({k: x.sent for k, x in running.items()})
+        self.counts["connections_not_taken_from"] = sum(x.cut for x in running.values())
+        for name, each in running.items():
+            arena.check(each.sent == each.number, f"{name}: only {each.sent} of {each.number} were taken")
+
+    def incarnation(self, address: str) -> str:
+        """Ask a listener who it is; any peer may."""
+        stranger = chaos.Stranger(address, self.mallory)
+        try:
+            stranger.socket.send(m.encode_packet("mallory", "", [m.Ping(1)]))
+            return m.decode_packet(stranger.socket.recv()).source
+        finally:
+            stranger.close()
+
+    def forge(self, rng: random.Random, name: str) -> m.Message:
+        """Speak for others: about requests that are being pulled, with every part right but what cannot be known."""
+        params = rng.choice(self.victim.seen)
+        key, cohort, nonce = params.key, Cohort("decode"), rng.choice((rng.getrandbits(62), rng.randrange(1 << 12)))
+        pull = f"{self.reader[:16]}-{rng.randrange(5_000)}"  # whoever pings the reader can guess these
+        if name == "decode":
+            # Grants, refusals and farewells under true keys, but not from the one that was asked.
+            return rng.choice(
+                (
+                    m.Granted(key, pull, nonce, 1000.0, 1000.0),
+                    m.Refused(key, pull, nonce, Reason.EXPIRED),
+                    m.NotYet(key, pull, nonce),
+                    m.Ack(key, pull),
+                    m.Unwelcome(nonce, Reason.WRONG_TARGET, ""),
+                    m.Goodbye(),
+                )
+            )
+        guessed = Key(key.epoch, key.memory_epoch, key.sequence + rng.randrange(3), f"{rng.getrandbits(128):032x}")
+        digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
+        return rng.choice(
+            (
+                m.Claim(guessed, params.request_id, cohort, pull, nonce, digest, 1000.0),
+                m.Renew(guessed, pull, nonce, 1000.0),
+                m.Release(guessed, params.request_id, cohort, pull, Outcome.COMPLETE),
+                m.Goodbye(),
+            )
+        )
+
+    async def huge(self) -> None:
+        """Send frames of 100 MB, with a key that is listed and on raw connections."""
+        for worker in (self.victim, self.arena.decode):
+            stranger = chaos.Stranger(worker.address, self.mallory)
+            try:
+                was_cut = await asyncio.to_thread(stranger.send_huge)
+            finally:
+                stranger.close()
+            self.arena.check(was_cut, f"a frame of 100 MB did not end its connection to {worker.name}")
+            head = chaos.HANDSHAKE + b"\x02" + chaos.HUGE.to_bytes(8, "big")
+            took = await chaos.shout(worker.address, [head, *[bytes(chaos.HUGE // 100)] * 100])
+            self.arena.check(took < chaos.HUGE, f"{worker.name} took a frame of 100 MB from a raw connection")
+            self.counts["huge_frames"] += 2
+
+    # -- what everybody else can do ----------------------------------------------------------------
+
+    async def strangers(self) -> None:
+        """Try to get in without a key, with an unlisted one, and with a public key that was stolen."""
+        assert self.listed is not None
+        unlisted = edge.make_pair()
+        tried = {
+            "no_key": None,
+            "unlisted_key": unlisted,
+            "wrong_key": KeyPair(self.listed.public, unlisted.secret),
+        }
+        question = m.encode_packet("stranger", "", [m.Ping(1), m.StatusRequest(2)])
+        for worker in (self.victim, self.arena.decode):
+            for cause, pair in tried.items():
+                before = (await worker.ask("state", wait_s=0))["counters"]
+                async with Tap(worker.address) as tap:
+                    stranger = chaos.Stranger(tap.address, pair, 0.5)
+                    try:
+                        stranger.socket.send(question)
+                        heard = await asyncio.to_thread(stranger.socket.poll, 500)
+                    finally:
+                        stranger.close()
+                    said = tap.commands()
+                self.counts[f"strangers_with_{cause}"] += 1
+                self.counts["bytes_to_strangers"] += len(tap.answered)
+                after = (await worker.ask("state", wait_s=0))["counters"]
+                name = f"control.rejected.{cause}"
+                problem = f"{worker.name}: a stranger ({cause})"
+                self.arena.check(not heard, f"{problem} was answered")
+                self.arena.check(said <= HANDSHAKE_COMMANDS, f"{problem} was sent {sorted(said)}")
+                self.arena.check(after.get(name, 0) > before.get(name, 0), f"{problem} was not counted")
+
+
+# -- the command line --------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def arena(name: str, seed: int) -> AsyncIterator[chaos.Arena]:
+    """Make a place for processes; none is left."""
+    with tempfile.TemporaryDirectory(prefix="asynckv-attack-") as path:
+        made = chaos.Arena(name, 1.0, seed, "tcp", Path(path))
+        try:
+            yield made
+        except* (chaos.Failure, TimeoutError) as group:
+            causes: list[BaseException] = [group]
+            for cause in causes:
+                causes += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+            made.problems += [f"{type(x).__name__}: {x}" for x in causes if not isinstance(x, BaseExceptionGroup)]
+        finally:
+            for worker in (made.decode, *made.prefill):
+                await worker.kill()
+            for log in os.listdir(path) if made.problems else ():
+                for line in (made.logs / log).read_text(errors="replace").splitlines()[-8:]:
+                    made.note(f"{log}: {line[:300]}")
+
+
+async def attack(frames: int, seed: int, tell: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+    """Attack workers with keys, then without; half of the mutated frames each."""
+    began, rounds, problems = time.monotonic(), list[dict[str, Any]](), list[str]()
+    for has_keys, number in ((True, frames - frames // 2), (False, frames // 2)):
+        async with arena("keys" if has_keys else "no keys", seed) as place:
+            work = Attack(place, number, tell)
+            with tempfile.TemporaryDirectory(prefix="asynckv-keys-") as path:
+                if has_keys:
+                    work.make_keys(Path(path))
+                rounds.append(await work.run())
+        problems += [f"{place.name}: {x}" for x in place.problems]
+    return {
+        "schema": "asynckv.attack/1",
+        "ok": not problems,
+        "problems": problems,
+        "frames": frames,
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 2),
+        "rounds": rounds,
+    }
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  python -m scripts.attack
+
+  python -m scripts.attack --frames 20000 --json - | jq .rounds[0].prefill
+
+[bold]Exit status[/bold]  0 nobody noticed, 1 something went wrong, 2 bad input, 130 Ctrl-C
+"""
+
+
+@app.command(epilog=EPILOG)
+def main(
+    frames: Annotated[int, typer.Option(help="Mutated frames, half with keys and half without.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="Of mutations, sizes and moments.")] = 0,
+    json_: Annotated[str | None, typer.Option("--json", help="Where the record goes; - for stdout.")] = None,
+) -> None:
+    """Attack real workers on this host while healthy pulls go on, and compare every byte of those.
+
+    A malicious peer whose key is listed, strangers whose key is not, raw garbage, slow connections, huge frames.
+    """
+    if not 10 <= frames <= 1 << 30:
+        raise typer.BadParameter(f"--frames {frames} is outside 10 ... {1 << 30}")
+    try:
+        out = sys.stdout if json_ in (None, "-") else open(str(json_), "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as exc:
+        raise typer.BadParameter(f"--json {json_}: {exc.strerror}") from exc
+    errors = Console(stderr=True)
+    with contextlib.nullcontext() if out is sys.stdout else out:
+        with Progress(console=errors, disable=not errors.is_terminal, transient=True) as bar:
+            task = bar.add_task("mutated frames", total=frames)
+            record = asyncio.run(attack(frames, seed, lambda n: bar.advance(task, n)))
+        print(json.dumps(record, indent=None if json_ == "-" else 2), file=out, flush=True)
+    verdict = "nobody noticed" if record["ok"] else "FAILED: " + "; ".join(record["problems"])
+    print(f"[attack] {frames} mutated frames, {record['seconds']} s: {verdict}", file=sys.stderr)
+    raise typer.Exit(0 if record["ok"] else 1)
+
+
+if __name__ == "__main__":
+    app()

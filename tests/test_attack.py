@@ -1,0 +1,60 @@
+"""Attacks on real workers: a short run of `scripts/attack.py`, its own judgement, and its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from asynckv.edges import zmq as edge
+from scripts import attack
+
+pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
+
+FRAMES = 20_000
+
+
+def test_nobody_notices_an_attack() -> None:
+    done = CliRunner().invoke(attack.app, ["--frames", str(FRAMES), "--seed", "3", "--json", "-"])
+    record = json.loads(done.stdout)
+    assert record["problems"] == []
+    assert done.exit_code == 0
+    with_keys, without = record["rounds"]
+    for each in (with_keys, without):
+        assert each["pulls"]["complete"] > 60
+        assert each["pulls"]["failed"] == {}
+        assert each["pulls"]["bytes_wrong"] == 0
+        assert each["left"] == {"decode": {}, "prefill": {}}
+        assert each["sent"]["mutated_to_prefill"] + each["sent"]["mutated_to_decode"] == FRAMES // 2
+        assert each["prefill"]["dropped.malformed"] > FRAMES // 10
+        assert each["prefill"]["rejected.timeout"] >= attack.SLOW
+    causes = {"rejected.no_key", "rejected.unlisted_key", "rejected.wrong_key", "rejected.handshake"}
+    assert causes <= with_keys["prefill"].keys()
+
+
+@pytest.mark.anyio
+async def test_a_stranger_that_is_answered_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with attack.arena("open", 1) as place:
+        work = attack.Attack(place, 100, lambda _: None)
+        work.make_keys(tmp_path)
+        await place.decode.start()
+        await work.victim.start()
+        assert work.mallory is not None
+        listed = work.mallory
+        monkeypatch.setattr(edge, "make_pair", lambda: listed)  # what is to be unlisted is not
+        await work.strangers()
+    assert any("(unlisted_key) was answered" in x for x in place.problems)
+    assert any("(unlisted_key) was sent" in x for x in place.problems)
+    assert any("(unlisted_key) was not counted" in x for x in place.problems)
+    assert not any("(no_key)" in x for x in place.problems)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--frames", "1"], "--frames 1 is outside"), (["--json", "/nowhere/x"], "No such file")]
+)
+def test_bad_input_ends_with_status_2(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(attack.app, arguments)
+    assert done.exit_code == 2
+    assert says in done.output
