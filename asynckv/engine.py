@@ -233,8 +233,6 @@ class Engine:
         self.registration = registration
         self._token_hex = token_hex
         self.incarnation = token_hex(16)
-        self.memory_epoch = 0
-        """How often the memory was registered anew (`resume`); goes into the `PrefillGroup`."""
         layout = registration.layout
         self._recorder = Recorder(
             config.log,
@@ -306,7 +304,7 @@ class Engine:
             **self._data.describe(),
         )
 
-    def _begin(self) -> Node:
+    def _begin(self, memory_epoch: int = 0) -> Node:
         """Bring the data plane up, register the memory, and make the node that speaks for it."""
         self._data.start(self._on_data)
         self._data.register(self.registration.layout.memories)
@@ -317,7 +315,7 @@ class Engine:
             self._data.metadata(),
             self.registration.layout,
             int(self._token_hex(6), 16),
-            self.memory_epoch,
+            memory_epoch,
         )
         node = Node(identity, self.config)
         node.desk.trace = self._recorder.is_tracing
@@ -397,9 +395,8 @@ class Engine:
         before, old = self.registration, self._node
         self.registration = registration or before
         self.incarnation = self._token_hex(16)
-        self.memory_epoch += 1
         try:
-            node = self._begin()
+            node = self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration = before
             self._data.close()
@@ -419,6 +416,11 @@ class Engine:
         """How decode ranks reach this one; goes into the roster of a `PrefillGroup`."""
         layout = self.registration.layout
         return Endpoint(layout.tp_rank, self._control.address, self.incarnation, layout.pp_stage)
+
+    @property
+    def memory_epoch(self) -> int:
+        """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
+        return self._node_or_none.lending.memory_epoch if self._node_or_none is not None else 0
 
     # -- prefill -----------------------------------------------------------------------------------
 

@@ -727,7 +727,7 @@ def old_references_are_served_after_sleep(patch: pytest.MonkeyPatch) -> None:
     async def resume(self: Engine, registration: Any = None) -> None:
         incarnation, token_hex = self.incarnation, self._token_hex
         self._token_hex = lambda size: incarnation if size == 16 else token_hex(size)
-        self.memory_epoch -= 1
+        self._node.lending.memory_epoch -= 1
         try:
             await honest(self, registration)
         finally:

@@ -77,6 +77,10 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
 
 
 SLOW = {
+    "nobody_says_that_no_attempt_follows",
+    "old_references_are_served_after_sleep",
+    "one_queue_for_all",
+    "sleep_does_not_end_the_agent",
     "cancelling_does_nothing",
     "closing_returns_blocks_too_soon",
     "completion_stamped_before_it_was_observed",

@@ -27,7 +27,8 @@ class PrefillGroup:
         engine_id: The prefill engine.
         roster: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
         lease: Defaults for lease and renewal times; use the ranks' own.
-        memory_epoch: How often the ranks' memory was registered anew.
+        memory_epoch: How often the ranks' memory was registered anew: the greatest `Engine.memory_epoch`, never less
+            than before.
         tp_size: Ranks per pipeline stage; the roster's length if left out.
         pp_size: Pipeline stages.
         null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a

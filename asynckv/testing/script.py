@@ -207,7 +207,9 @@ def _pressed(rng: random.Random, script: Script) -> Script:
         retried = bool(ask.retries) and rng.random() < 0.5
         late = rng.choice([0.0, rng.uniform(0.5, 4.0)]) if sleeps else 0.0
         asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried, lend_s=late))
-    return replace(script, asks=tuple(asks), budget=rng.choice([0, 0, 1, 2]))
+    # Where one after the other takes too long for any deadline, nobody is made to wait.
+    budget = rng.choice([0, 0, 1, 2])
+    return replace(script, asks=tuple(asks), budget=budget if script.data < 100 else 0)
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:
@@ -258,6 +260,8 @@ RECIPES = (
     ("slow", "sleep"),
     ("slow", "drain", "loss"),
     ("doubt", "sleep"),
+    ("fail", "cancel"),
+    ("fail", "cancel"),
     ("slow", "cancel", "close"),
     ("duplicate", "delay", "loss"),
 )

@@ -229,6 +229,7 @@ class _Prefill:
         self.service, self.number = service, number
         self.ranks = [_Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
         self.group: PrefillGroup | None = None
+        self.memory_epoch = 0
         self.free = list(range(NUM_BLOCKS))
         self.uses: Counter[int] = Counter()
         """Blocks, and how many requests have them."""
@@ -239,8 +240,11 @@ class _Prefill:
         roster = [r.engine.endpoint for r in self.ranks]
         names = ("group", self.service.world.now, *([self.number] if self.number else []))
         token = self.service.world.token(*names)
-        epoch = max(r.engine.memory_epoch for r in self.ranks)
-        self.group = PrefillGroup(self.ranks[0].engine_id, roster, lease=LEASE, memory_epoch=epoch, token_hex=token)
+        # It never goes back: a rank that was restarted begins at 0, but others may remember more.
+        self.memory_epoch = max(self.memory_epoch, *(r.engine.memory_epoch for r in self.ranks))
+        self.group = PrefillGroup(
+            self.ranks[0].engine_id, roster, lease=LEASE, memory_epoch=self.memory_epoch, token_hex=token
+        )
 
 
 class Service:
