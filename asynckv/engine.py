@@ -550,7 +550,7 @@ class Engine:
                     if again != ask.params and is_last and pull.reason in pull.curable:
                         # The rank was told that another attempt would follow.
                         self._discharge(ask, state.stop or pull.reason)
-                if state.stop is Reason.CANCELLED:
+                if state.stop is Reason.CANCELLED and pull.reason in pull.curable:
                     raise _cancelled(error) from error
                 if again is None:
                     raise error

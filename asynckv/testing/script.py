@@ -208,8 +208,10 @@ def _pressed(rng: random.Random, script: Script) -> Script:
         late = rng.choice([0.0, rng.uniform(0.5, 4.0)]) if sleeps else 0.0
         asks.append(replace(ask, priority=rng.choice([0, 0, 0, -1, 1]), is_engine_retry=retried, lend_s=late))
     # Where one after the other takes too long for any deadline, nobody is made to wait.
-    budget = rng.choice([0, 0, 1, 2])
-    return replace(script, asks=tuple(asks), budget=budget if script.data < 100 else 0)
+    budget = rng.choice([0, 0, 1, 2]) if script.data < 100 else 0
+    if budget and rng.random() < 0.5:
+        asks = [replace(ask, at=asks[0].at + rng.random() * 0.1, lease_s=4.0) for ask in asks]
+    return replace(script, asks=tuple(asks), budget=budget)
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:

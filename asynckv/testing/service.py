@@ -193,7 +193,8 @@ class _Rank:
         """Remember whose blocks a transfer may write."""
         blocks = {self._block_of(start) for _, start, _ in transfer.spots}
         if strange := [b for b in blocks if b not in self.owner]:
-            raise Violation(f"{self.process.name} posts a read into block {strange[0]}, which nobody gave it")
+            self.service.world.violate(f"{self.process.name} posts a read into block {strange[0]}, nobody's to fill")
+            return
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._node.pulling.transfers
         mine = posted[transfer.transfer_id].pull
@@ -202,22 +203,26 @@ class _Rank:
             if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
                 continue
             if common := blocks & {self._block_of(start) for _, start, _ in other.spots}:
-                raise Violation(f"two pulls of {self.process.name} write block {min(common)} at a time")
+                self.service.world.violate(f"two pulls of {self.process.name} write block {min(common)} at a time")
         if self.service.is_heard and self.service.script.budget:
             reading = {t.pull.pull_id for t in posted.values() if t.pull.reason is None}
             most = self.service.script.budget * self.service.script.prefill_engines
             if len(reading) > most:
-                raise Violation(f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed")
+                self.service.world.violate(
+                    f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed"
+                )
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
         """Nothing lands in a block that was given back, nor in memory that was let go."""
         if self.is_asleep:
-            raise Violation(f"transfer {transfer.transfer_id} writes the memory of {self.process.name}, which sleeps")
+            self.service.world.violate(
+                f"transfer {transfer.transfer_id} writes the memory of {self.process.name}, which sleeps"
+            )
         owners = self.owners[int(transfer.transfer_id)]
         for _, start, _ in spots:
             block = self._block_of(start)
             if self.owner.get(block) is not owners[block]:
-                raise Violation(
+                self.service.world.violate(
                     f"transfer {transfer.transfer_id} writes block {block} of {self.process.name} after it came back"
                 )
 
