@@ -34,7 +34,7 @@ from asynckv.registration import Registration
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import BLOCK, Ask, Fault, Script
-from asynckv.testing.world import Process, Transfer, TransferFate, Violation, World, WorldClock, WorldControl, WorldData
+from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["Attempt", "Service"]
 
