@@ -121,6 +121,11 @@ class Wire:
             most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
         self._most_hellos = most
 
+    def forget(self, process: Process) -> None:
+        """It begins anew, and meets everybody anew."""
+        self._greetings = {place: x for place, x in self._greetings.items() if place[0] is not process}
+        self._unanswered = {place: y for place, y in self._unanswered.items() if place[0] is not process}
+
     def sent(self, process: Process, to: str, packet: bytes) -> None:
         """A process says something to an address."""
         _, target, messages = _watched(packet)

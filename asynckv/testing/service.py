@@ -536,6 +536,7 @@ class Service:
         if rank.process is not process or process.is_dead:
             return
         self.world.note(rank.name, "sleeps")
+        self.wire.forget(process)
         self._closed(rank, process)
         rank.is_asleep = True
         rank.words[:] = FREED
@@ -753,9 +754,9 @@ class Service:
 
     @property
     def _is_mild(self) -> bool:
-        """Nothing keeps a reader's releases from arriving in time."""
+        """Nothing keeps a reader's releases from arriving in time, nor claims in its place (a flipped bit in a pull id)."""
         return all(
-            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget", "garbage", "hostile")
+            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget", "hostile")
             or (f.kind == "loss" and f.seconds <= 1.3)
             for f in self.script.faults
         )
