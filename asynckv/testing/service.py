@@ -754,9 +754,12 @@ class Service:
 
     @property
     def _is_mild(self) -> bool:
-        """Nothing keeps a reader's releases from arriving in time, nor claims in its place (a flipped bit in a pull id)."""
+        """Nothing keeps a reader's releases from arriving in time, nor claims in its place.
+
+        Garbage (a flipped bit in a pull id) and a hostile peer may, before a request is lent: they have its token.
+        """
         return all(
-            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget", "hostile")
+            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget")
             or (f.kind == "loss" and f.seconds <= 1.3)
             for f in self.script.faults
         )
