@@ -141,10 +141,7 @@ class Pulling:
         if not pull.is_discharge:
             self._desk.counters["pulls.started"] += 1
         for leg in pull.legs:
-            peer = self._peer(pull, leg, now)
-            if not peer.pulls:
-                peer.watched_at = now
-            peer.pulls.add(pull.pull_id)
+            self._attach(pull, leg, now)
         for leg in pull.legs:
             if leg.reads:
                 self._meet(pull, leg, now)
@@ -165,7 +162,6 @@ class Pulling:
             if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
                 # It could not be met while the request was only announced; that may be long ago.
                 leg.reads = True
-                self._peer(pull, leg, now).pulls.add(pull.pull_id)
                 self._meet(pull, leg, now)
         self._route(pull, now)
         self._after(pull, now)
@@ -543,9 +539,18 @@ class Pulling:
             )
         return peer
 
+    def _attach(self, pull: Pull, leg: Leg, now: float) -> Peer:
+        """Return the peer of a leg; it is there for as long as the pull has something owed or held at it."""
+        peer = self._peer(pull, leg, now)
+        if not peer.pulls:
+            peer.watched_at = now
+        peer.pulls.add(pull.pull_id)
+        return peer
+
     def _meet(self, pull: Pull, leg: Leg, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
-        peer = self.peers[leg.address, leg.incarnation]
+        # Since the pull began, the peer may have been lost, and met anew for another.
+        peer = self._attach(pull, leg, now)
         identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
         if peer.identity != identity:
             text = f"{leg.address} is {peer.name}, but the params name {identity[0]!r} {leg.name}; correct the roster"

@@ -137,6 +137,8 @@ class _Rank:
         self.free: list[int] = []
         self.owner: dict[int, object] = {}
         """Decode: which attempt owns which block."""
+        self.retired: set[int] = set()
+        """Blocks that were given up; what may have written them may have ended since."""
         self.lend_at = 0.0
         self.is_draining = self.is_asleep = self.is_moving = False
         self.process: Process
@@ -159,7 +161,7 @@ class _Rank:
         self.words = words
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
-        self.owner = {}
+        self.owner, self.retired = {}, set()
         self.is_draining = self.is_asleep = self.is_moving = False
         data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
@@ -842,8 +844,9 @@ class Service:
             if holds or (len(node.ledger) and not stuck):
                 world.violate(f"{rank.name} holds blocks for nobody: {[h.request_id for h in node.ledger]}")
                 return
-            if not stuck and sorted(rank.free) != list(range(NUM_BLOCKS)) and rank.role == "decode":
-                world.violate(f"{rank.name} has lost blocks: {sorted(set(range(NUM_BLOCKS)) - set(rank.free))}")
+            lost = set(range(NUM_BLOCKS)) - set(rank.free) - rank.retired
+            if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
+                world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
             if node.lending.num_parked or (self.script.is_long and node.pulling.peers and not stuck):
                 peers = [f"{p.name} {p.state.value}" for p in node.pulling.peers.values()]
@@ -975,6 +978,7 @@ class Attempt:
             if is_last:
                 service.discharged.setdefault((ask.number, rank.name), self.process.now)
             if exc.held and not await self._wait(exc.returned()):
+                rank.retired |= set(blocks)
                 return False
         except asyncio.CancelledError as exc:
             service.outcomes["pull.cancelled_task"] += 1
@@ -985,6 +989,7 @@ class Attempt:
                 service.discharged.setdefault((ask.number, rank.name), self.process.now)
             cancelled = exc
             if not await self._wait(engine.returned(request_id)):
+                rank.retired |= set(blocks)
                 raise
         except AsyncKVError:
             self._give_back(blocks)
