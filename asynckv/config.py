@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from asynckv.errors import ConfigError
 
 __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
+
+MIN_GRANT_S = 0.5
+"""A shorter promise could lapse while its reader's loop is merely busy."""
 
 MIN_LEASE_S = 2.0
 """A shorter lease could end between two renewals of a reader whose loop is merely busy."""
@@ -40,6 +44,11 @@ class LeaseConfig:
     def __post_init__(self) -> None:
         _positive(self)
         check_lease(self.lease_s, self.max_lease_s)
+        if self.grant_s < MIN_GRANT_S:
+            raise ConfigError(
+                f"grant_s {self.grant_s} is below {MIN_GRANT_S:g} s: readers renew a promise three times while it "
+                f"lasts, and a loop that is merely busy would miss it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +79,7 @@ class PullConfig:
         total_bytes: Most bytes in flight in all.
         total_descriptors: Most descriptors in flight in all.
         total_requests: Most pulls that read at a time in all.
-        max_queued: Pulls that wait at most; more are refused at once (`Overloaded`).
+        max_queued: Pulls that were asked for and do not read yet, at most; more are refused at once (`Overloaded`).
         retries: How often a pull that failed is tried again, within its deadline; 0 turns that off.
         retry_s: Pause before the first retry; then doubling to 2 s.
     """
@@ -130,14 +139,14 @@ class LimitsConfig:
     """How much one connection may ask of us; what exceeds it is dropped and counted, and nobody else notices.
 
     Attributes:
-        packets_per_s: Packets per second that are looked at; a malformed one counts a hundredfold.
-        packet_burst: How many may come at once after a silence.
-        hellos_per_s: Handshakes per second that are answered; an answer holds the layout and is large.
+        messages_per_s: Messages per second that are looked at; a malformed packet counts as a hundred.
+        message_burst: How many may come at once after a silence.
+        hellos_per_s: Handshakes and questions for the status per second that are answered; an answer is large.
         hello_burst: How many may come at once after a silence.
     """
 
-    packets_per_s: float = 20_000.0
-    packet_burst: int = 20_000
+    messages_per_s: float = 50_000.0
+    message_burst: int = 50_000
     hellos_per_s: float = 4.0
     hello_burst: int = 16
 
@@ -221,6 +230,24 @@ class EngineConfig:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
+        kinds: dict[str, Any] = {
+            "engine_id": str,
+            "bind": str,
+            "advertise": str,
+            "allow_insecure": bool,
+            "keys": KeysConfig | None,
+        }
+        kinds |= {
+            "lease": LeaseConfig,
+            "pull": PullConfig,
+            "nixl": NixlConfig,
+            "log": LogConfig,
+            "limits": LimitsConfig,
+        }
+        for name, kind in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                wanted = getattr(kind, "__name__", str(kind))
+                raise ConfigError(f"{name} is {value!r:.100}; it must be a {wanted}")
         if not 1 <= len(self.engine_id) <= 512:
             raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to 512")
         for name in ("bind", "advertise"):
@@ -245,8 +272,11 @@ def check_lease(lease_s: float, max_lease_s: float) -> None:
 
 
 def _positive(config: object, but: tuple[str, ...] = ()) -> None:
-    """Refuse zero, negative, infinite and nan in every field."""
+    """Refuse what is no number, and zero, negative, infinite and nan, in every field."""
     for entry in fields(config):  # type: ignore[arg-type]
         value = getattr(config, entry.name)
+        if isinstance(value, bool) or not isinstance(value, int if entry.type == "int" else int | float):
+            kind = "an integer" if entry.type == "int" else "a number"
+            raise ConfigError(f"{entry.name} is {value!r}; it must be {kind}")
         if entry.name not in but and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{entry.name} is {value}; it must be a positive, finite number")

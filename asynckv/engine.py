@@ -73,11 +73,19 @@ from asynckv.results import LeaseEnd, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]
 
+GRACE_S = 1.0
+"""How long closing waits for what owes nothing but an acknowledgement."""
+
+TURNED_AWAY = (
+    "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
+    "authorized keys"
+)
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+MAX_PRIORITY = 1 << 53
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
 
@@ -179,6 +187,8 @@ class _Ask:
 class _Retrying:
     """A request whose attempts follow each other."""
 
+    begun_at: float
+    deadline: float
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Time is up, or no attempt may follow."""
     stop: Reason | None = None
@@ -260,7 +270,10 @@ class Engine:
         """No turn is taken any more."""
         self._is_destroyed = False
         """The data plane is gone."""
-        self._idle = asyncio.Event()
+        self._turned = asyncio.Event()
+        """Set by every turn, for whoever waits for something to be over."""
+        self._is_hurried = False
+        """The engine is being closed: nobody waits for anything else."""
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
         self._polled_at = -math.inf
@@ -290,7 +303,7 @@ class Engine:
             raise LocalProtocolError("the engine was started before")
         try:
             self._node_or_none = self._begin()
-            await self._control.start(self._on_packet)
+            await self._control.start(self._on_packet, self._on_refused)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._close_planes()
@@ -335,11 +348,10 @@ class Engine:
         node = self._node
         node.shut()
         self._soon()
-        await self._idle_within(timeout_s)
-        stragglers = node.stragglers(self._clock.now())
+        await self._wait(lambda: self._is_idle() or self._is_hurried, timeout_s)
+        stragglers = node.stragglers(self._clock.now()) + self._between_attempts()
         if stragglers:
-            names = [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for)})" for h in stragglers[:8]]
-            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=names)
+            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
         else:
             self._recorder.event("info", "drained")
         return stragglers
@@ -415,6 +427,8 @@ class Engine:
     def endpoint(self) -> Endpoint:
         """How decode ranks reach this one; goes into the roster of a `PrefillGroup`."""
         layout = self.registration.layout
+        if self._node_or_none is None:
+            raise EngineClosed("the engine is not started, so it has no address yet; use `async with Engine(...)`")
         return Endpoint(layout.tp_rank, self._control.address, self.incarnation, layout.pp_stage)
 
     @property
@@ -507,7 +521,8 @@ class Engine:
                 can write them any more; the configuration's if left out.
             renew_params: Asked before every retry, with the error: returns params to go on with (a router may have
                 had the prompt prefilled elsewhere; the old ones are discharged), or None to give up. It makes
-                refusals curable that the same params cannot get over, such as a prefill rank that was restarted.
+                refusals curable that the same params cannot get over, such as a prefill rank that was restarted. If
+                it raises, the pull fails with the last error, and the exception is that error's cause.
 
         Returns:
             What was moved, once it is proven to be what was lent.
@@ -522,13 +537,18 @@ class Engine:
         config = self.config.pull
         timeout = config.timeout_s if timeout_s is None else _timeout(timeout_s)
         most = config.retries if retries is None else retries
-        if not 0 <= most <= MAX_RETRIES:
+        if not isinstance(most, int) or not 0 <= most <= MAX_RETRIES:
             raise LocalProtocolError(f"retries is {most}; it must be 0 (off) to {MAX_RETRIES}")
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        retry = Retry(most, config.retry_s, self._clock.now() + timeout, renew_params is not None)
+        if renew_params is not None and not (callable(renew_params) and most):
+            raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise LocalProtocolError(f"priority is {priority!r}; it must be an integer from -2^53 to 2^53")
+        now = self._clock.now()
+        retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
         ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
-        state = _Retrying()
+        state = _Retrying(now, retry.deadline)
         if most:
             self._retrying[request_id] = state
         try:
@@ -547,7 +567,8 @@ class Engine:
                 try:
                     again = await self._cure(ask, pull, error, retry, state)
                 finally:
-                    if again != ask.params and is_last and pull.reason in pull.curable:
+                    given_up = is_last or state.stop is Reason.CANCELLED
+                    if again != ask.params and given_up and pull.reason in pull.curable:
                         # The rank was told that another attempt would follow.
                         self._discharge(ask, state.stop or pull.reason)
                 if state.stop is Reason.CANCELLED and pull.reason in pull.curable:
@@ -610,10 +631,18 @@ class Engine:
                     return None
                 if ask.renew_params is None or state.stop is not None:
                     return ask.params if state.stop is None else None
-                fresh = await state.first(ask.renew_params(error))
+                found = await state.first(ask.renew_params(error))
             except Retired:
                 return None
-        return _params(fresh[0]) if fresh and fresh[0] is not None else None
+            except Exception as exc:
+                raise error from exc  # `renew_params` failed, so there is nothing to go on with
+        fresh = _params(found[0]) if found and found[0] is not None else None
+        if fresh is not None and state.stop is not None:
+            # Given up meanwhile: what was prefilled anew is needed no more either.
+            if fresh != ask.params:
+                self._discharge(replace(ask, params=fresh), state.stop)
+            return None
+        return fresh
 
     @contextmanager
     def _waking(self, state: _Retrying, when: float) -> Iterator[None]:
@@ -668,7 +697,7 @@ class Engine:
 
         For schedulers that would rather allocate blocks for another request, or ask another engine.
         """
-        return self._node.would_block(_params(params))
+        return self._node.is_closed or self._node.would_block(_params(params))
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
@@ -714,6 +743,12 @@ class Engine:
         self._safely(self._node.receive, origin, data, self._clock.now())
         self._soon()
 
+    def _on_refused(self, cause: str, who: str) -> None:
+        """The control plane let somebody not in, or may not talk to somebody."""
+        self._recorder.refused(cause, who, self._clock.now())
+        if cause == "turned_away":
+            self._safely(self._node.pulling.hint, Address(who), TURNED_AWAY)
+
     def _on_data(self) -> None:
         before = self._polled_at
         news = self._data.poll()
@@ -751,8 +786,7 @@ class Engine:
         if node.is_serving is not self._is_serving:
             self._is_serving = node.is_serving
             self._data.watch(self._is_serving)
-        if self._is_idle:
-            self._idle.set()
+        self._turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
         self._arm(node.next_at)
 
@@ -792,6 +826,9 @@ class Engine:
     def _send(self, to: Address | Route, packet: bytes) -> None:
         if not self._control.send(to, packet):
             self._node.desk.counters["dropped.not_sent"] += 1
+            if isinstance(to, str) and (why := self._control.refusal(to)):
+                self._node.pulling.refused(to, why, self._clock.now())
+                self._soon()
 
     def _arm(self, when: float) -> None:
         if when >= self._timer_at and self._timer is not None:
@@ -904,28 +941,19 @@ class Engine:
         self._node.lending.revoke(lease, self._clock.now())
         self._soon()
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._node.is_idle and not self._retrying
-
-    async def _wait_idle(self) -> None:
-        while not self._is_idle:
-            self._idle.clear()
-            await self._idle.wait()
-
-    async def _idle_within(self, seconds: float) -> None:
-        """Wait until nothing is under way, for so long at most."""
-        timer_done = asyncio.Event()
-        handle = self._clock.call_at(self._clock.now() + seconds, timer_done.set)
-        idle = asyncio.ensure_future(self._wait_idle())
-        expired = asyncio.ensure_future(timer_done.wait())
+    async def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Wait until something is over, for so long at most."""
+        until = self._clock.now() + seconds
+        handle = self._clock.call_at(until, self._turned.set)
         try:
-            await asyncio.wait({idle, expired}, return_when=asyncio.FIRST_COMPLETED)
+            while not is_over() and self._clock.now() < until:
+                self._turned.clear()
+                await self._turned.wait()
         finally:
             handle.cancel()
-            for task in (idle, expired):
-                task.cancel()
-            await asyncio.gather(idle, expired, return_exceptions=True)
+
+    def _is_idle(self) -> bool:
+        return self._node.is_idle and not self._retrying
 
     async def _end_work(self, node: Node, how: str) -> None:
         """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
@@ -933,17 +961,36 @@ class Engine:
             state.end(Reason.ENGINE_CLOSED)
         node.close(self._clock.now(), how)
         self._soon()
-        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this.
-        await self._idle_within(max(self.config.lease.grant_s, self.config.pull.drain_s) + 1.0)
-        if not node.is_idle:
-            self._recorder.event("warning", "engine_closed_with_stragglers", how=how, **node.gauges())
+        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
+        # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
+        patience = max(self.config.lease.grant_s, self.config.pull.drain_s) + 1.0
+        await self._wait(lambda: not node.is_bound and not self._retrying, patience)
+        if not node.is_bound:
+            await self._wait(self._is_idle, GRACE_S)
+        if left := node.stragglers(self._clock.now()):
+            names = _names(left)
+            self._recorder.event(
+                "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
+            )
         node.say_goodbye()
         self._do(node)
 
     async def _end_loading(self) -> None:
+        # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self.config.pull.handshake_s)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _between_attempts(self) -> tuple[Hold, ...]:
+        """Say which requests wait for another attempt."""
+        now, known = self._clock.now(), self._node.pulling.by_request
+        return tuple(
+            Hold(request_id, "retrying", {}, now - state.begun_at, max(state.deadline - now, 0.0), ())
+            for request_id, state in self._retrying.items()
+            if request_id not in known
+        )
 
     def _end_waiting(self) -> None:
         """Without its agent nothing writes any more, nor reads: nobody waits for that."""
@@ -977,6 +1024,8 @@ class Engine:
         self._moving = None
 
     async def _close(self) -> None:
+        self._is_hurried = True
+        self._turned.set()
         if self._moving is not None:
             await asyncio.gather(self._moving, return_exceptions=True)
         node = self._node_or_none
@@ -1028,6 +1077,11 @@ def _cancelled(last: PullError) -> PullCancelled:
     )
 
 
+def _names(stragglers: Sequence[Hold]) -> list[str]:
+    """Name a few of them in a log."""
+    return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
+
+
 def _news(ended: Ended) -> News:
     return News(
         ended.transfer_id, ended.ending is Ending.DONE, ended.ending is Ending.IN_DOUBT, ended.cause, ended.peer_lost
@@ -1042,8 +1096,8 @@ def _params(value: Params | Mapping[str, Any]) -> Params:
 
 
 def _timeout(seconds: float) -> float:
-    if not 0 < seconds < math.inf:
-        raise LocalProtocolError(f"a timeout of {seconds} s is not a positive, finite number")
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise LocalProtocolError(f"a timeout of {seconds!r} s is not a positive, finite number")
     return seconds
 
 

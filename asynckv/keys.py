@@ -76,16 +76,16 @@ def read_pair(path: Path) -> KeyPair:
         ConfigError: It cannot be read, is no such file, or others can read it as well.
     """
     data, mode = _read(path, "the key file")
-    if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(
-            f"the key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others than its owner get at the "
-            f"secret; run chmod 600 {path}, and make new keys if somebody may have read it"
-        )
     found = _parse(path, data)
     if "secret" not in found:
         raise ConfigError(
             f"the key file {str(path)!r} holds no secret key; give the file NAME{SECRET} that asynckv keygen wrote, "
             f"not NAME{PUBLIC}"
+        )
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"the key file {str(path)!r} has mode {stat.S_IMODE(mode):04o}, so that others than its owner get at the "
+            f"secret; run chmod 600 {path}, and make new keys if somebody may have read it"
         )
     return KeyPair(found["public"], found["secret"])
 
@@ -124,6 +124,11 @@ class AllowList:
         self._stamp: tuple[int, ...] = ()
         self._fresh_until = -1.0
         try:
+            if os.stat(directory).st_mode & stat.S_IWOTH:
+                raise ConfigError(
+                    f"everybody may write into the directory of authorized keys {str(directory)!r}, and so admit "
+                    f"himself; run chmod o-w {directory}"
+                )
             self._load(is_start=True)
         except OSError as exc:
             raise ConfigError(
@@ -141,6 +146,11 @@ class AllowList:
             )
 
     def __contains__(self, public: bytes) -> bool:
+        self.refresh()
+        return public in self._keys
+
+    def refresh(self) -> None:
+        """Look whether the directory has changed, if that was not done just now."""
         try:
             if time.monotonic() >= self._fresh_until or _stamp(os.stat(self.directory)) != self._stamp:
                 self._load(is_start=False)
@@ -148,7 +158,6 @@ class AllowList:
             # Whoever takes the list away takes away the permission.
             self._files, self._keys, self._stamp = {}, frozenset(), ()
             self.errors += 1
-        return public in self._keys
 
     def __len__(self) -> int:
         return len(self._keys)

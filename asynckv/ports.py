@@ -58,8 +58,14 @@ class ControlPlane(Protocol):
     def address(self) -> Address:
         """The address that others should use; valid after `start`."""
 
-    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+    async def start(
+        self,
+        on_packet: Callable[[Address | Route, bytes], None],
+        on_refused: Callable[[str, str], None] = lambda cause, who: None,
+    ) -> None:
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
+
+        `on_refused` is told, in a word, why somebody was not let in, or may not be talked to, and who it is.
 
         Raises:
             BackendError: The address cannot be bound.
@@ -67,6 +73,9 @@ class ControlPlane(Protocol):
 
     def send(self, to: Address | Route, packet: bytes) -> bool:
         """Send, connecting first if `to` is an address; False if the packet was dropped."""
+
+    def refusal(self, address: Address) -> str:
+        """Say why no packet can be sent to an address, and the remedy; empty if one can."""
 
     def disconnect(self, address: Address) -> None:
         """Drop the link to an address; harmless if there is none."""

@@ -225,7 +225,7 @@ def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
         assert decode.node.would_block(params[i]) == (i > 0)
         asked.append(world.pull(decode, f"d{i}", [i], params[i]))
         world.deliver_all()
-    with pytest.raises(Overloaded, match="2 pulls are queued already") as caught:
+    with pytest.raises(Overloaded, match="2 pulls wait already") as caught:
         world.pull(decode, "d3", [3], params[3])
     assert (caught.value.reason, caught.value.held) == ("queue_full", {})
     assert decode.node.ledger.num_held("writing") == 3

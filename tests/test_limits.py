@@ -40,7 +40,7 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
     prefill = world.add("p", make_layout(), engine_id="prefill", seed=1)
     decode = world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
     node, flood = prefill.node, Route(b"flood")
-    burst = node.config.limits.packet_burst
+    burst = node.config.limits.message_burst
     packet = encode_packet("stranger", "", [Ping(1)])
     for _ in range(burst + 100):
         node.receive(flood, packet, 0.0)
@@ -55,7 +55,7 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
 
 
 def test_rubbish_costs_its_sender_a_hundredfold() -> None:
-    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(packet_burst=1000)))
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
     node = world.add("p", make_layout(), engine_id="prefill").node
     for _ in range(1000):
         node.receive(Route(b"r"), b"\x00rubbish", 0.0)
@@ -79,7 +79,7 @@ def test_hellos_by_the_hundred_get_few_large_answers() -> None:
     assert node.desk.counters["sent.welcome"] == 32
 
 
-@pytest.mark.parametrize("name", ["packets_per_s", "packet_burst", "hellos_per_s", "hello_burst"])
+@pytest.mark.parametrize("name", ["messages_per_s", "message_burst", "hellos_per_s", "hello_burst"])
 def test_limits_of_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0; it must be a positive"):
         LimitsConfig(**{name: 0})

@@ -5,9 +5,11 @@ the one whose head has the best priority goes first, among equals the one that h
 longest. A lane that has its share in flight waits for itself alone.
 
 What is counted is a pull from its admission to its outcome, whatever still drains afterwards. Pulls at
-ranks that have fallen silent count against their own lane only, so that the dead take no room from the
-living. Bytes and descriptors are budgeted where they are posted (`Pulling.next_post`): a pull that is
-larger than all budgets streams through them, and never waits for more than its next post.
+ranks that have fallen silent, or from which nothing arrives any more, count against their own lane only
+while that lasts, so that the dead take no room from the living.
+
+Bytes and descriptors are budgeted where they are posted (`Pulling.next_post`): a pull that is larger than
+all budgets streams through them, and never waits for more than its next post.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class Lane:
     """Those who read from one prefill engine."""
 
     key: LaneKey
+    coming: set[PullId] = field(default_factory=set)
+    """Asked for, and still meeting their ranks."""
     waiting: dict[PullId, Pull] = field(default_factory=dict)
     admitted: set[PullId] = field(default_factory=set)
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
@@ -66,11 +70,12 @@ class Window:
             and self.num_descriptors + post.num_descriptors <= self._max_descriptors
         )
 
-    def enter(self, transfer_id: TransferId, post: Post) -> None:
-        """It is posted."""
-        self._held[transfer_id] = post.num_bytes, post.num_descriptors
-        self.num_bytes += post.num_bytes
-        self.num_descriptors += post.num_descriptors
+    def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
+        """It is posted, or takes room again; harmless if it does already."""
+        if transfer_id not in self._held:
+            self._held[transfer_id] = num_bytes, num_descriptors
+            self.num_bytes += num_bytes
+            self.num_descriptors += num_descriptors
 
     def leave(self, transfer_id: TransferId) -> None:
         """It has ended, or takes room no more; harmless if that was so before."""
@@ -117,8 +122,18 @@ class Admission:
     def would_block(self, key: LaneKey) -> bool:
         """Whether a pull of the lowest rank that came now would have to wait for others."""
         lane = self._lanes.get(key)
-        full = lane is not None and (lane.waiting or len(lane.admitted) >= self._window)
-        return bool(full) or len(self._counted) >= self._total
+        full = lane is not None and (lane.waiting or len(lane.admitted) + len(lane.coming) >= self._window)
+        coming = sum(len(lane.coming) for lane in self._lanes.values())
+        return bool(full) or len(self._counted) + coming >= self._total
+
+    def expect(self, key: LaneKey, pull: Pull) -> None:
+        """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
+        if pull.pull_id not in self._lane_of:
+            lane = self._lanes.get(key)
+            if lane is None:
+                lane = self._lanes[key] = Lane(key)
+            self._lane_of[pull.pull_id] = lane
+            lane.coming.add(pull.pull_id)
 
     def ask(self, key: LaneKey, pull: Pull) -> None:
         """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
@@ -126,6 +141,7 @@ class Admission:
         if lane is None:
             lane = self._lanes[key] = Lane(key)
         self._lane_of[pull.pull_id] = lane
+        lane.coming.discard(pull.pull_id)
         lane.waiting[pull.pull_id] = pull
         heapq.heappush(lane.order, (pull.priority, pull.arrival, pull.pull_id))
         self._enlist(lane)
@@ -164,9 +180,10 @@ class Admission:
         if lane is None:
             return
         lane.waiting.pop(pull.pull_id, None)
+        lane.coming.discard(pull.pull_id)
         lane.admitted.discard(pull.pull_id)
         self._counted.discard(pull.pull_id)
-        if not lane.waiting and not lane.admitted:
+        if not lane.waiting and not lane.admitted and not lane.coming:
             del self._lanes[lane.key]
             return
         if len(lane.order) > 2 * len(lane.waiting) + 64:
@@ -175,15 +192,21 @@ class Admission:
         self._enlist(lane)
 
     def discount(self, pull_id: PullId) -> None:
-        """A pull waits for a rank that has fallen silent: it takes no room from others."""
+        """A pull waits for a rank from which nothing comes: it takes no room from others."""
         self._counted.discard(pull_id)
 
+    def recount(self, pull_id: PullId) -> None:
+        """It goes on. There may be more in flight then than there should be, for a while; nobody is added."""
+        lane = self._lane_of.get(pull_id)
+        if lane is not None and pull_id in lane.admitted:
+            self._counted.add(pull_id)
+
     def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
-        """List what does not add up, given who should be in the queue and who may be in flight."""
+        """List what does not add up, given who should be in the queue and who may be in flight, or on its way."""
         waiting = {p for lane in self._lanes.values() for p in lane.waiting}
         wrong = [f"pull {p} should wait, and does not" for p in sorted(queued - waiting)]
         wrong += [f"pull {p} should not wait or count" for p in sorted(self._lane_of.keys() - queued - reading)]
-        there = [p for lane in self._lanes.values() for p in (*lane.waiting, *lane.admitted)]
+        there = [p for lane in self._lanes.values() for p in (*lane.coming, *lane.waiting, *lane.admitted)]
         if sorted(there) != sorted(self._lane_of):
             wrong.append(f"lanes hold {len(there)} pulls, but {len(self._lane_of)} are known")
         if stray := self._counted - {p for lane in self._lanes.values() for p in lane.admitted}:

@@ -55,6 +55,7 @@ class Lending:
         self.memory_epoch = 0
         self.is_closed = False
         """Nothing will be lent any more, so nothing is worth waiting for."""
+        self._why = ""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
         self._parked_s, self._max_parked = parked_s, max_parked
         self._parked: dict[Key, dict[_Slot, _Parked]] = {}
@@ -91,7 +92,8 @@ class Lending:
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
                 f"the params of request {lent.request_id!r} are of memory epoch {key.memory_epoch}, but the memory "
-                f"was registered anew (epoch {self.memory_epoch}); make new params for it"
+                f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillGroup of the "
+                f"engine's endpoint and memory_epoch as they are now"
             )
         # A rank that was restarted while others slept has memory as new as theirs.
         self.memory_epoch = key.memory_epoch
@@ -121,9 +123,9 @@ class Lending:
         self.after(lease, now)
         return lease
 
-    def shut(self) -> None:
+    def shut(self, why: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
-        self.is_closed = True
+        self.is_closed, self._why = True, why
         parked = [p for waiting in self._parked.values() for p in waiting.values()]
         self._parked.clear()
         self._parked_order.clear()
@@ -213,7 +215,8 @@ class Lending:
 
     def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
         self._desk.counters[f"refused.{reason}"] += 1
-        self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason))
+        detail = self._why if reason is Reason.ENGINE_CLOSED else ""
+        self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
         slot = (type(message), message.pull_id, source, route)

@@ -63,7 +63,7 @@ __all__ = ["Hold", "Identity", "Node"]
 MAX_READERS = 65_536
 MAX_NAME = 512
 MALFORMED = 100
-"""What a malformed packet costs its sender, in packets."""
+"""What a malformed packet costs its sender, in messages."""
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
 
@@ -137,7 +137,7 @@ class Node:
         self.is_closed = False
         self._closed_as = ""
         limits = config.limits
-        self._packets = Limiter(limits.packets_per_s, limits.packet_burst)
+        self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._pull_ids = itertools.count(1)
         self._predicted: dict[int, list[int]] = {}
@@ -322,12 +322,14 @@ class Node:
         self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
-        if not lists.is_empty and self.pulling.admission.num_waiting >= most:
+        if not lists.is_empty and attempt == 1 and self.pulling.num_waiting >= most:
+            self.desk.counters["pulls.overloaded"] += 1
             raise Overloaded(
-                f"request {request_id[:200]!r} is not taken: {most} pulls are queued already; ask again later, "
+                f"request {request_id[:200]!r} is not taken: {most} pulls wait already; ask again later, "
                 f"elsewhere, or raise max_queued",
                 request_id=request_id,
                 reason=Reason.QUEUE_FULL,
+                is_retryable=True,
             )
         if pull is None or pull.lists is not None:
             # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
@@ -394,7 +396,7 @@ class Node:
         self._closed_as = how
         if not self.is_closed:
             self.is_closed = True
-            self.lending.shut()
+            self.lending.shut(f"the engine is {how}")
             for (source, route), minor in self._readers.items():
                 self._say_draining(route, source, minor)
 
@@ -431,6 +433,11 @@ class Node:
     def is_idle(self) -> bool:
         """Nothing is owed or held."""
         return not self.pulling.pulls and not self.lending.leases
+
+    @property
+    def is_bound(self) -> bool:
+        """A promise runs, or a pull has no outcome yet."""
+        return bool(self.lending.leases) or any(not pull.is_told for pull in self.pulling.pulls.values())
 
     @property
     def is_serving(self) -> bool:
@@ -472,9 +479,12 @@ class Node:
         for transfer_id, transfer in self.pulling.transfers.items():
             if transfer.pull.pull_id not in self.pulling.pulls:
                 wrong.append(f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over")
-        unfinished = self.pulling.by_request.values()
+        unfinished = [p for p in self.pulling.pulls.values() if p.reason is None]
+        if self.pulling.begun != {p.pull_id for p in unfinished if p.lists is not None}:
+            wrong.append(f"{len(self.pulling.begun)} pulls count as begun without an outcome, which is not so")
         queued = {p.pull_id for p in unfinished if p.is_queued}
-        reading = {p.pull_id for p in unfinished if p.state in (PullState.READING, PullState.DRAINING)}
+        moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+        reading = {p.pull_id for p in unfinished if p.state in moving}
         wrong += self.pulling.admission.audit(queued, reading)
         wrong += self.pulling.window.audit(self.pulling.transfers)
         for peer in self.pulling.peers.values():
@@ -485,17 +495,19 @@ class Node:
 
     def receive(self, origin: Address | Route, data: bytes, now: float) -> None:
         """Take a packet's bytes; `now` was read after they were received."""
-        if not self._packets.take(origin, now):
+        if not self._messages.take(origin, now):
             self.desk.counters["dropped.too_many"] += 1
             return
         try:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
             self.desk.counters["dropped.malformed"] += 1
-            self._packets.charge(origin, now, MALFORMED)
+            self._messages.charge(origin, now, MALFORMED)
             if "protocol version" in str(exc):
                 self._foreign_version(origin, str(exc), now)
             return
+        if len(packet.messages) > 1:
+            self._messages.charge(origin, now, len(packet.messages) - 1)
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
@@ -551,7 +563,11 @@ class Node:
             case Ping():
                 self.desk.send(route, source, Pong(message.nonce))
             case StatusRequest():
-                self.desk.send(route, source, self._status(message.nonce))
+                # Counting everything takes long where there is much.
+                if self._hellos.take(route, now):
+                    self.desk.send(route, source, self._status(message.nonce))
+                else:
+                    self.desk.counters["dropped.too_many_hellos"] += 1
             case _:
                 self.desk.counters["dropped.unexpected"] += 1
 

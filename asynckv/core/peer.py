@@ -83,6 +83,8 @@ class Peer:
     """End of the back-off."""
     failures: int = 0
     reason: Reason = Reason.UNREACHABLE
+    hint: str = ""
+    """What may keep the handshake under way from being answered."""
     detail: str = ""
     """Why the last handshake failed, or why the peer is gone."""
     heard_at: float = -math.inf
@@ -109,6 +111,10 @@ class Peer:
     """Piece tables that the data plane knows."""
     is_alive: bool = False
     """It is given up for another reason than its end."""
+    moved_at: float = -math.inf
+    """When something was last posted into an empty window, or arrived."""
+    is_set_aside: bool = False
+    """Nothing comes from it: what waits for it takes no room from others."""
     is_draining: bool = False
     """It has said that it lends nothing new."""
     watched_at: float = math.inf

@@ -93,6 +93,7 @@ class _Transfer:
     leg: Leg
     peer: Peer
     num_bytes: int
+    num_descriptors: int
 
 
 class Pulling:
@@ -111,6 +112,8 @@ class Pulling:
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}
         """Pulls without an outcome, by the caller's id."""
+        self.begun: set[PullId] = set()
+        """Those of them whose blocks are to be filled."""
         self.peers: dict[tuple[Address, str], Peer] = {}
         self.transfers: dict[TransferId, _Transfer] = {}
         self._layout, self._cohort, self._config = layout, cohort, config
@@ -157,6 +160,7 @@ class Pulling:
         blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
         self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.arrival = next(self._arrivals)
+        self.begun.add(pull.pull_id)
         pull.begin(lists, deadline, now)
         for leg in pull.legs:
             if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
@@ -185,7 +189,7 @@ class Pulling:
         pull = self.admission.next()
         if pull is None:
             return None
-        if any(not self._source(leg).is_usable for leg in pull.legs if leg.reads):
+        if any(self._source(leg).is_set_aside for leg in pull.legs if leg.reads):
             self.admission.discount(pull.pull_id)
         pull.admitted_at = min(pull.admitted_at, now)
         if self._plan(pull, now):
@@ -213,10 +217,13 @@ class Pulling:
                 leg.queued = False
             self._take_turn(peer)
             transfer_id = TransferId(next(self._ids))
-            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes)
+            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_descriptors)
             peer.transfers.add(transfer_id)
-            peer.window.enter(transfer_id, post)
-            self.window.enter(transfer_id, post)
+            if not peer.window:
+                peer.moved_at = now
+            peer.window.enter(transfer_id, post.num_bytes, post.num_descriptors)
+            if not peer.is_set_aside:
+                self.window.enter(transfer_id, post.num_bytes, post.num_descriptors)
             pull.posted(leg, transfer_id, post.num_descriptors, now)
             self._desk.counters["descriptors.posted"] += post.num_descriptors
             return PostRead(transfer_id, peer.agent_name, post)
@@ -243,6 +250,9 @@ class Pulling:
             del self.transfers[news.transfer_id]
             peer.transfers.discard(news.transfer_id)
             self._desk.counters["transfers.done" if news.ok else "transfers.failed"] += 1
+        peer.moved_at = now
+        if peer.is_set_aside and peer.state is S.READY:
+            self._take_back(peer)
         if news.ok:
             pull.detect_s = max(pull.detect_s, detect_s)
             self._desk.counters["bytes.read"] += transfer.num_bytes
@@ -288,6 +298,7 @@ class Pulling:
         if peer.state is S.CONNECTING:
             if now >= peer.deadline:
                 text = f"{peer.name} at {peer.address} did not answer within {config.handshake_s:g} s"
+                text += f"; {peer.hint}" if peer.hint else ""
                 self._failed(peer, Reason.UNREACHABLE, text, now)
             elif now >= peer.retry_at:
                 self._hello(peer, now)
@@ -307,10 +318,10 @@ class Pulling:
                 self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
             if silent >= config.suspect_s and peer.state is S.READY:
                 self._change(peer, E.SILENT)
-                for transfer_id in peer.transfers:
-                    self.window.leave(transfer_id)
-                for pull_id in peer.pulls:
-                    self.admission.discount(pull_id)
+                self._set_aside(peer)
+            elif peer.window and now >= peer.moved_at + config.suspect_s:
+                # It answers, and yet nothing arrives.
+                self._set_aside(peer)
         elif peer.state is S.NEW and not peer.pulls and not peer.is_loading and now >= peer.not_before:
             # It was only released, or could not be met: nothing is known of it that is worth keeping.
             self._drop(peer)
@@ -326,8 +337,10 @@ class Pulling:
 
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
-        for peer in [p for p in self.peers.values() if p.address == address and p.state is not S.GONE]:
-            self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
+        for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
+            # With keys an address names its key after a mark; a router may know only what is before it.
+            if address in (peer.address, peer.address.partition("#")[0]):
+                self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
     def leave(self, now: float) -> None:
         """Part from everybody: our memory, or our process, is going."""
@@ -338,6 +351,22 @@ class Pulling:
         """The data plane is gone: whatever was posted can write nothing any more."""
         for transfer_id in list(self.transfers):
             self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
+        return len(self.begun) - self.admission.num_admitted
+
+    def hint(self, address: Address, text: str) -> None:
+        """Something may keep an address from answering."""
+        for peer in self.peers.values():
+            if peer.address == address and peer.state is S.CONNECTING:
+                peer.hint = text
+
+    def refused(self, address: Address, detail: str, now: float) -> None:
+        """The control plane may not talk to an address at all."""
+        for peer in [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]:
+            self._failed(peer, Reason.UNREACHABLE, f"{peer.name} at {address} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         """The listener at an address speaks another protocol version."""
@@ -394,6 +423,7 @@ class Pulling:
         self._queue(pull)
         if pull.reason is not None and not pull.is_told:
             pull.is_told = True
+            self.begun.discard(pull.pull_id)
             if self.by_request.get(pull.request_id) is pull:
                 del self.by_request[pull.request_id]
             if not pull.is_discharge:
@@ -429,6 +459,8 @@ class Pulling:
             if not self.admission.waits(pull):
                 self.admission.leave(pull)
                 self.admission.ask(_lane(pull), pull)
+        elif pull.state is PullState.CONNECTING:
+            self.admission.expect(_lane(pull), pull)
         elif pull.state not in (PullState.READING, PullState.DRAINING):
             self.admission.leave(pull)
 
@@ -767,8 +799,36 @@ class Pulling:
     def _heard(self, peer: Peer, now: float) -> None:
         peer.heard_at = now
         if peer.state is S.SUSPECT:
+            peer.moved_at = now
             self._change(peer, E.HEARD)
+            self._take_back(peer)
             self._ready(peer, now)
+
+    def _set_aside(self, peer: Peer) -> None:
+        """Nothing comes from a peer: what waits for it takes no room from others."""
+        if not peer.is_set_aside:
+            peer.is_set_aside = True
+            self._desk.counters["peers.set_aside"] += 1
+            for transfer_id in peer.transfers:
+                self.window.leave(transfer_id)
+            for pull_id in peer.pulls:
+                self.admission.discount(pull_id)
+
+    def _take_back(self, peer: Peer) -> None:
+        """It goes on."""
+        peer.is_set_aside = False
+        for transfer_id in peer.transfers:
+            transfer = self.transfers[transfer_id]
+            if transfer.pull.reason is None and transfer_id in transfer.leg.running:
+                self.window.enter(transfer_id, transfer.num_bytes, transfer.num_descriptors)
+        for pull_id in peer.pulls:
+            pull = self.pulls[pull_id]
+            if not any(self._is_aside(leg) for leg in pull.legs if leg.reads):
+                self.admission.recount(pull_id)
+
+    def _is_aside(self, leg: Leg) -> bool:
+        peer = self.peers.get((leg.address, leg.incarnation))
+        return peer is not None and peer.is_set_aside
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""

@@ -85,6 +85,7 @@ _FAILED = (
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
 OnPacket = Callable[[Address | Route, bytes], None]
+OnRefused = Callable[[str, str], None]
 
 
 def make_pair() -> KeyPair:
@@ -169,6 +170,14 @@ def _cause(event: int, value: int, has_keys: bool) -> str:
     return "handshake"
 
 
+_REFUSALS = {
+    "no_key": "its address names no key, and this engine has keys: give both engines keys, or neither",
+    "needs_keys": "its address names a key, and this engine has none: set EngineConfig.keys",
+    "unlisted_listener": "its key is not in this engine's directory of authorized keys: copy its .key file there",
+}
+"""What keeps us from talking to a listener, and the remedy."""
+
+
 class ZmqPlane:
     """A ROUTER to be asked, and DEALERs to ask with.
 
@@ -214,6 +223,7 @@ class ZmqPlane:
         self._monitor: _Link | None = None
         self._links: dict[Address, _Link] = {}
         self._on_packet: OnPacket = lambda origin, data: None
+        self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
 
     @property
@@ -221,9 +231,9 @@ class ZmqPlane:
         """Where others reach this rank."""
         return self._address
 
-    async def start(self, on_packet: OnPacket) -> None:
+    async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, who: None) -> None:
         """Bind the listener."""
-        self._context, self._on_packet = zmq.Context(), on_packet
+        self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
         socket = self._socket(zmq.ROUTER, self._bind)
         try:
@@ -270,11 +280,22 @@ class ZmqPlane:
             if link is not None and not sent and link.is_dead():
                 self.disconnect(Address(to))
                 self._counts["links_renewed"] += 1
+                if self._pair is not None:
+                    self._on_refused("turned_away", str(to))
                 link = self._connect(Address(to))
                 sent = link is not None and link.send([packet])
         self._counts["packets_out" if sent else "dropped_out"] += 1
         self._counts["bytes_out"] += len(packet) if sent else 0
         return sent
+
+    def refusal(self, address: Address) -> str:
+        """Say what keeps us from talking to an address: its form, or its key."""
+        try:
+            endpoint, key = _split(address)
+            _host(endpoint)
+        except ConfigError as exc:
+            return str(exc)
+        return _REFUSALS.get(self._refusal(key) or "", "")
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
@@ -285,6 +306,7 @@ class ZmqPlane:
         """Count packets, bytes, drops, and who was turned away why (`docs/security.md`)."""
         counts = {"packets_in": 0, "packets_out": 0, **self._counts, "links": len(self._links)}
         if self._peers is not None:
+            self._peers.refresh()
             counts |= {"authorized_keys": len(self._peers), "key_errors": self._peers.errors}
         return counts
 
@@ -333,6 +355,7 @@ class ZmqPlane:
             _host(endpoint)
             if (cause := self._refusal(key)) is not None:
                 self._counts[f"refused.{cause}"] += 1
+                self._on_refused(cause, address)
                 return None
             socket = self._socket(zmq.DEALER, endpoint)
         except (ConfigError, UnicodeError, zmq.ZMQError):
@@ -398,12 +421,21 @@ class ZmqPlane:
             and credentials[0] in self._peers
         )
         status = (b"200", b"OK", credentials[0].hex().encode()) if is_known else (b"400", b"unlisted key", b"")
+        if not is_known:
+            key = credentials[0].hex() if len(credentials) == 1 else "?"
+            self._on_refused("unlisted_key", f"{_address.decode(errors='replace')} with key {key}")
         if self._zap is not None:
             self._zap.send([route, b"", version, request, *status, b""])
 
     def _from_monitor(self, frames: list[bytes]) -> None:
         event, value = struct.unpack("=HI", frames[0])
-        self._counts[_COUNTED.get(event) or f"rejected.{_cause(event, value, self._pair is not None)}"] += 1
+        if event in _COUNTED:
+            self._counts[_COUNTED[event]] += 1
+            return
+        cause = _cause(event, value, self._pair is not None)
+        self._counts[f"rejected.{cause}"] += 1
+        if self._pair is not None and cause != "unlisted_key":
+            self._on_refused(cause, "")
 
     def _from_router(self, frames: list[bytes]) -> None:
         if len(frames) == 2:

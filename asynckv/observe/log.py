@@ -24,8 +24,12 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
+from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
+
+MAX_REFUSALS = 10
+"""Refusals logged at once; then one per second."""
 
 _logfmt = structlog.processors.LogfmtRenderer()
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -37,7 +41,13 @@ def configure(
     form: Literal["json", "console"] = "json",
     stream: TextIO | None = None,
 ) -> None:
-    """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default."""
+    """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
+
+    Raises:
+        ConfigError: There is no such level or form.
+    """
+    if level not in LEVELS or form not in ("json", "console"):
+        raise ConfigError(f"log level {level!r} must be one of {', '.join(LEVELS)}, and form {form!r} json or console")
     renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -87,11 +97,13 @@ def phases(pull: Pull) -> dict[str, float]:
     most between a completion and its discovery, `confirm` from then to the proof, `release` in the
     background until every rank acknowledged.
     """
-    first = min((leg.first_posted_at for leg in pull.legs), default=float("inf"))
+    # One that never posted was in the queue until its end.
+    first = min((pull.published_at, *(leg.first_posted_at for leg in pull.legs)))
+    plan_s = pull.planned_at - pull.admitted_at
     spans = {
         "handshake": pull.ready_at - pull.begun_at,
-        "queue": first - pull.ready_at - (pull.planned_at - pull.admitted_at),
-        "plan": pull.planned_at - pull.admitted_at,
+        "queue": first - pull.ready_at - (plan_s if plan_s < 1e9 else 0.0),
+        "plan": plan_s,
         "post": pull.post_s,
         "read": pull.read_at - first,
         "detect": pull.detect_s,
@@ -110,6 +122,7 @@ class Recorder:
         self._tokens = config.successes_per_s
         self._filled_at = 0.0
         self._skipped = 0
+        self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -190,6 +203,19 @@ class Recorder:
             seconds_after_failure=round(now - pull.published_at, 6),
             history=_relative(pull.history),
         )
+
+    def refused(self, cause: str, who: str, now: float) -> None:
+        """Log that somebody was not let in, or may not be talked to: strangers cannot fill the log."""
+        if LEVELS["warning"] < self._level:
+            return
+        self._refusals = min(MAX_REFUSALS, self._refusals + (now - self._refused_at))
+        self._refused_at = now
+        if self._refusals < 1:
+            self._refusals_skipped += 1
+            return
+        self._refusals -= 1
+        skipped, self._refusals_skipped = self._refusals_skipped, 0
+        self.event("warning", "refused", cause=cause, who=who, **({"not_logged": skipped} if skipped else {}))
 
     def internal_error(self, exc: Exception) -> None:
         """Log a bug of ours, with its traceback."""

@@ -90,7 +90,11 @@ class SimControl:
         """Where others reach this one."""
         return self._address
 
-    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+    async def start(
+        self,
+        on_packet: Callable[[Address | Route, bytes], None],
+        on_refused: Callable[[str, str], None] = lambda cause, who: None,
+    ) -> None:
         """Listen."""
         self._on_packet = on_packet
         self._network.controls[self._address] = self
@@ -119,6 +123,10 @@ class SimControl:
 
         self._network.carry(self._address, to, packet, deliver)
         return True
+
+    def refusal(self, address: Address) -> str:
+        """Whoever can be named can be asked."""
+        return ""
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""

@@ -328,7 +328,11 @@ class WorldControl:
         """Where others reach it; the same after a restart."""
         return self._address
 
-    async def start(self, on_packet: Callable[[Address | Route, bytes], None]) -> None:
+    async def start(
+        self,
+        on_packet: Callable[[Address | Route, bytes], None],
+        on_refused: Callable[[str, str], None] = lambda cause, who: None,
+    ) -> None:
         """Listen."""
         self._on_packet = on_packet
         self.process.world.listeners[self._address] = self
@@ -378,6 +382,10 @@ class WorldControl:
             self.process.world.on_delivered(self.process, origin, packet)
         self._on_packet(origin, packet)
         self.process.spend()
+
+    def refusal(self, address: Address) -> str:
+        """Whoever can be named can be asked."""
+        return ""
 
     def disconnect(self, address: Address) -> None:
         """Drop a link."""
