@@ -950,7 +950,7 @@ async def perform(
             for worker in (arena.decode, *arena.prefill):
                 await worker.kill()
         for log in os.listdir(logs) if arena.problems else ():
-            for line in (arena.logs / log).read_text(errors="replace").splitlines()[-40:]:
+            for line in (arena.logs / log).read_text(errors="replace").splitlines()[-12:]:
                 arena.note(f"{log}: {line[:300]}")
     record = {"scenario": name, "ok": not arena.problems, "seconds": round(time.monotonic() - began, 2), "seed": seed}
     return record | {"problems": arena.problems, "pulls": {x.name: x.record() for x in arena.prefill}} | arena.found
