@@ -53,6 +53,9 @@ ASLEEP = np.uint64(0x5A5A5A5AA5A5A5A5)
 MOST_KIB = 48.0
 """What one queued pull may cost the process that asks for it: engine, task, lists and all."""
 
+CROWD = 3
+"""How much more is asked of a slow and a dead peer than of each healthy one: enough to use up what all may have."""
+
 MOST_RATIO = 1.2
 """How much later healthy peers' slowest hundredth may be beside a slow and a dead one."""
 
@@ -588,8 +591,11 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
     """Compare healthy peers' latencies with and without a slow and a dead peer beside them."""
     check, blocks = arena.check, 4
     each = math.ceil(sizes.round_s * sizes.rate)
-    arena.setup = {"heads": [1, 64], "layers": 4, "blocks": blocks * (sizes.peers + 2) * (each + 2), "lease_s": 20.0}
-    await arena.decode.start()
+    requests = each * (sizes.peers + 2 * CROWD)
+    arena.setup = {"heads": [1, 64], "layers": 4, "blocks": blocks * (requests + 8), "lease_s": 20.0}
+    # Budgets as the default ones relate to each other, but so small that two peers could use their share up.
+    window = {"window_requests": 8, "window_bytes": 1 << 19, "window_descriptors": 64}
+    await arena.decode.start(pull=window | {f"total_{k[7:]}": 4 * v for k, v in window.items()})
     healthy = [await arena.start(f"healthy{i}") for i in range(sizes.peers)]
     slow, dead = await arena.start("slow"), await arena.start("dead")
     for worker in (*healthy, slow, dead):
@@ -600,7 +606,7 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
     async def hamper(until: asyncio.Event) -> None:
         while not until.is_set():
             slow.signal(signal.SIGSTOP)
-            for seconds, number in ((0.3, signal.SIGCONT), (0.05, None)):
+            for seconds, number in ((0.5, signal.SIGCONT), (0.05, None)):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(until.wait(), seconds)
                 if number is not None:
@@ -614,7 +620,7 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
         schedule: Schedule = []
         rng = random.Random(number)  # healthy peers see the same in every arm
         for worker in (*healthy, *beside):
-            lent = await lend_many(arena, worker, each, blocks)
+            lent = await lend_many(arena, worker, each * (CROWD if worker in beside else 1), blocks)
             times = sorted(rng.uniform(0, sizes.round_s) for _ in lent)
             schedule += [(at, worker.name, request) for at, request in zip(times, lent, strict=True)]
         is_over, helpers = asyncio.Event(), list[asyncio.Task[None]]()
