@@ -53,9 +53,6 @@ ASLEEP = np.uint64(0x5A5A5A5AA5A5A5A5)
 MOST_KIB = 48.0
 """What one queued pull may cost the process that asks for it: engine, task, lists and all."""
 
-CROWD = 3
-"""How much more is asked of a slow and a dead peer than of each healthy one: enough to use up what all may have."""
-
 MOST_RATIO = 1.2
 """How much later healthy peers' slowest hundredth may be beside a slow and a dead one."""
 
@@ -466,6 +463,8 @@ class Sizes:
     peers: int = 8
     rate: float = 24.0
     """Requests per second and peer in `isolate`."""
+    crowd: int = 1
+    """How much more is asked of a slow and a dead peer than of each healthy one; 3 would use up what all may have."""
     ratio: float = MOST_RATIO
     cycles: int = 20
     trials: int = 5
@@ -591,7 +590,7 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
     """Compare healthy peers' latencies with and without a slow and a dead peer beside them."""
     check, blocks = arena.check, 4
     each = math.ceil(sizes.round_s * sizes.rate)
-    requests = each * (sizes.peers + 2 * CROWD)
+    requests = each * (sizes.peers + 2 * sizes.crowd)
     arena.setup = {"heads": [1, 64], "layers": 4, "blocks": blocks * (requests + 8), "lease_s": 20.0}
     # Budgets as the default ones relate to each other, but so small that two peers could use their share up.
     window = {"window_requests": 8, "window_bytes": 1 << 19, "window_descriptors": 64}
@@ -620,7 +619,7 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
         schedule: Schedule = []
         rng = random.Random(number)  # healthy peers see the same in every arm
         for worker in (*healthy, *beside):
-            lent = await lend_many(arena, worker, each * (CROWD if worker in beside else 1), blocks)
+            lent = await lend_many(arena, worker, each * (sizes.crowd if worker in beside else 1), blocks)
             times = sorted(rng.uniform(0, sizes.round_s) for _ in lent)
             schedule += [(at, worker.name, request) for at, request in zip(times, lent, strict=True)]
         is_over, helpers = asyncio.Event(), list[asyncio.Task[None]]()
@@ -1001,6 +1000,7 @@ def main(arguments: list[str] | None = None) -> int:
         "round_s": (float, "seconds per round in isolate"),
         "peers": (int, "healthy peers in isolate"),
         "rate": (float, "requests per second and peer in isolate"),
+        "crowd": (int, "times more is asked of the bad peers than of each healthy one in isolate"),
         "ratio": (float, "most that healthy peers' p99 may grow by in isolate"),
         "cycles": (int, "of each kind of sleep"),
         "trials": (int, "of each kind of broken connection in sleep and retry"),

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
 SHORT = {
     "load": Sizes(pulls=1500),
     # A peer that holds up others does so for seconds; what neighbours on this machine do is no matter here.
-    "isolate": Sizes(rounds=1, round_s=0.8, peers=3, ratio=20.0),
+    "isolate": Sizes(rounds=1, round_s=1.2, peers=3, crowd=3, ratio=8.0),
     "drain": Sizes(mib=32),
     "sleep": Sizes(cycles=2, trials=1),
     "retry": Sizes(trials=1),
