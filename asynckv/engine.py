@@ -427,7 +427,7 @@ class Engine:
     def endpoint(self) -> Endpoint:
         """How decode ranks reach this one; goes into the roster of a `PrefillGroup`."""
         layout = self.registration.layout
-        if self._node_or_none is None:
+        if not self._control.address:
             raise EngineClosed("the engine is not started, so it has no address yet; use `async with Engine(...)`")
         return Endpoint(layout.tp_rank, self._control.address, self.incarnation, layout.pp_stage)
 

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import itertools
 import json
@@ -38,12 +39,13 @@ from asynckv import (
     LeaseConfig,
     PrefillGroup,
     PullConfig,
+    Registration,
     configure_logging,
     register_memory,
 )
 from asynckv.core import messages as m
 from asynckv.core.types import Cohort, Outcome, decode_params
-from asynckv.errors import AsyncKVError, PullError, RemoteProtocolError
+from asynckv.errors import AsyncKVError, EngineClosed, PullError, RemoteProtocolError
 from asynckv.keys import KeyPair
 from asynckv.layouts import model_layout, with_addresses
 from asynckv.models import Heads, Model
@@ -73,16 +75,28 @@ Words = npt.NDArray[np.uint64]
 class Blocks:
     """One worker's memory under a hostile allocator."""
 
-    def __init__(self, seed: int, rubbish: int) -> None:
-        layout = model_layout(MODEL, num_blocks=NUM_BLOCKS, block_size=BLOCK, order="cross-nhd")
-        raw = np.frombuffer(mmap.mmap(-1, layout.memories[0].length), np.uint8)
-        self.registration = register_memory(with_addresses(layout, [raw.ctypes.data]), (raw,))
-        self.words: Words = raw.view(np.uint64).reshape(NUM_BLOCKS, -1)
-        self.words[:] = self.rubbish = np.uint64(rubbish)
-        self.free = list(range(NUM_BLOCKS))
+    words: Words
+    registration: Registration
+
+    def __init__(self, seed: int, rubbish: int, model: Model = MODEL, count: int = NUM_BLOCKS) -> None:
+        self._layout = model_layout(model, num_blocks=count, block_size=BLOCK, order="cross-nhd")
+        self.rubbish = np.uint64(rubbish)
+        self.free = list(range(count))
         self.stray = 0
         """Bytes that were written into free blocks."""
         self._changed, self._rng = asyncio.Condition(), random.Random(seed)
+        self.move()
+
+    def move(self) -> None:
+        """Lie in other memory from now on."""
+        raw = np.frombuffer(mmap.mmap(-1, self._layout.memories[0].length), np.uint8)
+        self.registration = register_memory(with_addresses(self._layout, [raw.ctypes.data]), (raw,))
+        self.words = raw.view(np.uint64).reshape(len(self.free), -1)
+        self.words[:] = self.rubbish
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.words) - len(self.free)
 
     async def take(self, count: int) -> list[int]:
         """Wait for so many free blocks, at random places."""
@@ -114,18 +128,27 @@ class Side:
 
     def __init__(self, setup: Mapping[str, Any], out: int) -> None:
         self._rng = random.Random(setup["seed"])
-        self.blocks = Blocks(setup["seed"], RUBBISH[setup["role"]])
+        model = Model("chaos", (Heads(*setup["heads"]),) * setup["layers"]) if "heads" in setup else MODEL
+        self.blocks = Blocks(setup["seed"], RUBBISH[setup["role"]], model, setup.get("blocks", NUM_BLOCKS))
         self._lease = LeaseConfig(lease_s=setup["lease_s"], grant_s=setup["grant_s"])
         # Shorter than the defaults, so that what is bounded is seen to be; small posts, so that many run.
-        pull = PullConfig(
-            handshake_s=2.0, max_backoff_s=1.0, drain_s=1.0, gone_s=5.0, release_timeout_s=6.0, max_post_bytes=1 << 18
-        )
+        pull: dict[str, Any] = {
+            "handshake_s": 2.0,
+            "max_backoff_s": 1.0,
+            "drain_s": 1.0,
+            "gone_s": 5.0,
+            "release_timeout_s": 6.0,
+        }
+        pull = pull | {"max_post_bytes": 1 << 18} | setup.get("pull", {})
         keys = KeysConfig(**setup["keys"]) if setup["keys"] else None
-        config = EngineConfig(engine_id=setup["name"], bind=setup["bind"], lease=self._lease, pull=pull, keys=keys)
+        config = EngineConfig(
+            engine_id=setup["name"], bind=setup["bind"], lease=self._lease, pull=PullConfig(**pull), keys=keys
+        )
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
         self._out, self._order = out, asyncio.Lock()
         self._group: PrefillGroup | None = None
+        self._group_epoch = 0
 
     def say(self, ask: int, **fields: Any) -> None:
         """Answer one command."""
@@ -134,23 +157,33 @@ class Side:
             while data:
                 data = data[os.write(self._out, data) :]
 
+    def group(self) -> PrefillGroup:
+        """The scheduler's view of this engine as it is now."""
+        engine = self.engine
+        if self._group is None or self._group_epoch != engine.memory_epoch:
+            name, self._group_epoch = engine.config.engine_id, engine.memory_epoch
+            self._group = PrefillGroup(name, [engine.endpoint], memory_epoch=self._group_epoch, lease=self._lease)
+        return self._group
+
     async def where(self, ask: int) -> None:
         """Tell where the engine listens."""
         self.say(ask, address=self.engine.endpoint.address)
 
     async def lend(self, ask: int, number: int, blocks: int, early: bool, lease_s: float | None) -> None:
         """Fill blocks, lend them, and overwrite them as soon as the lease is over; params may leave early."""
-        if self._group is None:
-            self._group = PrefillGroup(self.engine.config.engine_id, [self.engine.endpoint], lease=self._lease)
         ids = await self.blocks.take(blocks)
         lists, tokens = [(0, ids)], blocks * BLOCK
         async with self._order:  # requests are lent in the order in which their params were made
-            params = self._group.make_params(f"p-{number}", lists, tokens, written=not early, lease_s=lease_s)
+            params = self.group().make_params(f"p-{number}", lists, tokens, written=not early, lease_s=lease_s)
             if early:
                 self.say(ask, params=params)
                 await asyncio.sleep(self._rng.uniform(0, 0.004))  # the forward pass
             self.blocks.words[ids] = self.blocks.pattern(number, 0, blocks)
-            lent = self.engine.lend(params)
+            try:
+                lent = self.engine.lend(params)
+            except AsyncKVError:
+                await self.blocks.give(ids)
+                raise
         if not early:
             self.say(ask, params=params)
         self.counts[f"lease.{(await lent.wait_released()).cause}"] += 1
@@ -178,6 +211,8 @@ class Side:
                 reason, detail, returned = exc.reason, f"{type(exc).__name__}: {exc}", exc.returned
             except asyncio.CancelledError:
                 reason = "task_cancelled"
+            except EngineClosed:
+                reason = "closed"
             except Exception as exc:
                 reason, detail = "untyped", repr(exc)
         seconds, pattern = loop.time() - began, self.blocks.pattern(lent["number"], cached, len(ids))
@@ -198,8 +233,8 @@ class Side:
         while True:
             statistics = self.engine.statistics()
             left = {k: v for k in BUSY if (v := statistics.gauges[k])}
-            if len(blocks.free) < NUM_BLOCKS:
-                left["taken"] = NUM_BLOCKS - len(blocks.free)
+            if blocks.num_taken:
+                left["taken"] = blocks.num_taken
             if not left or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(0.01)  # gauges tell nobody when they change
@@ -221,29 +256,43 @@ class Side:
         counters = dict(statistics.counters) | dict(self.counts)
         self.say(ask, left=left, counters=counters, integrity=integrity, stray=blocks.stray, usage=usage)
 
+    def commands(self) -> dict[str, Callable[..., Coroutine[Any, Any, None]]]:
+        """What the driver may ask for."""
+        return {"where": self.where, "lend": self.lend, "pull": self.pull, "state": self.state}
 
-async def serve(setup: Mapping[str, Any]) -> None:
+
+async def serve(setup: Mapping[str, Any], kind: type[Side]) -> None:
     """Run one worker until its driver is gone."""
     out = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer
     reader = asyncio.StreamReader(limit=1 << 24)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    side = Side(setup, out)
-    commands: dict[str, Callable[..., Coroutine[Any, Any, None]]]
-    commands = {"where": side.where, "lend": side.lend, "pull": side.pull, "state": side.state}
+    side = kind(setup, out)
+    commands = side.commands()
     tasks: set[asyncio.Task[None]] = set()
 
     async def run(ask: int, op: str, fields: dict[str, Any]) -> None:
         try:
             await commands[op](ask, **fields)
         except Exception as exc:
-            side.say(ask, error=f"{op}: {exc!r}")
+            side.say(ask, error=f"{op}: {exc!r}", closed=isinstance(exc, EngineClosed))
 
     async with side.engine:
         while line := await reader.readline():
             task = asyncio.create_task(run(*json.loads(line)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+
+
+def play(role: str, kind: type[Side] = Side) -> int:
+    """Be a worker process."""
+    setup = json.loads(role)
+    faulthandler.enable()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a stopped worker could not see that its driver died
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logging(setup.get("log", "warning"))
+    asyncio.run(serve(setup, kind))
+    return 0
 
 
 # -- the driver's view of its workers ----------------------------------------------------------------
@@ -254,7 +303,7 @@ class Failure(Exception):
 
 
 class Lost(Failure):
-    """A worker process is gone."""
+    """A worker process is gone, or its engine serves nobody now."""
 
 
 class Worker:
@@ -268,6 +317,9 @@ class Worker:
         self.counts: Counter[str] = Counter(complete=0, bytes_compared=0, bytes_wrong=0, late=0)
         self.failed: Counter[str] = Counter()
         self.slowest_s = 0.0
+        self.aborts = 0
+        """How often its process ended by itself."""
+        self._setup: dict[str, Any] = {}
         self._up, self._news = asyncio.Event(), asyncio.Event()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
@@ -275,12 +327,13 @@ class Worker:
 
     # -- process -----------------------------------------------------------------------------------
 
-    async def start(self, bind: str = "tcp://127.0.0.1:0", lease_s: float = 8.0, grant_s: float = 2.0) -> Self:
-        """Start a process and wait for its engine."""
+    async def start(self, bind: str = "tcp://127.0.0.1:0", **setup: Any) -> Self:
+        """Start a process and wait for its engine; what it was set up with before holds until it is changed."""
         arena, role = self.arena, "decode" if self.name == "decode" else "prefill"
-        setup = {"role": role, "name": self.name, "bind": bind, "lease_s": lease_s, "grant_s": grant_s}
-        setup["keys"] = arena.keys.get(self.name)
-        command = (sys.executable, "-m", MODULE, "--role", json.dumps(setup | {"seed": arena.rng.getrandbits(32)}))
+        self._setup = {"lease_s": 8.0, "grant_s": 2.0} | arena.setup | self._setup | setup
+        said = {"role": role, "name": self.name, "bind": bind, "seed": arena.rng.getrandbits(32)}
+        said["keys"] = arena.keys.get(self.name)
+        command = (sys.executable, "-m", arena.module, "--role", json.dumps(self._setup | said))
         pipe = asyncio.subprocess.PIPE
         with open(arena.logs / f"{self.name}.log", "ab") as log:  # noqa: ASYNC230
             self.process = await asyncio.create_subprocess_exec(
@@ -310,7 +363,7 @@ class Worker:
         """Send a command and wait for its answer.
 
         Raises:
-            Lost: The process is gone.
+            Lost: The process is gone, or its engine is closed.
             Failure: It did not answer in time, or the command failed.
         """
         if self._reader is None or self._reader.done():
@@ -329,7 +382,7 @@ class Worker:
         finally:
             del self._asked[number]
         if "error" in answer:
-            raise Failure(f"{self.name}: {answer['error']}")
+            raise (Lost if answer["closed"] else Failure)(f"{self.name}: {answer['error']}")
         return answer
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -339,6 +392,11 @@ class Worker:
             future = self._asked.get(answer["ask"])
             if future is not None and not future.done():
                 future.set_result(answer)
+        status = await process.wait()
+        if status != -signal.SIGKILL:
+            self.aborts += 1
+            self.arena.note(f"{self.name} ended by itself, status {status}")
+        self._up.clear()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Lost(f"{self.name} is gone"))
@@ -421,8 +479,12 @@ class Worker:
 class Arena:
     """One scenario's processes, and what was found."""
 
-    def __init__(self, name: str, seconds: float, seed: int, transport: str, logs: Path) -> None:
-        self.name, self.seconds, self.logs = name, seconds, logs
+    def __init__(self, name: str, seed: int, transport: str, logs: Path, module: str = MODULE) -> None:
+        self.name, self.logs, self.module = name, logs, module
+        self.seconds = 4.0
+        """About how long the load is kept up."""
+        self.setup: dict[str, Any] = {}
+        """Of all workers."""
         self.rng = random.Random(f"{seed}/{name}")
         self.numbers = itertools.count(1)
         self.problems: list[str] = []
@@ -880,14 +942,32 @@ SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, can
 
 async def run(name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp") -> dict[str, Any]:
     """Run one scenario; returns its record. Bounded in time, and no process is left."""
+
+    async def work(arena: Arena) -> None:
+        arena.seconds = seconds
+        await arena.decode.start()
+        arena.found["decode_before"] = (await arena.decode.state())["usage"]
+        await SCENARIOS[name](arena)
+
+    return await perform(name, work, seed=seed, transport=transport, within_s=60 + 10 * seconds)
+
+
+async def perform(
+    name: str,
+    work: Callable[[Arena], Awaitable[None]],
+    *,
+    within_s: float,
+    seed: int = 0,
+    transport: str = "tcp",
+    module: str = MODULE,
+) -> dict[str, Any]:
+    """Let a scenario happen between processes of a module; returns its record."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="asynckv-chaos-") as logs:
-        arena = Arena(name, seconds, seed, transport, Path(logs))
+        arena = Arena(name, seed, transport, Path(logs), module)
         try:
-            async with asyncio.timeout(60 + 10 * seconds):
-                await arena.decode.start()
-                arena.found["decode_before"] = (await arena.decode.state())["usage"]
-                await SCENARIOS[name](arena)
+            async with asyncio.timeout(within_s):
+                await work(arena)
         except* (Failure, TimeoutError) as group:
             causes: list[BaseException] = [group]
             for cause in causes:
@@ -897,7 +977,7 @@ async def run(name: str, *, seconds: float = 4.0, seed: int = 0, transport: str 
             for worker in (arena.decode, *arena.prefill):
                 await worker.kill()
         for log in os.listdir(logs) if arena.problems else ():
-            for line in (arena.logs / log).read_text(errors="replace").splitlines()[-8:]:
+            for line in (arena.logs / log).read_text(errors="replace").splitlines()[-12:]:
                 arena.note(f"{log}: {line[:300]}")
     record = {"scenario": name, "ok": not arena.problems, "seconds": round(time.monotonic() - began, 2), "seed": seed}
     return record | {"problems": arena.problems, "pulls": {x.name: x.record() for x in arena.prefill}} | arena.found
@@ -921,27 +1001,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role is not None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a stopped worker could not see that its driver died
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        configure_logging("warning")
-        asyncio.run(serve(json.loads(options.role)))
-        return 0
+        return play(options.role)
     if unknown := [name for name in options.scenarios if name not in SCENARIOS]:
         parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
     if not 0 < options.seconds <= 3600:
         parser.error(f"--seconds {options.seconds:g} is outside (0, 3600]")
+    keywords = {"seconds": options.seconds, "seed": options.seed, "transport": options.transport}
+    runs = [functools.partial(run, name, **keywords) for name in options.scenarios or SCENARIOS]
+    return report(parser, options.json, runs)
+
+
+def report(
+    parser: argparse.ArgumentParser, json_to: str, runs: Iterable[Callable[[], Coroutine[Any, Any, dict[str, Any]]]]
+) -> int:
+    """Run scenarios one by one and print their records; returns the exit status."""
     try:
-        out = sys.stdout if options.json == "-" else open(options.json, "w", encoding="utf-8")  # noqa: SIM115
+        out = sys.stdout if json_to == "-" else open(json_to, "w", encoding="utf-8")  # noqa: SIM115
     except OSError as exc:
-        parser.error(f"--json {options.json}: {exc.strerror}")
+        parser.error(f"--json {json_to}: {exc.strerror}")
     status = 0
     with contextlib.nullcontext() if out is sys.stdout else out:
-        for name in options.scenarios or SCENARIOS:
-            work = run(name, seconds=options.seconds, seed=options.seed, transport=options.transport)
+        for work in runs:
             try:
-                record = asyncio.run(work)
+                record = asyncio.run(work())
             except KeyboardInterrupt:
                 return 130
+            name = record["scenario"]
             print(json.dumps(record), file=out, flush=True)
             verdict = "good" if record["ok"] else "FAILED: " + "; ".join(record["problems"])
             print(f"[{name}] {record['seconds']} s, {verdict}", file=sys.stderr, flush=True)
