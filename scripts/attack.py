@@ -482,7 +482,8 @@ class Attack:
 async def arena(name: str, seed: int) -> AsyncIterator[chaos.Arena]:
     """Make a place for processes; none is left."""
     with tempfile.TemporaryDirectory(prefix="asynckv-attack-") as path:
-        made = chaos.Arena(name, 1.0, seed, "tcp", Path(path))
+        made = chaos.Arena(name, seed, "tcp", Path(path))
+        made.seconds = 1.0
         try:
             yield made
         except* (chaos.Failure, TimeoutError) as group:
