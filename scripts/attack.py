@@ -340,7 +340,8 @@ class Attack:
     async def flood(self) -> None:
         """Mutated, repeated and forged packets to both listeners at once."""
         arena, victim, rng = self.arena, self.victim, self.rng
-        own = decode_params((await victim.lend(lease_s=3600.0))["params"])
+        # A mutated claim may bind it to a cohort that nobody is; then it has to run out.
+        own = decode_params((await victim.lend(lease_s=15.0))["params"])
         self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
         layout = model_layout(chaos.MODEL, num_blocks=chaos.NUM_BLOCKS, block_size=chaos.BLOCK)
         said = every_message(own, layout, Cohort("mallory"))
