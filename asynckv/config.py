@@ -97,7 +97,7 @@ class PullConfig:
     held_s: float = 600.0
     heartbeat_s: float = 0.25
     suspect_s: float = 1.0
-    gone_s: float = 30.0
+    gone_s: float = 15.0
     idle_s: float = 600.0
     max_post_bytes: int = 4 * 1024 * 1024
     max_post_descriptors: int = 512

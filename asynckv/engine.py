@@ -208,11 +208,12 @@ class _Retrying:
         task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self.wake.wait())
         try:
             await asyncio.wait({task, woken}, return_when=asyncio.FIRST_COMPLETED)
-            return (task.result(),) if task.done() else None
+            return (task.result(),) if task.done() and not task.cancelled() else None
         finally:
+            # Not awaited: what does not let itself be cancelled must not keep the caller beyond his deadline.
+            task.add_done_callback(_swallow)
             for each in (task, woken):
                 each.cancel()
-            await asyncio.gather(task, woken, return_exceptions=True)
 
 
 class Engine:
@@ -404,13 +405,12 @@ class Engine:
             raise EngineClosed("the engine was closed")
         if not self._is_suspended or self._moving is not None:
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
-        before, old = self.registration, self._node
-        self.registration = registration or before
-        self.incarnation = self._token_hex(16)
+        before, old = (self.registration, self.incarnation), self._node
+        self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         try:
             node = self._begin(self.memory_epoch + 1)
         except BaseException:
-            self.registration = before
+            self.registration, self.incarnation = before
             self._data.close()
             raise
         for address in {peer.address for peer in old.pulling.peers.values()}:
@@ -1035,6 +1035,9 @@ class Engine:
         await self._close_planes()
         if self._timer is not None:
             self._timer.cancel()
+        if node is not None:
+            node.pulling.destroyed(self._clock.now())
+            self._obey(node)
         self._end_waiting()
         if node is not None:
             self._recorder.event("info", "engine_stopped")
@@ -1063,6 +1066,12 @@ def _result(pull: Pull, layout: Layout) -> PullResult:
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
     )
+
+
+def _swallow(task: asyncio.Future[Any]) -> None:
+    """Nobody waits for this one any more, nor for what it may raise."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _cancelled(last: PullError) -> PullCancelled:

@@ -1,0 +1,326 @@
+"""Calls that meet at awkward moments: cancel, close, drain and sleep between and beside attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any
+
+import anyio
+import pytest
+
+from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
+from asynckv.config import PullConfig
+from asynckv.core.pull import PullState
+from asynckv.core.types import Reason
+from tests.test_admission import ask, world_of
+from tests.test_engine import Bench, Side, until
+from tests.test_lifecycle import QUICK, passing, reading, running
+from tests.world import reason
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def sim() -> Bench:
+    return Bench(False)
+
+
+async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:
+    """Let time pass, with some turns of the loop for each bit."""
+    for _ in range(int(seconds / step)):
+        for _ in range(4):
+            await asyncio.sleep(0)
+        sim.clock.advance(step)
+
+
+def fail(side: Side) -> None:
+    assert side.data is not None
+    side.data.fail(next(iter(side.data.running)))
+
+
+async def never(error: PullError) -> Any:
+    return await asyncio.get_running_loop().create_future()
+
+
+async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
+    async with reading(sim, retries=3, timeout_s=30.0, renew_params=never) as (_, decode, _, task, _):
+        fail(decode)
+        await spin(sim, 2.0)
+        (straggler,) = await passing(sim, asyncio.create_task(decode.engine.drain(1.0)))
+        assert (straggler.request_id, straggler.reason, straggler.blocks) == ("d", "retrying", {})
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
+    async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
+        suspending = asyncio.create_task(decode.engine.suspend(3600.0))
+        await spin(sim, 0.5)
+        closing = asyncio.create_task(decode.engine.aclose())
+        await spin(sim, 15.0)
+        assert (closing.done(), suspending.done()) == (True, True)
+        with pytest.raises(PullCancelled):
+            await task
+
+
+async def test_closing_ends_a_drain(sim: Bench) -> None:
+    async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
+        assert decode.data is not None
+        decode.data.doubt(next(iter(decode.data.running)))
+        await spin(sim, 6.0)
+        draining = asyncio.create_task(decode.engine.drain(3600.0))
+        await spin(sim, 0.5)
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        await spin(sim, 0.5)
+        assert draining.done()
+        with pytest.raises(ReadFailed):
+            await task
+
+
+async def test_cancelling_between_attempts_discharges_whatever_is_last_said(sim: Bench) -> None:
+    async with reading(sim, retries=3, is_last=False) as (_, decode, lent, task, _):
+        fail(decode)
+        await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
+        assert decode.engine.cancel("d")
+        with pytest.raises(PullCancelled):
+            await passing(sim, task)
+        await spin(sim, 0.5)
+        assert lent.is_over
+
+
+@pytest.mark.parametrize("which", ["same", "new"])
+async def test_cancelling_as_new_params_come_discharges_old_and_new(sim: Bench, which: str) -> None:
+    box: dict[str, Any] = {}
+
+    async def renew(error: PullError) -> Any:
+        asyncio.get_running_loop().call_soon(lambda: box.update(said=box["decode"].cancel("d")))
+        if which == "same":
+            return box["params"]
+        fresh = box["group"].make_params("r2", [(0, [3])], 16, written=True)
+        box["lent"] = box["prefill"].lend(fresh)
+        return fresh
+
+    async with reading(sim, retries=3, renew_params=renew, timeout_s=20.0) as (prefill, decode, lent, task, params):
+        box.update(group=PrefillGroup("prefill", [prefill.engine.endpoint]), params=params)
+        box.update(decode=decode.engine, prefill=prefill.engine)
+        fail(decode)
+        with pytest.raises(PullCancelled):
+            await passing(sim, task)
+        await spin(sim, 1.0)
+        assert box["said"]
+        assert lent.is_over
+        assert which == "same" or box["lent"].is_over
+
+
+async def test_what_renew_params_raises_is_the_cause_of_the_last_error(sim: Bench) -> None:
+    async def renew(error: PullError) -> Any:
+        raise RuntimeError("the router is down")
+
+    async with reading(sim, retries=3, renew_params=renew) as (_, decode, lent, task, _):
+        fail(decode)
+        with pytest.raises(ReadFailed) as caught:
+            await passing(sim, task)
+        assert repr(caught.value.__cause__) == "RuntimeError('the router is down')"
+        await spin(sim, 0.5)
+        assert lent.is_over
+
+
+async def test_a_renewal_that_does_not_let_itself_be_cancelled_outlives_no_deadline(sim: Bench) -> None:
+    gate = asyncio.Event()
+
+    async def renew(error: PullError) -> Any:
+        try:
+            return await never(error)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await gate.wait()
+
+    async with reading(sim, retries=1, renew_params=renew, timeout_s=3.0) as (_, decode, lent, task, _):
+        fail(decode)
+        await spin(sim, 4.0)
+        assert task.done()
+        with pytest.raises(ReadFailed):
+            await task
+        assert lent.is_over
+        gate.set()
+        await spin(sim, 0.1)
+
+
+async def test_closing_as_new_params_come_begins_nothing(sim: Bench) -> None:
+    box: dict[str, Any] = {}
+
+    async def renew(error: PullError) -> Any:
+        box["closing"] = asyncio.ensure_future(box["decode"].aclose())
+        await asyncio.sleep(0)
+        return box["params"]
+
+    async with reading(sim, retries=2, renew_params=renew, timeout_s=20.0) as (_, decode, _, task, params):
+        box.update(decode=decode.engine, params=params)
+        fail(decode)
+        await spin(sim, 3.0)
+        assert (running(decode), task.done(), box["closing"].done()) == (0, True, True)
+        with pytest.raises(ReadFailed):
+            await task
+
+
+async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> None:
+    async with sim.pair() as (prefill, _, _):
+        assert prefill.data is not None
+        await passing(sim, asyncio.create_task(prefill.engine.suspend()))
+        before, register = prefill.engine.endpoint, prefill.data.register
+
+        def refuse(memories: Any) -> None:
+            raise BackendError("no such memory")
+
+        prefill.data.register = refuse  # type: ignore[method-assign]
+        with pytest.raises(BackendError):
+            await prefill.engine.resume()
+        assert prefill.engine.endpoint == before
+        prefill.data.register = register  # type: ignore[method-assign]
+        await prefill.engine.resume()
+        assert prefill.engine.endpoint != before
+
+
+@pytest.mark.parametrize("priority", [None, "urgent", float("nan"), 0.5, True, 1 << 60])
+async def test_a_priority_that_is_none_is_refused_and_harms_nobody(sim: Bench, priority: Any) -> None:
+    async with reading(sim) as (_, decode, _, task, params):
+        assert decode.data is not None
+        with pytest.raises(LocalProtocolError, match="priority is"):
+            await decode.engine.pull("x", [(0, [7])], params, priority=priority)
+        decode.data.finish()
+        await passing(sim, task)
+
+
+async def test_a_pull_that_does_not_wait_long_closes_at_once(sim: Bench) -> None:
+    """A peer that cannot be reached owes nothing but an acknowledgement."""
+    async with sim.pair(lease=QUICK, pull=PullConfig(handshake_s=1.0)) as (_, decode, group):
+        sim.network.fate = lambda sender, to, packet: "drop"
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        with pytest.raises(PullError):
+            await passing(sim, task)
+        begun = sim.clock.now()
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        assert sim.clock.now() - begun <= 1.1
+        sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+def test_what_waits_for_its_handshake_or_to_be_lent_counts_as_waiting() -> None:
+    for lend in (True, False):
+        world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=2)
+        for i in range(2):
+            ask(world, prefill, decode, i, lend=lend)
+        with pytest.raises(AsyncKVError, match="2 pulls wait already"):
+            ask(world, prefill, decode, 2, lend=lend)
+        params = world.params([prefill], "more", [7], 4)
+        assert decode.node.would_block(params)
+        world.check()
+
+
+def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> None:
+    world, (*stalled, healthy), decode = world_of(3, total_requests=8, window_requests=4)
+    for k, prefill in enumerate(stalled):
+        for i in range(4):
+            ask(world, prefill, decode, k * 10 + i)
+    world.deliver_all()
+    pull = ask(world, healthy, decode, 200)
+    world.deliver_all()
+    assert decode.node.pulling.admission.waits(pull)
+    for _ in range(8):
+        world.advance(0.25)
+        world.deliver_all()
+    assert pull.is_reading
+    world.complete(decode, next(t for t, r in decode.reads.items() if r.agent_name == "agent-p2"))
+    world.deliver_all()
+    assert reason(pull) is Reason.COMPLETE
+    world.check()
+
+
+def test_after_a_silence_there_is_no_more_room_than_before() -> None:
+    world, (first, second), decode = world_of(2, total_requests=4, window_requests=4, total_bytes=256, window_bytes=256)
+    for i in range(8):
+        ask(world, first, decode, i)
+    world.deliver_all()
+    for _ in range(6):
+        world.advance(0.25)
+        world.letters.clear()
+    for _ in range(4):
+        world.advance(0.25)
+        world.deliver_all()
+    others = [ask(world, second, decode, 100 + i) for i in range(4)]
+    world.deliver_all()
+    assert {p.state for p in others} == {PullState.QUEUED}
+    assert decode.node.pulling.window.num_bytes > 0
+    world.run()
+    assert {p.reason for p in others} == {Reason.COMPLETE}
+    world.check()
+
+
+async def test_any_order_of_calls_ends_and_leaves_nothing() -> None:
+    for seed in range(40):
+        await storm(random.Random(seed))
+
+
+async def storm(rng: random.Random) -> None:
+    sim = Bench(False)
+    few = PullConfig(retries=2, timeout_s=3.0, total_requests=2, window_requests=2)
+    prefill, decode = sim.side("prefill", 1, lease=QUICK), sim.side("decode", 100, lease=QUICK, pull=few)
+    sides = [prefill, decode]
+    assert decode.data is not None
+    for side in sides:
+        await side.engine.start()
+    decode.data.deferred = rng.random() < 0.5
+    pulls: list[asyncio.Task[Any]] = []
+    calls: list[asyncio.Task[Any]] = []
+    for _ in range(60):
+        engine, data = rng.choice(sides).engine, decode.data
+        with contextlib.suppress(AsyncKVError):
+            match rng.choices(
+                ["pull", "suspend", "resume", "drain", "finish", "fail", "task", "call", "cancel"],
+                [40, 10, 10, 2, 5, 5, 5, 5, 5],
+            )[0]:
+                case "pull":
+                    epoch, n = prefill.engine.memory_epoch, len(pulls)
+                    group = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=epoch, lease=QUICK)
+                    params = group.make_params(f"r{n}", [(0, [n % 32])], 16, written=True)
+                    prefill.engine.lend(params)
+                    pulls.append(asyncio.create_task(decode.engine.pull(f"d{n}", [(0, [n % 32])], params)))
+                case "suspend":
+                    calls.append(asyncio.create_task(engine.suspend(rng.choice([0.0, 0.1, 0.5]))))
+                case "resume":
+                    await engine.resume()
+                case "drain":
+                    calls.append(asyncio.create_task(engine.drain(0.1)))
+                case "finish" if data.running:
+                    data.finish(rng.choice(list(data.running)))
+                case "fail" if data.running:
+                    data.fail(rng.choice(list(data.running)), peer_lost=rng.random() < 0.5)
+                case "task" if pulls:
+                    rng.choice(pulls).cancel()
+                case "call" if calls:
+                    rng.choice(calls).cancel()
+                case "cancel" if pulls:
+                    decode.engine.cancel(f"d{rng.randrange(len(pulls))}")
+                case _:
+                    pass
+        for _ in range(rng.randint(0, 4)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.5:
+            sim.clock.advance(rng.choice([0.01, 0.2, 1.0]))
+        for side in sides:
+            side.engine.check_integrity()
+    tasks = pulls + calls + [asyncio.create_task(side.engine.aclose()) for side in sides]
+    for _ in range(4000):
+        if all(task.done() for task in tasks):
+            break
+        await asyncio.sleep(0)
+        sim.clock.advance(0.02)
+    assert all(task.done() for task in tasks)
+    for task in tasks:
+        assert task.cancelled() or isinstance(task.exception(), AsyncKVError | None)
+    for side in sides:
+        assert "internal_errors" not in side.engine.statistics().counters
+        assert side.engine.holds() == () or side is prefill
