@@ -189,6 +189,7 @@ class _Retrying:
 
     begun_at: float
     deadline: float
+    blocks: Mapping[int, tuple[int, ...]]
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Time is up, or no attempt may follow."""
     stop: Reason | None = None
@@ -548,7 +549,8 @@ class Engine:
         now = self._clock.now()
         retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
         ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
-        state = _Retrying(now, retry.deadline)
+        blocks = {g: tuple(b for b in ids if b is not None) for g, (_, ids) in enumerate(groups) if most}
+        state = _Retrying(now, retry.deadline, blocks)
         if most:
             self._retrying[request_id] = state
         try:
@@ -716,7 +718,7 @@ class Engine:
 
     def holds(self) -> tuple[Hold, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
-        return self._node.holds(self._clock.now())
+        return self._node.holds(self._clock.now()) + self._between_attempts()
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -987,7 +989,7 @@ class Engine:
         """Say which requests wait for another attempt."""
         now, known = self._clock.now(), self._node.pulling.by_request
         return tuple(
-            Hold(request_id, "retrying", {}, now - state.begun_at, max(state.deadline - now, 0.0), ())
+            Hold(request_id, "retrying", state.blocks, now - state.begun_at, max(state.deadline - now, 0.0), ())
             for request_id, state in self._retrying.items()
             if request_id not in known
         )

@@ -716,7 +716,7 @@ def sleep_does_not_end_the_agent(patch: pytest.MonkeyPatch) -> None:
 @planted
 def sleep_breaks_promises(patch: pytest.MonkeyPatch) -> None:
     """The memory is let go while somebody was promised it."""
-    patch.setattr(Engine, "_idle_within", lambda self, seconds: asyncio.sleep(0))
+    patch.setattr(Engine, "_wait", lambda self, is_over, seconds: asyncio.sleep(0))
 
 
 @planted

@@ -13,7 +13,7 @@ import pytest
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
 from asynckv.core.pull import PullState
-from asynckv.core.types import Reason
+from asynckv.core.types import Reason, decode_params
 from tests.test_admission import ask, world_of
 from tests.test_engine import Bench, Side, until
 from tests.test_lifecycle import QUICK, passing, reading, running
@@ -49,7 +49,8 @@ async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
         fail(decode)
         await spin(sim, 2.0)
         (straggler,) = await passing(sim, asyncio.create_task(decode.engine.drain(1.0)))
-        assert (straggler.request_id, straggler.reason, straggler.blocks) == ("d", "retrying", {})
+        assert (straggler.request_id, straggler.reason, straggler.blocks) == ("d", "retrying", {0: (6,)})
+        assert [hold.reason for hold in decode.engine.holds()] == ["retrying"]
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -257,6 +258,109 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()
+
+
+async def test_new_params_discharge_the_old(sim: Bench) -> None:
+    box: dict[str, Any] = {}
+
+    async def renew(error: PullError) -> Any:
+        fresh = box["group"].make_params("r2", [(0, [3])], 16, written=True)
+        box["lent"] = box["prefill"].lend(fresh)
+        return fresh
+
+    async with reading(sim, retries=3, renew_params=renew, timeout_s=20.0) as (prefill, decode, lent, task, _):
+        assert decode.data is not None
+        box.update(group=PrefillGroup("prefill", [prefill.engine.endpoint]), prefill=prefill.engine)
+        fail(decode)
+        while not running(decode):
+            await spin(sim, 0.05)
+        decode.data.finish()
+        await passing(sim, task)
+        await spin(sim, 0.5)
+        assert (lent.is_over, box["lent"].is_over) == (True, True)
+        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
+        assert decode.blocks([6]) == prefill.blocks([3])
+
+
+async def test_pauses_between_attempts_grow(sim: Bench) -> None:
+    async with reading(sim, retries=4, timeout_s=20.0) as (_, decode, _, task, _):
+        assert decode.data is not None
+        pauses = []
+        for _ in range(4):
+            fail(decode)
+            begun = sim.clock.now()
+            await until(lambda: not running(decode))
+            while not running(decode):
+                await spin(sim, 0.01, 0.01)
+            pauses.append(sim.clock.now() - begun)
+        assert [round(p, 1) for p in pauses] == [0.1, 0.2, 0.4, 0.8]
+        decode.data.finish()
+        assert (await passing(sim, task)).attempts == 5
+
+
+async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:
+    async with reading(sim, retries=2, timeout_s=20.0) as (_, decode, _, task, _):
+        assert decode.data is not None
+        fail(decode)
+        draining = asyncio.create_task(decode.engine.drain(10.0))
+        while not running(decode):
+            await spin(sim, 0.05)
+        assert not draining.done()
+        decode.data.finish()
+        await passing(sim, task)
+        assert await passing(sim, draining) == ()
+
+
+async def test_links_to_old_peers_end_with_a_sleep(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await passing(sim, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
+        await passing(sim, asyncio.create_task(decode.engine.suspend()))
+        await decode.engine.resume()
+        assert decode.engine.statistics().counters["control.links"] == 0
+
+
+def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    for i in range(3):
+        ask(world, prefill, decode, i)
+        world.deliver_all()
+    params = world.params([prefill], "r9", [9], 4, written=True)
+    world.lend(prefill, params)
+    decode.node.announce("d9", params, "", 30.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    decode.node.pull("d9", [(0, [9])], params, "", 30.0, world.time(decode), priority=-1)
+    world.settle(decode)
+    world.run()
+    assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]
+
+
+def test_who_greets_a_draining_engine_is_told_so() -> None:
+    world, (prefill,), decode = world_of()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    prefill.node.shut()
+    world.settle(prefill)
+    pull = world.pull(decode, "d", [3], params)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert [peer.is_draining for peer in decode.node.pulling.peers.values()] == [True]
+
+
+def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:
+    world, (prefill,), decode = world_of()
+    old = world.params([prefill], "old", [3], 4, written=True)
+    roster = [prefill.endpoint]
+    fresh = PrefillGroup("prefill0", roster, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
+    world.lend(prefill, decode_params(fresh))
+    assert prefill.node.lending.memory_epoch == 2
+    with pytest.raises(LocalProtocolError, match="registered anew"):
+        world.lend(prefill, old)
+    pull = world.pull(decode, "d", [3], old)
+    world.run()
+    assert pull.reason is Reason.STALE_MEMORY
 
 
 async def test_any_order_of_calls_ends_and_leaves_nothing() -> None:

@@ -482,9 +482,9 @@ class Node:
         unfinished = [p for p in self.pulling.pulls.values() if p.reason is None]
         if self.pulling.begun != {p.pull_id for p in unfinished if p.lists is not None}:
             wrong.append(f"{len(self.pulling.begun)} pulls count as begun without an outcome, which is not so")
-        queued = {p.pull_id for p in unfinished if p.is_queued}
+        queued = {p.pull_id for p in unfinished if p.is_queued and self.pulling.can_read(p)}
         moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
-        reading = {p.pull_id for p in unfinished if p.state in moving}
+        reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
         wrong += self.pulling.admission.audit(queued, reading)
         wrong += self.pulling.window.audit(self.pulling.transfers)
         for peer in self.pulling.peers.values():

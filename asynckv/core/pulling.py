@@ -186,7 +186,8 @@ class Pulling:
 
     def admit(self, now: float) -> Pull | None:
         """Let the next pull of the queue read, if one may; say `planned` once its plan is made."""
-        pull = self.admission.next()
+        while (pull := self.admission.next()) is not None and not self.can_read(pull):
+            self.admission.leave(pull)  # it asks again when its ranks are heard of
         if pull is None:
             return None
         if any(self._source(leg).is_set_aside for leg in pull.legs if leg.reads):
@@ -352,6 +353,10 @@ class Pulling:
         for transfer_id in list(self.transfers):
             self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
 
+    def can_read(self, pull: Pull) -> bool:
+        """None of the ranks that a pull reads has fallen silent."""
+        return all(self._source(leg).is_usable for leg in pull.legs if leg.reads)
+
     @property
     def num_waiting(self) -> int:
         """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
@@ -456,7 +461,7 @@ class Pulling:
     def _queue(self, pull: Pull) -> None:
         """Keep a pull's place in the queue, or among those that read."""
         if pull.is_queued:
-            if not self.admission.waits(pull):
+            if not self.admission.waits(pull) and self.can_read(pull):
                 self.admission.leave(pull)
                 self.admission.ask(_lane(pull), pull)
         elif pull.state is PullState.CONNECTING:
