@@ -77,21 +77,21 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
 
 
 SLOW = {
-    "nobody_says_that_no_attempt_follows",
-    "old_references_are_served_after_sleep",
-    "one_queue_for_all",
-    "sleep_does_not_end_the_agent",
-    "cancelling_does_nothing",
-    "closing_returns_blocks_too_soon",
-    "completion_stamped_before_it_was_observed",
-    "deadline_from_another_transmission",
-    "failed_announcements_are_final",
-    "no_pause_between_handshakes",
-    "one_handshake_at_a_time",
-    "one_window_for_all_peers",
-    "releases_are_sent_once",
+    "cancelling_does_nothing": 168,
+    "closing_returns_blocks_too_soon": 1096,
+    "completion_stamped_before_it_was_observed": 308,
+    "deadline_from_another_transmission": 243,
+    "failed_announcements_are_final": 24,
+    "no_pause_between_handshakes": 161,
+    "nobody_says_that_no_attempt_follows": 1507,
+    "old_references_are_served_after_sleep": 9,
+    "one_handshake_at_a_time": 116,
+    "one_queue_for_all": 255,
+    "one_window_for_all_peers": 740,
+    "releases_are_sent_once": 77,
+    "sleep_does_not_end_the_agent": 991,
 }
-"""They take more than a few seeds."""
+"""They take more than a few seeds. One that was seen to do is tried first, then all from the beginning."""
 
 
 def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -100,7 +100,7 @@ def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
-@pytest.mark.parametrize("name", sorted(PLANTED.keys() - SLOW))
+@pytest.mark.parametrize("name", sorted(PLANTED.keys() - SLOW.keys()))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught(name, 150, monkeypatch)
 
@@ -110,7 +110,8 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("name", sorted(SLOW))
 def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert caught(name, 4000, monkeypatch)
+    PLANTED[name](monkeypatch)
+    assert any(simulate(seed).violation for seed in (SLOW[name], *range(4000)))
 
 
 @pytest.mark.slow
