@@ -217,6 +217,9 @@ class _Retrying:
                 each.cancel()
 
 
+_NOT_RETRYING = _Retrying(0.0, 0.0, {})
+
+
 class Engine:
     """One rank of an inference engine: lends its blocks, pulls others'.
 
@@ -546,13 +549,12 @@ class Engine:
             raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise LocalProtocolError(f"priority is {priority!r}; it must be an integer from -2^53 to 2^53")
-        now = self._clock.now()
+        now, state = self._clock.now(), _NOT_RETRYING
         retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
         ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
-        blocks = {g: tuple(b for b in ids if b is not None) for g, (_, ids) in enumerate(groups) if most}
-        state = _Retrying(now, retry.deadline, blocks)
         if most:
-            self._retrying[request_id] = state
+            blocks = {g: tuple(b for b in ids if b is not None) for g, (_, ids) in enumerate(groups)}
+            state = self._retrying[request_id] = _Retrying(now, retry.deadline, blocks)
         try:
             while True:
                 left = max(retry.deadline - self._clock.now(), 1e-3) if retry.attempts > 1 else timeout
@@ -634,11 +636,11 @@ class Engine:
                 if ask.renew_params is None or state.stop is not None:
                     return ask.params if state.stop is None else None
                 found = await state.first(ask.renew_params(error))
+                fresh = _params(found[0]) if found and found[0] is not None else None
             except Retired:
                 return None
             except Exception as exc:
                 raise error from exc  # `renew_params` failed, so there is nothing to go on with
-        fresh = _params(found[0]) if found and found[0] is not None else None
         if fresh is not None and state.stop is not None:
             # Given up meanwhile: what was prefilled anew is needed no more either.
             if fresh != ask.params:

@@ -13,6 +13,7 @@ import pytest
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
 from asynckv.core.pull import PullState
+from asynckv.core.pulling import Pulling
 from asynckv.core.types import Reason, decode_params
 from tests.test_admission import ask, world_of
 from tests.test_engine import Bench, Side, until
@@ -258,6 +259,22 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()
+
+
+async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+
+        def admit(self: Pulling, now: float) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(Pulling, "admit", admit)
+            await decode.engine.pull("d", [(0, [6])], params)
+        assert decode.engine.holds() == ()
+        await spin(sim, 0.5)
+        assert (running(decode), lent.is_over) == (0, True)
 
 
 async def test_new_params_discharge_the_old(sim: Bench) -> None:

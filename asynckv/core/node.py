@@ -351,7 +351,12 @@ class Node:
             )
         pull.is_last, pull.priority, pull.curable = is_last, priority, curable
         if pull.reason is None:
-            self.pulling.begin(pull, lists, now + timeout_s, now)
+            try:
+                self.pulling.begin(pull, lists, now + timeout_s, now)
+            except BaseException:
+                # Whoever is told that it failed must not have his blocks filled behind his back.
+                self.pulling.cancel(pull, now)
+                raise
         return pull
 
     def _sources(self, ranks: range, size: int) -> Sequence[int]:
