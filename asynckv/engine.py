@@ -588,6 +588,7 @@ class Engine:
     async def _attempt(self, ask: _Ask, seconds: float, retry: Retry) -> tuple[Pull, _Waiting]:
         """Pull once, to its outcome."""
         node = self._node
+        self._soon()  # also where it is refused: there may be something to say to somebody
         pull = node.pull(
             ask.request_id,
             ask.groups,
@@ -605,7 +606,6 @@ class Engine:
         if pull.planned_at == pull.admitted_at < math.inf:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
-        self._soon()
         try:
             await self._outcome(pull, waiting)
         except asyncio.CancelledError:

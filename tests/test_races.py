@@ -269,9 +269,10 @@ async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monke
         def admit(self: Pulling, now: float) -> None:
             raise RuntimeError("a bug")
 
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        with monkeypatch.context() as patch:
             patch.setattr(Pulling, "admit", admit)
-            await decode.engine.pull("d", [(0, [6])], params)
+            with pytest.raises(RuntimeError):
+                await decode.engine.pull("d", [(0, [6])], params)
         assert decode.engine.holds() == ()
         await spin(sim, 0.5)
         assert (running(decode), lent.is_over) == (0, True)
