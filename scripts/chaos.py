@@ -898,7 +898,9 @@ async def garbage(arena: Arena) -> None:
                     batch += [[rng.randbytes(8) for _ in range(rng.randint(2, 5))] for _ in range(10)]
                     sent.update(packets=len(batch), frames=10)
                     rng.shuffle(batch)
-                    arena.check(await asyncio.to_thread(stranger.send, batch), "a stranger's ping was not answered")
+                    # Each has a connection of its own: one that sends so much rubbish is soon not listened to.
+                    with contextlib.closing(Stranger(prefill.address)) as each:
+                        arena.check(await asyncio.to_thread(each.send, batch), "a stranger's ping was not answered")
                     recorded = b"".join(between.recorded[: rng.randint(1, 20)])
                     await asyncio.gather(*(shout_any(recorded) for _ in range(8)))
                 head = HANDSHAKE + b"\x02" + HUGE.to_bytes(8, "big")

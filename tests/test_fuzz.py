@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -272,5 +273,7 @@ async def test_a_plane_says_nothing_to_any_mutation_of_an_address(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("work", [packet, params], ids=lambda x: x.__name__)
-def test_a_million_mutations(work: Callable[[random.Random, Path], object], tmp_path: Path) -> None:
-    assert sum(fuzz(work, 1_000_000, 1, tmp_path / "file.json").values()) == 1_000_000
+def test_very_many_mutations(work: Callable[[random.Random, Path], object], tmp_path: Path) -> None:
+    """By default a fifth of the million that was run before a release: it takes more than a minute."""
+    number = int(os.environ.get("ASYNCKV_FUZZ", "200000"))
+    assert sum(fuzz(work, number, 1, tmp_path / "file.json").values()) == number
