@@ -168,7 +168,7 @@ class _Waiting:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ask:
     """What a caller wants pulled."""
 

@@ -263,14 +263,17 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
 
 async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        first = group.make_params("first", [(0, [2])], 16, written=True)
+        prefill.engine.lend(first)
+        await decode.engine.pull("first", [(0, [7])], first)
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
 
-        def admit(self: Pulling, now: float) -> None:
+        def read(self: Pulling, pull: Any, now: float) -> None:
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Pulling, "admit", admit)
+            patch.setattr(Pulling, "_read", read)
             with pytest.raises(RuntimeError):
                 await decode.engine.pull("d", [(0, [6])], params)
         assert decode.engine.holds() == ()

@@ -104,6 +104,7 @@ class Admission:
         self._total, self._window = total, window
         self._lanes: dict[LaneKey, Lane] = {}
         self._lane_of: dict[PullId, Lane] = {}
+        self._admitted: set[PullId] = set()
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
         self._turns: list[tuple[tuple[int, int], LaneKey]] = []
@@ -117,7 +118,7 @@ class Admission:
     @property
     def num_admitted(self) -> int:
         """Pulls in flight."""
-        return sum(len(lane.admitted) for lane in self._lanes.values())
+        return len(self._admitted)
 
     def would_block(self, key: LaneKey) -> bool:
         """Whether a pull of the lowest rank that came now would have to wait for others."""
@@ -129,18 +130,35 @@ class Admission:
     def expect(self, key: LaneKey, pull: Pull) -> None:
         """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
         if pull.pull_id not in self._lane_of:
-            lane = self._lanes.get(key)
-            if lane is None:
-                lane = self._lanes[key] = Lane(key)
-            self._lane_of[pull.pull_id] = lane
+            lane = self._lane_of[pull.pull_id] = self._lane(key)
             lane.coming.add(pull.pull_id)
 
-    def ask(self, key: LaneKey, pull: Pull) -> None:
-        """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
+    def _lane(self, key: LaneKey) -> Lane:
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane(key)
+        return lane
+
+    def enter(self, key: LaneKey, pull: Pull) -> bool:
+        """Admit a pull that comes where there is room and nobody waits; False if it has to `ask`."""
+        if self._turns or len(self._counted) >= self._total:
+            return False
+        lane = self._lane(key)
+        if lane.waiting or len(lane.admitted) >= self._window:
+            return False
         self._lane_of[pull.pull_id] = lane
+        lane.coming.discard(pull.pull_id)
+        self._add(lane, pull.pull_id)
+        return True
+
+    def _add(self, lane: Lane, pull_id: PullId) -> None:
+        lane.admitted.add(pull_id)
+        self._admitted.add(pull_id)
+        self._counted.add(pull_id)
+
+    def ask(self, key: LaneKey, pull: Pull) -> None:
+        """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
+        lane = self._lane_of[pull.pull_id] = self._lane(key)
         lane.coming.discard(pull.pull_id)
         lane.waiting[pull.pull_id] = pull
         heapq.heappush(lane.order, (pull.priority, pull.arrival, pull.pull_id))
@@ -168,8 +186,7 @@ class Admission:
             pull = head[1]
             heapq.heappop(lane.order)
             del lane.waiting[pull.pull_id]
-            lane.admitted.add(pull.pull_id)
-            self._counted.add(pull.pull_id)
+            self._add(lane, pull.pull_id)
             self._enlist(lane)
             return pull
         return None
@@ -182,6 +199,7 @@ class Admission:
         lane.waiting.pop(pull.pull_id, None)
         lane.coming.discard(pull.pull_id)
         lane.admitted.discard(pull.pull_id)
+        self._admitted.discard(pull.pull_id)
         self._counted.discard(pull.pull_id)
         if not lane.waiting and not lane.admitted and not lane.coming:
             del self._lanes[lane.key]
@@ -209,12 +227,16 @@ class Admission:
         there = [p for lane in self._lanes.values() for p in (*lane.coming, *lane.waiting, *lane.admitted)]
         if sorted(there) != sorted(self._lane_of):
             wrong.append(f"lanes hold {len(there)} pulls, but {len(self._lane_of)} are known")
-        if stray := self._counted - {p for lane in self._lanes.values() for p in lane.admitted}:
+        if self._admitted != {p for lane in self._lanes.values() for p in lane.admitted}:
+            wrong.append(f"lanes do not agree on who of {len(self._admitted)} is in flight")
+        if stray := self._counted - self._admitted:
             wrong.append(f"pulls {sorted(stray)[:4]} count without being in flight")
         return wrong
 
     def _enlist(self, lane: Lane) -> None:
         """Give a lane that could go on its place among the others, or a better one than it has."""
+        if not lane.waiting:
+            return
         head = lane.head
         if head is None or len(lane.admitted) >= self._window or (lane.turn is not None and lane.turn[0] <= head[0]):
             return

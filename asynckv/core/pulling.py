@@ -168,9 +168,11 @@ class Pulling:
                 leg.reads = True
                 self._meet(pull, leg, now)
         self._route(pull, now)
-        self._after(pull, now)
         # Where there is room its plan is made at once, in its caller's time: a turn of the loop is for all.
-        self.admit(now)
+        if pull.is_queued and self.can_read(pull) and self.admission.enter(_lane(pull), pull):
+            self._read(pull, now)
+        else:
+            self._after(pull, now)
 
     def cancel(self, pull: Pull, now: float) -> None:
         """Give up a pull."""
@@ -190,13 +192,17 @@ class Pulling:
             self.admission.leave(pull)  # it asks again when its ranks are heard of
         if pull is None:
             return None
+        self._read(pull, now)
+        return pull
+
+    def _read(self, pull: Pull, now: float) -> None:
+        """Make the plan of a pull that was admitted, and let it read."""
         if any(self._source(leg).is_set_aside for leg in pull.legs if leg.reads):
             self.admission.discount(pull.pull_id)
         pull.admitted_at = min(pull.admitted_at, now)
         if self._plan(pull, now):
             pull.admitted(now)
         self._after(pull, now)
-        return pull
 
     def next_post(self, now: float) -> PostRead | None:
         """Return the next read to post, if any may be; the peers take turns, each in order of arrival."""
@@ -460,13 +466,16 @@ class Pulling:
 
     def _queue(self, pull: Pull) -> None:
         """Keep a pull's place in the queue, or among those that read."""
+        state = pull.state
+        if state is PullState.READING or state is PullState.DRAINING:
+            return
         if pull.is_queued:
             if not self.admission.waits(pull) and self.can_read(pull):
                 self.admission.leave(pull)
                 self.admission.ask(_lane(pull), pull)
-        elif pull.state is PullState.CONNECTING:
+        elif state is PullState.CONNECTING:
             self.admission.expect(_lane(pull), pull)
-        elif pull.state not in (PullState.READING, PullState.DRAINING):
+        else:
             self.admission.leave(pull)
 
     def _make_room(self, leg: Leg) -> None:
