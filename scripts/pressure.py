@@ -79,19 +79,28 @@ class Order:
     @contextlib.contextmanager
     def watch(self, admission: Any) -> Iterator[None]:
         """Listen to an engine's admission."""
-        before = admission.next
+        before_next, before_enter = admission.next, admission.enter
+
+        def admitted(pull: Any) -> None:
+            self.names.append(pull.request_id)
+            self.most = max(self.most, admission.num_admitted)
 
         def following() -> Any:
-            if (pull := before()) is not None:
-                self.names.append(pull.request_id)
-                self.most = max(self.most, admission.num_admitted)
+            if (pull := before_next()) is not None:
+                admitted(pull)
             return pull
 
-        admission.next = following
+        def enter(key: Any, pull: Any) -> bool:
+            is_in: bool = before_enter(key, pull)
+            if is_in:
+                admitted(pull)
+            return is_in
+
+        admission.next, admission.enter = following, enter
         try:
             yield
         finally:
-            del admission.next
+            del admission.next, admission.enter
 
 
 class Side(chaos.Side):
