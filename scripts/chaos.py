@@ -37,6 +37,7 @@ from asynckv import (
     EngineConfig,
     KeysConfig,
     LeaseConfig,
+    LimitsConfig,
     PrefillGroup,
     PullConfig,
     Registration,
@@ -142,7 +143,12 @@ class Side:
         pull = pull | {"max_post_bytes": 1 << 18} | setup.get("pull", {})
         keys = KeysConfig(**setup["keys"]) if setup["keys"] else None
         config = EngineConfig(
-            engine_id=setup["name"], bind=setup["bind"], lease=self._lease, pull=PullConfig(**pull), keys=keys
+            engine_id=setup["name"],
+            bind=setup["bind"],
+            lease=self._lease,
+            pull=PullConfig(**pull),
+            keys=keys,
+            limits=LimitsConfig(**setup.get("limits", {})),
         )
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
