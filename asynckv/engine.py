@@ -200,10 +200,6 @@ class _Retrying:
         self.stop = self.stop or reason
         self.wake.set()
 
-    async def wait(self) -> None:
-        """Wait to be woken."""
-        await self.wake.wait()
-
     async def first(self, work: Awaitable[T]) -> tuple[T] | None:
         """Wait for some work, at most until woken; None if that came first."""
         task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self.wake.wait())
@@ -628,7 +624,7 @@ class Engine:
             return None
         self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
         with self._waking(state, when):
-            await state.wait()
+            await state.wake.wait()
         with self._waking(state, retry.deadline):
             try:
                 if error.held and await state.first(error.returned()) is None:

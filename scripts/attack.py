@@ -488,10 +488,7 @@ async def arena(name: str, seed: int) -> AsyncIterator[chaos.Arena]:
         try:
             yield made
         except* (chaos.Failure, TimeoutError) as group:
-            causes: list[BaseException] = [group]
-            for cause in causes:
-                causes += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
-            made.problems += [f"{type(x).__name__}: {x}" for x in causes if not isinstance(x, BaseExceptionGroup)]
+            made.blame(group)
         finally:
             for worker in (made.decode, *made.prefill):
                 await worker.kill()

@@ -507,6 +507,13 @@ class Arena:
         """Tell the person who watches."""
         print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
+    def blame(self, group: BaseException) -> None:
+        """Remember every cause in an exception group."""
+        causes = [group]
+        for cause in causes:
+            causes += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+        self.problems += [f"{type(x).__name__}: {x}" for x in causes if not isinstance(x, BaseExceptionGroup)]
+
     def check(self, is_so: bool, problem: str) -> None:
         """Remember a problem unless all is well."""
         if not is_so and len(self.problems) < 50:
@@ -977,10 +984,7 @@ async def perform(
             async with asyncio.timeout(within_s):
                 await work(arena)
         except* (Failure, TimeoutError) as group:
-            causes: list[BaseException] = [group]
-            for cause in causes:
-                causes += cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
-            arena.problems += [f"{type(x).__name__}: {x}" for x in causes if not isinstance(x, BaseExceptionGroup)]
+            arena.blame(group)
         finally:
             for worker in (arena.decode, *arena.prefill):
                 await worker.kill()

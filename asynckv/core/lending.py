@@ -53,9 +53,8 @@ class Lending:
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
-        self.is_closed = False
-        """Nothing will be lent any more, so nothing is worth waiting for."""
-        self._why = ""
+        self.closed_as = ""
+        """How the engine takes nothing new, for people; empty while it does."""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
         self._parked_s, self._max_parked = parked_s, max_parked
         self._parked: dict[Key, dict[_Slot, _Parked]] = {}
@@ -123,9 +122,14 @@ class Lending:
         self.after(lease, now)
         return lease
 
-    def shut(self, why: str) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Nothing will be lent any more, so nothing is worth waiting for."""
+        return bool(self.closed_as)
+
+    def shut(self, how: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
-        self.is_closed, self._why = True, why
+        self.closed_as = how
         parked = [p for waiting in self._parked.values() for p in waiting.values()]
         self._parked.clear()
         self._parked_order.clear()
@@ -215,7 +219,7 @@ class Lending:
 
     def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
         self._desk.counters[f"refused.{reason}"] += 1
-        detail = self._why if reason is Reason.ENGINE_CLOSED else ""
+        detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
         self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:

@@ -48,7 +48,7 @@ from asynckv.core.pull import Leg, Pull, PullState
 from asynckv.core.pulling import Pulling
 from asynckv.core.sources import predicted
 from asynckv.core.topology import remote_ranks
-from asynckv.core.types import Address, Cohort, Params, PullId, Reason, RequestId, Route
+from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, RequestId, Route
 from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -113,6 +113,12 @@ class Hold:
     pull_id: str = ""
 
 
+def _answered(params: Params, ranks: range) -> list[Endpoint]:
+    """Return the listed endpoints of some ranks, in every stage: by stage, then by rank."""
+    mine = (e for e in params.roster if e.tp_rank in ranks and e.pp_stage < params.pp_size)
+    return sorted(mine, key=lambda e: (e.pp_stage, e.tp_rank))
+
+
 class Node:
     """All state of one rank.
 
@@ -134,8 +140,6 @@ class Node:
         )
         self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
         self.lending.memory_epoch = identity.memory_epoch
-        self.is_closed = False
-        self._closed_as = ""
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -241,10 +245,8 @@ class Node:
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         sources = self._sources(ranks, params.tp_size) if reads else ()
         legs = [
-            Leg(rank, Address(e.address), e.incarnation, rank in sources, stage, rank in sources)
-            for stage in range(params.pp_size)
-            for rank in ranks
-            for e in (roster[stage, rank],)
+            Leg(e.tp_rank, Address(e.address), e.incarnation, e.tp_rank in sources, e.pp_stage, e.tp_rank in sources)
+            for e in _answered(params, ranks)
         ]
         cohort = msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
         pull = Pull(
@@ -349,7 +351,8 @@ class Node:
             raise LocalProtocolError(
                 f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
             )
-        pull.is_last, pull.priority, pull.curable = is_last, priority, curable
+        else:
+            pull.is_last, pull.priority, pull.curable = is_last, priority, curable
         if pull.reason is None:
             try:
                 self.pulling.begin(pull, lists, now + timeout_s, now)
@@ -384,9 +387,9 @@ class Node:
     def would_block(self, params: Params) -> bool:
         """Whether a pull of this request would have to wait for others, if it came now."""
         ranks = remote_ranks(self.identity.layout.tp_rank, self.identity.layout.tp_size, params.tp_size)
-        places = {(e.pp_stage, e.tp_rank): (Address(e.address), e.incarnation) for e in params.roster}
-        found = (places.get((stage, rank)) for stage in range(params.pp_size) for rank in ranks)
-        return self.pulling.admission.would_block(tuple(place for place in found if place is not None))
+        return self.pulling.admission.would_block(
+            tuple((Address(e.address), e.incarnation) for e in _answered(params, ranks))
+        )
 
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
@@ -398,10 +401,9 @@ class Node:
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell everyone who shook hands; `how` is for people."""
-        self._closed_as = how
-        if not self.is_closed:
-            self.is_closed = True
-            self.lending.shut(f"the engine is {how}")
+        was_open = not self.is_closed
+        self.lending.shut(how)
+        if was_open:
             for (source, route), minor in self._readers.items():
                 self._say_draining(route, source, minor)
 
@@ -426,13 +428,18 @@ class Node:
                 blocks={},
                 held_s=now - pull.history[0][0],
                 left_s=max(pull.wake_at - now, 0.0),
-                waits_for=tuple(f"{leg.name} at {leg.address}" for leg in pull.legs if not leg.is_settled),
+                waits_for=tuple(leg.where for leg in pull.legs if not leg.is_settled),
                 pull_id=pull.pull_id,
             )
             for pull in self.pulling.pulls.values()
             if pull.pull_id not in known
         ]
         return holds + tuple(others)
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing new is taken."""
+        return self.lending.is_closed
 
     @property
     def is_idle(self) -> bool:
@@ -457,7 +464,7 @@ class Node:
             pull = self.pulling.pulls.get(PullId(hold.holder))
             if pull is not None:
                 legs = (leg for leg in pull.legs if leg.running or leg.doubtful or (leg.reads and not leg.proven))
-                waits_for = tuple(f"{leg.name} at {leg.address}" for leg in legs)
+                waits_for = tuple(leg.where for leg in legs)
             else:
                 waits_for = waiting.get(hold.holder, ())
             out.append(
@@ -554,7 +561,7 @@ class Node:
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self._closed_as} and takes no new work")
+            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.lending.closed_as} and takes no new work")
 
     def _serve(self, message: Message, route: Route, source: str, now: float) -> None:
         match message:
@@ -621,7 +628,7 @@ class Node:
         if not self._is_meant(hello):
             return self._wrong_target(hello)
         if self.is_closed and not self.lending.leases:
-            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self._closed_as}")
+            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self.lending.closed_as}")
         self._readers.pop((source, route), None)
         self._readers[source, route] = hello.minor
         if len(self._readers) > MAX_READERS:

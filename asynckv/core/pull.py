@@ -240,6 +240,11 @@ class Leg:
         """For people."""
         return f"pp{self.pp_stage}/tp{self.tp_rank}" if self.pp_stage else f"tp{self.tp_rank}"
 
+    @property
+    def where(self) -> str:
+        """The rank and its address, for people."""
+        return f"{self.name} at {self.address}"
+
     def prove(self) -> None:
         """Note it if the bytes are what was lent: nothing that comes later changes that."""
         if not self.proven and self.is_done:
@@ -483,7 +488,7 @@ class Pull:
             self.read_at = now
         elif not news.ok:
             reason = Reason.PEER_LOST if news.peer_lost else Reason.READ_FAILED
-            self._fail(reason, f"a transfer from {leg.name} at {leg.address} failed: {news.cause}", now)
+            self._fail(reason, f"a transfer from {leg.where} failed: {news.cause}", now)
         self._advance(now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> None:
@@ -630,7 +635,7 @@ class Pull:
             self._note(now, f"{leg.name} grants no more: {answer.reason}")
             return
         reason = Reason.LEASE_LOST if leg.lent_before < math.inf else answer.reason
-        text = f"{leg.name} at {leg.address} refused: {answer.reason}"
+        text = f"{leg.where} refused: {answer.reason}"
         self._fail(reason, f"{text} ({answer.detail})" if answer.detail else text, now)
 
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
@@ -657,7 +662,7 @@ class Pull:
                 return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
 
     def _names(self, chosen: Callable[[Leg], bool]) -> str:
-        return ", ".join(f"{leg.name} at {leg.address}" for leg in self.legs if chosen(leg)) or "nobody"
+        return ", ".join(leg.where for leg in self.legs if chosen(leg)) or "nobody"
 
     def _advance(self, now: float) -> None:
         """Take state-triggered transitions to a fixed point."""

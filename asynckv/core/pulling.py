@@ -197,7 +197,7 @@ class Pulling:
 
     def _read(self, pull: Pull, now: float) -> None:
         """Make the plan of a pull that was admitted, and let it read."""
-        if any(self._source(leg).is_set_aside for leg in pull.legs if leg.reads):
+        if self._is_aside(pull):
             self.admission.discount(pull.pull_id)
         pull.admitted_at = min(pull.admitted_at, now)
         if self._plan(pull, now):
@@ -370,19 +370,22 @@ class Pulling:
 
     def hint(self, address: Address, text: str) -> None:
         """Something may keep an address from answering."""
-        for peer in self.peers.values():
-            if peer.address == address and peer.state is S.CONNECTING:
-                peer.hint = text
+        for peer in self._greeted(address):
+            peer.hint = text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
         """The control plane may not talk to an address at all."""
-        for peer in [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]:
+        for peer in self._greeted(address):
             self._failed(peer, Reason.UNREACHABLE, f"{peer.name} at {address} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         """The listener at an address speaks another protocol version."""
-        for peer in [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]:
+        for peer in self._greeted(address):
             self._lose(peer, Reason.PROTOCOL, detail, now)
+
+    def _greeted(self, address: Address) -> list[Peer]:
+        """Return whom we are shaking hands with at an address."""
+        return [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]
 
     def receive(self, message: Message, address: Address, source: str, now: float) -> None:
         """Take an answer that came from a remote rank over our own link to it."""
@@ -836,13 +839,13 @@ class Pulling:
             if transfer.pull.reason is None and transfer_id in transfer.leg.running:
                 self.window.enter(transfer_id, transfer.num_bytes, transfer.num_descriptors)
         for pull_id in peer.pulls:
-            pull = self.pulls[pull_id]
-            if not any(self._is_aside(leg) for leg in pull.legs if leg.reads):
+            if not self._is_aside(self.pulls[pull_id]):
                 self.admission.recount(pull_id)
 
-    def _is_aside(self, leg: Leg) -> bool:
-        peer = self.peers.get((leg.address, leg.incarnation))
-        return peer is not None and peer.is_set_aside
+    def _is_aside(self, pull: Pull) -> bool:
+        """It waits for a rank from which nothing comes."""
+        peers = (self.peers.get((leg.address, leg.incarnation)) for leg in pull.legs if leg.reads)
+        return any(peer is not None and peer.is_set_aside for peer in peers)
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""

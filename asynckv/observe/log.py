@@ -198,7 +198,7 @@ class Recorder:
             request_id=pull.request_id,
             pull_id=pull.pull_id,
             blocks=sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0,
-            held_by=[f"{leg.name} at {leg.address}" for leg in pull.legs if leg.running or leg.doubtful],
+            held_by=[leg.where for leg in pull.legs if leg.running or leg.doubtful],
             transfers=sum(len(leg.running | leg.doubtful) for leg in pull.legs),
             seconds_after_failure=round(now - pull.published_at, 6),
             history=_relative(pull.history),
