@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from tests.engines import Bench
+
 
 @pytest.fixture
 def anyio_backend() -> str:
@@ -19,3 +21,13 @@ def unconfigured_logging() -> Iterator[None]:
     """Leave structlog as it was found: the command line configures it for its own process."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    return Bench(request.param == "real")
+
+
+@pytest.fixture
+def sim() -> Bench:
+    return Bench(False)

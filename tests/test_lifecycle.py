@@ -25,21 +25,11 @@ from asynckv import (
     Registration,
 )
 from asynckv.config import PullConfig
-from tests.test_engine import Bench, Side, memory, until
+from tests.engines import Bench, Side, memory, until
 
 pytestmark = pytest.mark.anyio
 
 QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
-
-
-@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])
-def bench(request: pytest.FixtureRequest) -> Bench:
-    return Bench(request.param == "real")
-
-
-@pytest.fixture
-def sim() -> Bench:
-    return Bench(False)
 
 
 async def passing(bench: Bench, task: asyncio.Task[Any], step: float = 0.02) -> Any:

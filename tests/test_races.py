@@ -15,17 +15,12 @@ from asynckv.config import PullConfig
 from asynckv.core.pull import PullState
 from asynckv.core.pulling import Pulling
 from asynckv.core.types import Reason, decode_params
+from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
-from tests.test_engine import Bench, Side, until
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import reason
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def sim() -> Bench:
-    return Bench(False)
 
 
 async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:

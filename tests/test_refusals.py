@@ -15,7 +15,7 @@ import pytest
 from asynckv import KeysConfig, PeerUnreachable, PrefillGroup, PullConfig
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
-from tests.test_engine import Bench, Side
+from tests.engines import Bench, Side
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
 

@@ -1,0 +1,79 @@
+"""A prefill and a decode engine, on simulated planes with a manual clock, or on real NIXL and ZMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv.core.layout import Memory
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from tests.world import make_layout
+
+BLOCKS = 32
+
+
+class Side:
+    """An engine with its memory."""
+
+    def __init__(self, engine: Engine, arrays: list[npt.NDArray[np.uint8]], data: SimData | None) -> None:
+        self.engine, self.arrays, self.data = engine, arrays, data
+
+    def blocks(self, ids: list[int]) -> bytes:
+        # kv, block, ... : the block is the second dim
+        return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
+
+
+def memory(seed: int, tp_rank: int = 0, tp_size: int = 1) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    layout = make_layout(tp_rank, tp_size, num_blocks=BLOCKS, block_size=16, head_dim=32)
+    arrays = [
+        np.random.default_rng(seed + i).integers(0, 256, m.length, np.uint8) for i, m in enumerate(layout.memories)
+    ]
+    layout = msgspec.structs.replace(layout, memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in arrays))
+    return register_memory(layout, tuple(arrays)), arrays
+
+
+class Bench:
+    """A prefill and a decode engine, on planes of one kind."""
+
+    def __init__(self, real: bool) -> None:
+        self.real = real
+        self.network = SimNetwork()
+        self.clock = ManualClock()
+
+    def side(self, engine_id: str, seed: int, **config: Any) -> Side:
+        registration, arrays = memory(seed)
+        settings = EngineConfig(engine_id=engine_id, **config)
+        if self.real:
+            return Side(Engine(settings, registration), arrays, None)
+        data = SimData(self.network, f"{engine_id}-{seed}")
+        engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
+        return Side(engine, arrays, data)
+
+    @contextlib.asynccontextmanager
+    async def pair(self, **config: Any) -> AsyncIterator[tuple[Side, Side, PrefillGroup]]:
+        prefill, decode = self.side("prefill", 1, **config), self.side("decode", 100, **config)
+        async with prefill.engine, decode.engine:
+            yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+            prefill.engine.check_integrity()
+            decode.engine.check_integrity()
+            closing = [asyncio.create_task(side.engine.aclose()) for side in (decode, prefill)]
+            while not self.real and not all(task.done() for task in closing):
+                # Promises run out only as time passes.
+                await asyncio.sleep(0)
+                self.clock.advance(0.01)
+            await asyncio.gather(*closing)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
