@@ -87,7 +87,7 @@ class ControlPlane(Protocol):
         """Close everything, keeping sent packets moving for a moment. Idempotent."""
 
 
-class Ending(enum.Enum):
+class Ending(enum.StrEnum):
     """What is known about a posted transfer that is no longer simply running."""
 
     DONE = "done"

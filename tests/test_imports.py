@@ -22,6 +22,7 @@ CORE_MAY_IMPORT = {
     "collections",
     "dataclasses",
     "enum",
+    "functools",
     "hashlib",
     "heapq",
     "itertools",

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 
@@ -178,6 +178,10 @@ Command = (
 )
 
 
+_DETAILED = (Refused, Unwelcome)
+_SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
+
+
 @dataclass(slots=True)
 class Desk:
     """Messages to send, commands to execute, and what was counted."""
@@ -191,11 +195,11 @@ class Desk:
 
     def send(self, to: Address | Route, target: str, message: Message) -> None:
         """Send a message to a process start, with all others of this turn."""
-        if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
+        if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
             # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
             message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
         self._outbox.setdefault((to, target), []).append(message)
-        self.counters[f"sent.{type(message).__name__.lower()}"] += 1
+        self.counters[_SENT[type(message)]] += 1
 
     def take_packets(self) -> Iterator[tuple[Address | Route, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""

@@ -33,7 +33,7 @@ MAX_PULLS = 4096
 """Attempts that one lease remembers; a reader that needs more is refused."""
 
 
-class LeaseState(enum.Enum):
+class LeaseState(enum.StrEnum):
     """Where a lease stands."""
 
     LENT = "lent"
@@ -198,7 +198,7 @@ class Lease:
 
     def _note(self, entry: tuple[float, str]) -> None:
         # The last word is always said; what a reader can repeat is not kept without end.
-        if len(self.history) < MAX_HISTORY or entry[1] == self.state.value:
+        if len(self.history) < MAX_HISTORY or entry[1] == self.state:
             self.history.append(entry)
 
     def _owes(self) -> bool:
@@ -212,7 +212,7 @@ class Lease:
         if self.is_over or self.held or (self.state is L.LENT and self._owes()):
             return
         self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
-        self._note((now, self.state.value))
+        self._note((now, self.state))
 
     def _answer(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:
         match message:

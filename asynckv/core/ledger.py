@@ -7,7 +7,6 @@ engine owns the free list; asynckv audits holders.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from asynckv.core.types import NULL
 from asynckv.errors import LocalProtocolError
 
-__all__ = ["Hold", "Ledger"]
+__all__ = ["Hold", "Int64s", "Ledger"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -32,8 +31,6 @@ class Hold:
         kind: Lenders share, a writer is exclusive.
         since: When it began.
         blocks: Group -> block ids.
-        reason: Why, in a word: what the lease or the pull is at.
-        until: When this reason ends at the latest; infinite if nothing bounds it.
     """
 
     holder: str
@@ -41,8 +38,6 @@ class Hold:
     request_id: str
     since: float
     blocks: Mapping[int, Int64s]
-    reason: str = ""
-    until: float = math.inf
 
     @property
     def num_blocks(self) -> int:
@@ -95,15 +90,24 @@ class Ledger:
         Raises:
             LocalProtocolError: The holder has one already, or a block is held in a way that excludes it.
         """
+        self.hold(holder, kind, request_id, self.check(kind, groups), now)
+
+    def hold(
+        self, holder: str, kind: Literal["lent", "writing"], request_id: str, blocks: Mapping[int, Int64s], now: float
+    ) -> None:
+        """Record a hold of what `check` has just returned.
+
+        Raises:
+            LocalProtocolError: The holder has one already.
+        """
         if holder in self._holds:
             raise LocalProtocolError(f"{holder} holds blocks already")
-        blocks = self.check(kind, groups)
         for group, ids in blocks.items():
             if kind == "lent":
                 np.add.at(self._lent[group], ids, 1)
             else:
                 self._writing[group][ids] = True
-        self._holds[holder] = Hold(holder, kind, request_id, now, blocks, kind)
+        self._holds[holder] = Hold(holder, kind, request_id, now, blocks)
 
     def check(
         self, kind: Literal["lent", "writing"], groups: Mapping[int, Sequence[int] | Int64s]
@@ -113,11 +117,15 @@ class Ledger:
         Raises:
             LocalProtocolError: A block is held in a way that excludes it.
         """
-        arrays = {g: np.asarray(ids, np.int64) for g, ids in groups.items()}
-        blocks = {g: real for g, ids in arrays.items() if len(real := ids[ids != NULL])}
-        for group, ids in blocks.items():
-            self._check(kind, group, ids)
-        for pool in {self._pools[g] for g in blocks}:
+        blocks: dict[int, Int64s] = {}
+        for group, given in groups.items():
+            ids = np.asarray(given, np.int64)
+            if len(ids) and ids.min() <= NULL:
+                ids = ids[ids != NULL]
+            if len(ids):
+                blocks[group] = ids
+                self._check(kind, group, ids)
+        for pool in {self._pools[g] for g in blocks} if len(blocks) > 1 else ():
             shared = [ids for g, ids in blocks.items() if self._pools[g] == pool]
             ids = np.sort(np.concatenate(shared)) if len(shared) > 1 else shared[0]
             if len(shared) > 1 and (twice := np.flatnonzero(ids[1:] == ids[:-1])).size:
@@ -125,11 +133,6 @@ class Ledger:
                     f"block {int(ids[twice[0]])} is named in two groups that share its page; every page holds one thing"
                 )
         return blocks
-
-    def note(self, holder: str, reason: str, until: float) -> None:
-        """Say why a holder still holds its blocks, and until when; harmless if there is none."""
-        if (hold := self._holds.get(holder)) is not None:
-            hold.reason, hold.until = reason, until
 
     def holders_of(self, group: int, block: int) -> list[Hold]:
         """Return everybody who holds a block, through whatever group its page is seen."""
@@ -168,7 +171,7 @@ class Ledger:
         writing = self._writing[group][ids]
         if writing.any():
             self._conflict(kind, group, int(ids[writing.argmax()]), "writing")
-        if kind == "writing" and (lent := self._lent[group][ids] > 0).any():
+        if kind == "writing" and (lent := self._lent[group][ids]).any():
             self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
 
     def _conflict(self, kind: str, group: int, block: int, other: str) -> None:

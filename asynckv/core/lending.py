@@ -176,7 +176,6 @@ class Lending:
             self._desk.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
             lease.num_traced = len(lease.history)
         if not lease.is_over:
-            self._ledger.note(lease.lent.key.token, lease.state.value, lease.until)
             self._timers.wake(lease, lease.wake_at)
             return
         key = lease.lent.key
@@ -188,7 +187,7 @@ class Lending:
         if len(self._ended) > MAX_ENDED:
             old, _ = self._ended.popitem(last=False)
             self._floor[old.epoch] = max(self._floor.get(old.epoch, -1), old.sequence)
-        self._desk.counters[f"leases.{lease.state.value}"] += 1
+        self._desk.counters[f"leases.{lease.state}"] += 1
         self._desk.commands.append(LeaseEnded(lease))
 
     def tick(self, now: float) -> None:

@@ -64,6 +64,7 @@ MAX_READERS = 65_536
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
+MAX_ROSTERS = 1024
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
 
@@ -144,8 +145,11 @@ class Node:
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._pull_ids = itertools.count(1)
+        self._pull_prefix = f"{identity.incarnation[:16]}-"
         self._predicted: dict[int, list[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
+        self._rosters: dict[tuple[tuple[Endpoint, ...], int, int], tuple[tuple[Endpoint, bool], ...]] = {}
+        """Prefill groups -> the ranks of them that we answer for, and whether they are met first."""
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._readers: dict[tuple[str, Route], int] = {}
         """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
@@ -213,44 +217,32 @@ class Node:
         attempt: int = 1,
         curable: frozenset[Reason] = frozenset(),
         is_discharge: bool = False,
+        begins: bool = False,
     ) -> Pull:
         """Start a pull that answers for every rank that overlaps ours, in every stage."""
         if attempt == 1 and not is_discharge:
             self._check_open()
-        if len(cohort_id) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in cohort_id):
+        if cohort_id and (len(cohort_id) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in cohort_id)):
             raise LocalProtocolError(
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        roster = {(e.pp_stage, e.tp_rank): e for e in params.roster}
-        size = params.tp_size * params.pp_size
-        whole = len(roster) == len(params.roster) == size
-        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in roster)):
-            raise PlanRefused(
-                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
-                f"{list(roster)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be listed "
-                f"once",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
-            )
-        layout, pull_config = self.identity.layout, self.config.pull
-        ranks = remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
-        if len(ranks) * params.pp_size > MAX_LEGS:
-            raise PlanRefused(
-                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
-                f"ranks, more than {MAX_LEGS}",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
-            )
+        route = (params.roster, params.tp_size, params.pp_size)
+        ranks = self._rosters.get(route)
+        if ranks is None:
+            ranks = self._answered_for(request_id, params)
+            if len(self._rosters) >= MAX_ROSTERS:
+                self._rosters.clear()
+            self._rosters[route] = ranks
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        sources = self._sources(ranks, params.tp_size) if reads else ()
         legs = [
-            Leg(e.tp_rank, Address(e.address), e.incarnation, e.tp_rank in sources, e.pp_stage, e.tp_rank in sources)
-            for e in _answered(params, ranks)
+            Leg(e.tp_rank, Address(e.address), e.incarnation, is_source and reads, e.pp_stage, is_source and reads)
+            for e, is_source in ranks
         ]
         cohort = msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
+        pull_config = self.config.pull
         pull = Pull(
-            pull_id=PullId(f"{self.identity.incarnation[:16]}-{next(self._pull_ids)}"),
+            pull_id=PullId(f"{self._pull_prefix}{next(self._pull_ids)}"),
             request_id=RequestId(request_id),
             params=params,
             cohort=cohort,
@@ -273,8 +265,36 @@ class Node:
             curable=curable,
             is_discharge=is_discharge,
         )
-        self.pulling.add(pull, now)
+        self.pulling.add(pull, now, begins=begins)
         return pull
+
+    def _answered_for(self, request_id: str, params: Params) -> tuple[tuple[Endpoint, bool], ...]:
+        """Return the remote ranks that we answer for, and whether they are met first, by stage and rank.
+
+        Raises:
+            PlanRefused: The roster is not a whole group, or much too large a one.
+        """
+        roster = {(e.pp_stage, e.tp_rank) for e in params.roster}
+        whole = len(roster) == len(params.roster) == params.tp_size * params.pp_size
+        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in roster)):
+            raise PlanRefused(
+                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
+                f"{list(roster)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be listed "
+                f"once",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        layout = self.identity.layout
+        ranks = remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
+        if len(ranks) * params.pp_size > MAX_LEGS:
+            raise PlanRefused(
+                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
+                f"ranks, more than {MAX_LEGS}",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        first = self._sources(ranks, params.tp_size)
+        return tuple((e, e.tp_rank in first) for e in _answered(params, ranks))
 
     def pull(
         self,
@@ -321,7 +341,7 @@ class Node:
             wanted = common_prefix(hashes, params.hashes, params.hash_tokens, wanted)
         blocks = check_block_ids(self.identity.layout, groups, wanted)
         # Before anything is started: a caller who got a block wrong may ask again with another.
-        self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
+        held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
         if not lists.is_empty and attempt == 1 and self.pulling.num_waiting >= most:
@@ -346,6 +366,7 @@ class Node:
                 priority=priority,
                 attempt=attempt,
                 curable=curable,
+                begins=True,
             )
         elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
             raise LocalProtocolError(
@@ -355,7 +376,7 @@ class Node:
             pull.is_last, pull.priority, pull.curable = is_last, priority, curable
         if pull.reason is None:
             try:
-                self.pulling.begin(pull, lists, now + timeout_s, now)
+                self.pulling.begin(pull, lists, held, now + timeout_s, now)
             except BaseException:
                 # Whoever is told that it failed must not have his blocks filled behind his back.
                 self.pulling.cancel(pull, now)
@@ -458,22 +479,24 @@ class Node:
 
     def holds(self, now: float) -> tuple[Hold, ...]:
         """Say who holds which blocks, the oldest first."""
-        waiting = {key.token: lease.owed() for key, lease in self.lending.leases.items()}
+        leases = {key.token: lease for key, lease in self.lending.leases.items()}
         out = []
         for hold in sorted(self.ledger, key=lambda h: h.since):
-            pull = self.pulling.pulls.get(PullId(hold.holder))
+            pull, lease = self.pulling.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
+            reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
             if pull is not None:
                 legs = (leg for leg in pull.legs if leg.running or leg.doubtful or (leg.reads and not leg.proven))
                 waits_for = tuple(leg.where for leg in legs)
-            else:
-                waits_for = waiting.get(hold.holder, ())
+                reason, until = pull.held_as
+            elif lease is not None:
+                waits_for, reason, until = lease.owed(), lease.state.value, lease.until
             out.append(
                 Hold(
                     request_id=hold.request_id,
-                    reason=hold.reason,
+                    reason=reason,
                     blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
                     held_s=now - hold.since,
-                    left_s=max(hold.until - now, 0.0),
+                    left_s=max(until - now, 0.0),
                     waits_for=waits_for,
                     pull_id=hold.holder if pull is not None else "",
                 )

@@ -25,7 +25,7 @@ from asynckv.errors import LocalProtocolError
 __all__ = ["Peer", "PeerEvent", "PeerState"]
 
 
-class PeerState(enum.Enum):
+class PeerState(enum.StrEnum):
     """Where a peer stands."""
 
     NEW = "new"
@@ -36,7 +36,7 @@ class PeerState(enum.Enum):
     GONE = "gone"
 
 
-class PeerEvent(enum.Enum):
+class PeerEvent(enum.StrEnum):
     """What happens to a peer."""
 
     WANTED = "wanted"

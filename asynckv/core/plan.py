@@ -20,7 +20,8 @@ import math
 import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,9 @@ MAX_ROWS = 1 << 19
 
 WARN_PIECES = 64
 
+SHORT = 256
+"""Block ids that are checked one by one: faster than as an array, up to about so many."""
+
 
 class Cut(NamedTuple):
     """A stretch of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens."""
@@ -104,6 +108,9 @@ class PieceTable:
         length: Bytes per piece, int64 `[rows]`.
         local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
         local_blocks, remote_blocks: Kernel blocks that every row can index.
+        num_rows, block_bytes: Pieces and bytes per kernel block pair.
+        dense: Rows in which consecutive blocks touch on both sides, so that NIXL merges them; `num_dense` in all.
+        local_index, remote_index: int32 `[rows, 1]`: index of every row's block 0.
     """
 
     table_id: int
@@ -113,23 +120,25 @@ class PieceTable:
     remote: Int64s
     local_blocks: int
     remote_blocks: int
+    num_rows: int = field(init=False)
+    block_bytes: int = field(init=False)
+    dense: npt.NDArray[np.bool_] = field(init=False)
+    num_dense: int = field(init=False)
+    local_index: Int32s = field(init=False)
+    remote_index: Int32s = field(init=False)
 
-    @property
-    def num_rows(self) -> int:
-        """Pieces per kernel block pair."""
-        return len(self.length)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes per kernel block pair."""
-        return int(self.length.sum())
-
-    @property
-    def dense(self) -> npt.NDArray[np.bool_]:
-        """Rows in which consecutive blocks touch on both sides, so that NIXL merges them."""
-        mine: npt.NDArray[np.bool_] = self.local[:, 2] == self.length
-        theirs: npt.NDArray[np.bool_] = self.remote[:, 2] == self.length
-        return np.logical_and(mine, theirs)
+    def __post_init__(self) -> None:
+        rows = np.arange(len(self.length), dtype=np.int32)[:, None]
+        dense = np.logical_and(self.local[:, 2] == self.length, self.remote[:, 2] == self.length)
+        for name, value in (
+            ("num_rows", len(self.length)),
+            ("block_bytes", int(self.length.sum())),
+            ("dense", dense),
+            ("num_dense", int(np.count_nonzero(dense))),
+            ("local_index", rows * np.int32(self.local_blocks)),
+            ("remote_index", rows * np.int32(self.remote_blocks)),
+        ):
+            object.__setattr__(self, name, value)
 
 
 class Post(NamedTuple):
@@ -154,9 +163,10 @@ class Section:
     @property
     def num_runs(self) -> int:
         """Stretches in which both ids step by one."""
-        if not len(self.local):
-            return 0
-        return 1 + int(((np.diff(self.local) != 1) | (np.diff(self.remote) != 1)).sum())
+        a, b = self.local, self.remote
+        if len(a) < 2:
+            return len(a)
+        return 1 + int(np.count_nonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +216,11 @@ class _Piece(NamedTuple):
 def _cut_section(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Piece]:
     table, blocks = section.table, len(section.local)
     runs, dense, length = section.num_runs, table.dense, table.length
+    num_bytes = table.block_bytes * blocks
+    num_descriptors = runs * table.num_dense + blocks * (table.num_rows - table.num_dense)
+    if num_bytes <= max_bytes and num_descriptors <= max_descriptors:
+        yield _Piece(0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
+        return
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
@@ -229,14 +244,13 @@ def _cut_section(section: Section, max_bytes: int, max_descriptors: int) -> Iter
 
 
 def _expand(section: Section, piece: _Piece) -> Post:
-    rows = np.arange(piece.row, piece.end, dtype=np.int32)[:, None]
-    return Post(
-        section.table.table_id,
-        (rows * np.int32(section.table.local_blocks) + section.local[piece.lo : piece.hi]).ravel(),
-        (rows * np.int32(section.table.remote_blocks) + section.remote[piece.lo : piece.hi]).ravel(),
-        piece.num_bytes,
-        piece.num_descriptors,
-    )
+    table, local, remote = section.table, section.local, section.remote
+    if piece.hi - piece.lo < len(local):
+        local, remote = local[piece.lo : piece.hi], remote[piece.lo : piece.hi]
+    if piece.end > 1:  # the first row's indices are the blocks themselves
+        local = (table.local_index[piece.row : piece.end] + local).ravel()
+        remote = (table.remote_index[piece.row : piece.end] + remote).ravel()
+    return Post(table.table_id, local, remote, piece.num_bytes, piece.num_descriptors)
 
 
 class PeerMap:
@@ -433,20 +447,14 @@ class BlockLists:
         self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
         self._remote = [_Offer(runs) for runs in remote]
         self._pairs: dict[tuple[object, ...], tuple[Pairs, ...]] = {}
-
-    @property
-    def wanted(self) -> tuple[int, ...]:
-        """Our groups in which something is to be filled."""
-        return tuple(
+        self.wanted = tuple(
             group
             for group, (first, ids) in enumerate(self.local)
-            if first < self.num_tokens and len(ids) and ids.max() > NULL
+            if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL)
         )
-
-    @property
-    def is_empty(self) -> bool:
+        """Our groups in which something is to be filled."""
+        self.is_empty = not self.wanted
         """No block is to be filled: a full prefix hit."""
-        return not self.wanted
 
     def pairs(self, peer: PeerMap, group: int, remote_group: int) -> tuple[Pairs, ...]:
         """Pair one group of ours with one of theirs.
@@ -510,6 +518,9 @@ class BlockLists:
                 f"group {group} ({here.name!r}): the first token {first} is inside an entry that covers {entry} "
                 f"tokens, which can only be read whole; begin at token {first - first % entry}"
             )
+        if mine == theirs and (aligned := self._pair_aligned(group, remote_group, here, there, first, end)):
+            yield from aligned
+            return
         # A last, partial kernel block is read to its end where both sides have one.
         whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
         edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
@@ -545,6 +556,38 @@ class BlockLists:
             raise _no_such_block(group, here, int(block.max()), there)
         local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
         yield from _by_cut(group, remote_group, start - kernel * mine, start - source * theirs, tokens, local, remote)
+
+    def _pair_aligned(
+        self, group: int, remote_group: int, here: Group, there: Group, first: int, end: int
+    ) -> list[Pairs]:
+        """Pair kernel blocks one to one: the usual case, where both sides' have one size and none is missing.
+
+        Returns nothing where that is not so; what follows in `_pair_tokens` is the rule, and says the same.
+        """
+        (listed, ids), offer, size = self.local[group], self._remote[remote_group], here.kernel_size
+        begin, stop = first // size, -(-end // size)
+        theirs = offer.kernel_blocks(first, begin, stop, there)
+        if theirs is None:
+            return []
+        if here.ratio > 1:
+            ids = (ids[:, None] * here.ratio + np.arange(here.ratio)).ravel()
+        skipped = begin - listed // here.block_size * here.ratio
+        mine = ids[skipped : skipped + stop - begin].astype(np.int32)
+        if mine.min() <= NULL:
+            return []
+        if (most := int(theirs[-1] if offer.is_one_run else theirs.max())) >= there.num_kernel_blocks:
+            raise _no_such_block(group, here, most // there.ratio, there)
+        parts = [(0, mine, theirs)]
+        if head := first % size:
+            parts = [(0, mine[1:], theirs[1:]), (head, mine[:1], theirs[:1])]
+        out = []
+        for offset, local, remote in parts:
+            if len(local) > 1 and not offer.is_one_run:
+                order = np.argsort(remote, kind="stable")
+                local, remote = local[order], remote[order]
+            if len(local):
+                out.append(Pairs(Cut(group, remote_group, offset, offset, size - offset), local, remote))
+        return out
 
     def _pair_states(self, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Iterator[Pairs]:
         (first, ids), offer, tokens = self.local[group], self._remote[remote_group], self.num_tokens
@@ -589,9 +632,43 @@ class _Offer:
 
     def __init__(self, offer: BlockRuns) -> None:
         self.first_token = offer.first_token
-        runs = np.array(offer.runs, np.int64).reshape(-1, 2)
-        self._first, self._ends = runs[:, 0], np.cumsum(runs[:, 1])
-        self._shift = self._first - (self._ends - runs[:, 1])
+        self._runs = offer.runs
+        self.is_one_run = len(offer.runs) == 1
+        """In which a later block has a greater id."""
+
+    def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
+        """Ids of kernel blocks `begin ... stop - 1` of the prompt, the first token being `first`; None if one is not
+        lent."""
+        place = self.first_token // group.block_size
+        if first < self.first_token:
+            return None
+        if self.is_one_run:
+            block, count = self._runs[0]
+            inside = begin >= place * group.ratio and stop <= (place + count) * group.ratio
+            if not inside or block == NULL or block <= group.null_block < block + count:
+                return None
+            shift = (block - place) * group.ratio
+            if shift + stop > MAX_DESCRIPTORS:
+                return None
+            return np.arange(shift + begin, shift + stop, dtype=np.int32)
+        kernel = np.arange(begin, stop, dtype=np.int64)
+        blocks = self.lookup(kernel // group.ratio - place)
+        if blocks.min() == NULL or (group.null_block != NULL and (blocks == group.null_block).any()):
+            return None
+        out = blocks * group.ratio + kernel % group.ratio
+        return None if out.max() > MAX_DESCRIPTORS else out.astype(np.int32)
+
+    @cached_property
+    def _first(self) -> Int64s:
+        return np.array(self._runs, np.int64).reshape(-1, 2)[:, 0]
+
+    @cached_property
+    def _ends(self) -> Int64s:
+        return np.cumsum(np.array(self._runs, np.int64).reshape(-1, 2)[:, 1])
+
+    @cached_property
+    def _shift(self) -> Int64s:
+        return self._first - np.concatenate(([0], self._ends[:-1]))
 
     @property
     def num_blocks(self) -> int:
@@ -703,11 +780,14 @@ def check_block_ids(
             begin = -1
         if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
             raise PlanRefused(f"{where}: first_token {first!r} is not a number from 0 to {MAX_TOKENS}")
-        try:
-            array = as_block_ids(ids, group.null_block)
-        except LayoutError as exc:
-            raise PlanRefused(f"{where}: {exc}") from None
-        check_blocks(where, group, array)
+        if _is_plain(ids, group):
+            array = np.array(ids, np.int64)
+        else:
+            try:
+                array = as_block_ids(ids, group.null_block)
+            except LayoutError as exc:
+                raise PlanRefused(f"{where}: {exc}") from None
+            check_blocks(where, group, array)
         end = (begin // group.block_size + len(array)) * group.block_size
         if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
             raise PlanRefused(
@@ -716,6 +796,16 @@ def check_block_ids(
             )
         out.append((begin, array))
     return tuple(out)
+
+
+def _is_plain(ids: object, group: Group) -> bool:
+    """A short list of different ids of blocks that there are, and nothing else: it needs no further check."""
+    if not isinstance(ids, list | tuple) or not 0 < len(ids) <= SHORT:
+        return False
+    for block in ids:
+        if type(block) is not int:
+            return False
+    return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
 
 
 def check_blocks(where: str, group: Group, ids: Int64s) -> None:

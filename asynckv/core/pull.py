@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -52,7 +52,7 @@ MAX_NONCES = 8
 """Transmissions per leg whose answers still count."""
 
 
-class PullState(enum.Enum):
+class PullState(enum.StrEnum):
     """Where a pull stands."""
 
     ANNOUNCED = "announced"
@@ -66,7 +66,7 @@ class PullState(enum.Enum):
     RELEASED = "released"
 
 
-class PullEvent(enum.Enum):
+class PullEvent(enum.StrEnum):
     """What happens to a pull."""
 
     BEGUN = "begun"
@@ -155,7 +155,7 @@ class News:
     peer_lost: bool = False
 
 
-class ReleaseState(enum.Enum):
+class ReleaseState(enum.StrEnum):
     """How far one rank's release has come."""
 
     UNSENT = "unsent"
@@ -247,7 +247,7 @@ class Leg:
 
     def prove(self) -> None:
         """Note it if the bytes are what was lent: nothing that comes later changes that."""
-        if not self.proven and self.is_done:
+        if self.is_done:
             timely = self.lent_before < math.inf and not self.is_early
             covered = self.confirmed or self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
@@ -326,7 +326,7 @@ class Pull:
     """Its place among all pulls, by when they were asked for."""
 
     def __post_init__(self) -> None:
-        self.history.append((self.called_at, self.state.value))
+        self.history.append((self.called_at, self.state))
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -348,7 +348,10 @@ class Pull:
     @property
     def is_ahead(self) -> bool:
         """A rank has said that the request is not lent yet: reading now would be in vain."""
-        return any(leg.is_not_yet and leg.reads for leg in self.legs)
+        for leg in self.legs:  # asked often: no generator
+            if leg.is_not_yet and leg.reads:
+                return True
+        return False
 
     def may_post(self, leg: Leg) -> bool:
         """This rank has something to post now."""
@@ -357,7 +360,10 @@ class Pull:
     @property
     def holds_blocks(self) -> bool:
         """Some transfer may still write our blocks."""
-        return any(leg.running or leg.doubtful for leg in self.legs)
+        for leg in self.legs:
+            if leg.running or leg.doubtful:
+                return True
+        return False
 
     @property
     def num_bytes(self) -> int:
@@ -378,8 +384,10 @@ class Pull:
             case S.HELD:
                 return self.retire_at
             case S.NOTIFYING:
-                ends = self.published_at + self.release_timeout_s
-                return min([ends, self.retire_at, *(leg.release_at for leg in self.legs)])
+                when = min(self.published_at + self.release_timeout_s, self.retire_at)
+                for leg in self.legs:
+                    when = min(when, leg.release_at)
+                return when
             case S.DRAINING:
                 return min(self.drain_by, self.deadline, self._claims_due)
             case _:
@@ -392,8 +400,19 @@ class Pull:
         return self.published_at + self.held_s if held else math.inf
 
     @property
+    def held_as(self) -> tuple[str, float]:
+        """Why the blocks are held, in a word, and when that ends at the latest."""
+        if self.is_told:
+            return "retired" if self.is_retired else "quarantined", self.retire_at
+        return self.state.value, self.deadline
+
+    @property
     def _claims_due(self) -> float:
-        return min((leg.claim_at for leg in self.legs), default=math.inf)
+        when = math.inf
+        for leg in self.legs:
+            if leg.claim_at < when:
+                when = leg.claim_at
+        return when
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -575,13 +594,18 @@ class Pull:
             case _:
                 return Outcome.FAILED
 
-    def due(self, next_nonce: Iterator[int], now: float) -> Iterator[tuple[Leg, Message]]:
+    def due(self, next_nonce: Iterator[int], now: float) -> Sequence[tuple[Leg, Message]]:
         """Every message that is due now, per leg."""
+        out: list[tuple[Leg, Message]] | None = None
         for leg in self.legs:
+            if now < leg.claim_at and now < leg.release_at:
+                continue
+            out = [] if out is None else out
             if now >= leg.claim_at and (claim := self.due_claim(leg, next(next_nonce), now)):
-                yield leg, claim
+                out.append((leg, claim))
             if release := self.due_release(leg, now):
-                yield leg, release
+                out.append((leg, release))
+        return out or ()
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -594,7 +618,7 @@ class Pull:
     def _enter(self, after: PullState, now: float) -> None:
         if after is not self.state:
             self.state = after
-            self.history.append((now, after.value))
+            self.history.append((now, after))
 
     def _note(self, now: float, text: str) -> None:
         if len(self.history) < 256:
@@ -666,8 +690,12 @@ class Pull:
 
     def _advance(self, now: float) -> None:
         """Take state-triggered transitions to a fixed point."""
+        state = self.state
+        if state is S.QUEUED or state is S.RELEASED:
+            return
         for leg in self.legs:
-            leg.prove()
+            if not leg.proven:
+                leg.prove()
         while self._step(now):
             pass
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from asynckv.config import PullConfig
@@ -36,7 +36,7 @@ from asynckv.core.commands import (
     Traced,
 )
 from asynckv.core.layout import Layout, check_layout
-from asynckv.core.ledger import Ledger
+from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.messages import (
     MAJOR,
     MINOR,
@@ -133,8 +133,14 @@ class Pulling:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def add(self, pull: Pull, now: float) -> None:
-        """Start an announced pull: meet the peers it will read from."""
+    def add(self, pull: Pull, now: float, *, begins: bool = False) -> None:
+        """Start an announced pull: meet the peers it will read from.
+
+        Args:
+            pull: New.
+            now: The time.
+            begins: Its blocks follow at once (`begin`), which does the rest.
+        """
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
@@ -148,17 +154,21 @@ class Pulling:
         for leg in pull.legs:
             if leg.reads:
                 self._meet(pull, leg, now)
-        self._route(pull, now)
-        self._after(pull, now)
+        if not begins or pull.failure is not None:
+            self._route(pull, now)
+            self._after(pull, now)
 
-    def begin(self, pull: Pull, lists: BlockLists, deadline: float, now: float) -> None:
+    def begin(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
         """Give an announced pull its blocks.
 
-        Raises:
-            LocalProtocolError: A block is lent, or written by another pull.
+        Args:
+            pull: Without blocks so far.
+            lists: What is to be filled, and from where.
+            blocks: What is to be filled, as the ledger has just found it free.
+            deadline: When its caller waits no longer.
+            now: The time.
         """
-        blocks = {group: ids for group, (_, ids) in enumerate(lists.local)}
-        self._ledger.take(pull.pull_id, "writing", pull.request_id, blocks, now)
+        self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.arrival = next(self._arrivals)
         self.begun.add(pull.pull_id)
         pull.begin(lists, deadline, now)
@@ -427,36 +437,21 @@ class Pulling:
 
     def _after(self, pull: Pull, now: float) -> None:
         """Settle what a change of a pull brings about."""
-        if pull.is_reading:
+        state = pull.state
+        if state is PullState.READING:
             for leg in pull.legs:
                 if not leg.queued and pull.may_post(leg):
                     peer = self.peers[leg.address, leg.incarnation]
                     leg.queued = True
                     peer.queue.append((pull, leg))
                     self._take_turn(peer)
-        self._queue(pull)
-        if pull.reason is not None and not pull.is_told:
-            pull.is_told = True
-            self.begun.discard(pull.pull_id)
-            if self.by_request.get(pull.request_id) is pull:
-                del self.by_request[pull.request_id]
-            if not pull.is_discharge:
-                self._desk.counters[f"pulls.{pull.reason}"] += 1
-            for leg in pull.legs:
-                if self._settles_itself(pull, leg):
-                    # It may live after all: one word costs nothing, and its lease need not run out.
-                    if (release := pull.due_release(leg, now)) is not None:
-                        self._desk.send(leg.address, leg.incarnation, release)
-                    pull.settled(leg, "the rank is gone", now)
-                self._make_room(leg)
-            self._return(pull)
-            self._desk.commands.append(PullEnded(pull))
-        elif pull.is_told:
-            self._return(pull)
-        if pull.is_told and not pull.is_returned:
-            self._ledger.note(pull.pull_id, "retired" if pull.is_retired else "quarantined", pull.retire_at)
-        elif not pull.is_told and pull.lists is not None:
-            self._ledger.note(pull.pull_id, pull.state.value, pull.deadline)
+        elif state is not PullState.DRAINING:
+            self._queue(pull)
+        if pull.reason is not None:
+            if not pull.is_told:
+                self._tell(pull, now)
+            elif not pull.is_returned:
+                self._return(pull)
         for leg, message in pull.due(self._nonces, now):
             self._desk.send(leg.address, leg.incarnation, message)
         if self._desk.trace and len(pull.history) > pull.num_traced:
@@ -467,11 +462,27 @@ class Pulling:
         else:
             self._timers.wake(pull, pull.wake_at)
 
+    def _tell(self, pull: Pull, now: float) -> None:
+        """Hand a pull's outcome over."""
+        pull.is_told = True
+        self.begun.discard(pull.pull_id)
+        if self.by_request.get(pull.request_id) is pull:
+            del self.by_request[pull.request_id]
+        if not pull.is_discharge:
+            self._desk.counters[f"pulls.{pull.reason}"] += 1
+        for leg in pull.legs:
+            if self._settles_itself(pull, leg):
+                # It may live after all: one word costs nothing, and its lease need not run out.
+                if (release := pull.due_release(leg, now)) is not None:
+                    self._desk.send(leg.address, leg.incarnation, release)
+                pull.settled(leg, "the rank is gone", now)
+            self._make_room(leg)
+        self._return(pull)
+        self._desk.commands.append(PullEnded(pull))
+
     def _queue(self, pull: Pull) -> None:
-        """Keep a pull's place in the queue, or among those that read."""
+        """Keep a pull's place in the queue, or give it back."""
         state = pull.state
-        if state is PullState.READING or state is PullState.DRAINING:
-            return
         if pull.is_queued:
             if not self.admission.waits(pull) and self.can_read(pull):
                 self.admission.leave(pull)
