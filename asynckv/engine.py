@@ -261,6 +261,8 @@ class Engine:
         self._timer: TimerHandle | None = None
         self._timer_at = math.inf
         self._is_due = False
+        self._has_waited = False
+        """What is to be sent has waited a turn for more."""
         self._is_serving = False
         self._closing: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[Any] | None = None
@@ -768,8 +770,11 @@ class Engine:
         try:
             take(*args)
         except Exception as exc:
-            self._node.desk.counters["internal_errors"] += 1
-            self._recorder.internal_error(exc)
+            self._internal_error(exc)
+
+    def _internal_error(self, exc: Exception) -> None:
+        self._node.desk.counters["internal_errors"] += 1
+        self._recorder.internal_error(exc)
 
     def _soon(self) -> None:
         """Do what the core wants, once, in the loop's next turn."""
@@ -791,7 +796,8 @@ class Engine:
         self._arm(node.next_at)
 
     def _work(self, node: Node) -> None:
-        self._do(node)
+        is_all, self._has_waited = self._has_waited, False
+        self._do(node, is_all=is_all)
         clock = self._clock
         started = began = clock.now()
         while True:
@@ -811,17 +817,26 @@ class Engine:
             if now - started > POST_SLICE_S:
                 self._soon()
                 break
-        self._do(node)
+        self._do(node, is_all=False)
+        if node.desk.has_messages:
+            # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
+            self._has_waited = True
+            self._soon()
 
-    def _do(self, node: Node) -> None:
-        for to, packet in node.desk.take_packets():
-            self._safely(self._send, to, packet)
+    def _do(self, node: Node, *, is_all: bool = True) -> None:
+        if is_all or node.desk.is_urgent:
+            for to, packet in node.desk.take_packets():
+                self._safely(self._send, to, packet)
         self._obey(node)
 
     def _obey(self, node: Node) -> None:
         while commands := node.desk.take_commands():
+            now = self._clock.now()
             for command in commands:
-                self._safely(self._execute, command, node)
+                try:
+                    self._execute(command, node, now)
+                except Exception as exc:
+                    self._internal_error(exc)
 
     def _send(self, to: Address | Route, packet: bytes) -> None:
         if not self._control.send(to, packet):
@@ -840,8 +855,7 @@ class Engine:
         if when < math.inf:
             self._timer = self._clock.call_at(when, self._on_timer)
 
-    def _execute(self, command: Command, node: Node) -> None:
-        now = self._clock.now()
+    def _execute(self, command: Command, node: Node, now: float) -> None:
         match command:
             case PullEnded(pull):
                 if not pull.is_discharge:
@@ -858,14 +872,14 @@ class Engine:
                 if pull.pull_id in self._held:
                     self._held.discard(pull.pull_id)
                     self._recorder.blocks_returned(pull, now)
+            case PullOver(pull):
+                self._waiting.pop(pull.pull_id, None)
+                self._release_s.append(pull.released_at - pull.published_at)
             case BlocksRetired(pull):
                 if (waiting := self._waiting.get(pull.pull_id)) is not None:
                     waiting.retired = True
                     waiting.returned.set()
                 self._recorder.blocks_retired(pull, now)
-            case PullOver(pull):
-                self._waiting.pop(pull.pull_id, None)
-                self._release_s.append(pull.released_at - pull.published_at)
             case LeaseEnded(lease):
                 self._recorder.lease_ended(lease, now)
                 if (lent := self._lent.pop(id(lease), None)) is not None:

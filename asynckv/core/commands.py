@@ -17,7 +17,16 @@ from typing import Protocol, get_args
 import msgspec
 
 from asynckv.core.lease import Lease
-from asynckv.core.messages import MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Refused, Unwelcome, encode_packet
+from asynckv.core.messages import (
+    MAX_DETAIL,
+    MAX_MESSAGES,
+    SOFT_PACKET,
+    Message,
+    Refused,
+    Release,
+    Unwelcome,
+    encode_packet,
+)
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.plan import PieceTable, Post
 from asynckv.core.pull import Pull
@@ -191,6 +200,8 @@ class Desk:
     """Report every transition as it happens."""
     commands: list[Command] = field(default_factory=list)
     counters: Counter[str] = field(default_factory=Counter)
+    is_urgent: bool = False
+    """Somebody waits for one of the messages; nobody does for a release."""
     _outbox: dict[tuple[Address | Route, str], list[Message]] = field(default_factory=dict)
 
     def send(self, to: Address | Route, target: str, message: Message) -> None:
@@ -199,11 +210,17 @@ class Desk:
             # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
             message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
         self._outbox.setdefault((to, target), []).append(message)
+        self.is_urgent = self.is_urgent or not isinstance(message, Release)
         self.counters[_SENT[type(message)]] += 1
+
+    @property
+    def has_messages(self) -> bool:
+        """There is something to send."""
+        return bool(self._outbox)
 
     def take_packets(self) -> Iterator[tuple[Address | Route, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""
-        outbox, self._outbox = self._outbox, {}
+        outbox, self._outbox, self.is_urgent = self._outbox, {}, False
         for (to, target), messages in outbox.items():
             for i in range(0, len(messages), MAX_MESSAGES):
                 for packet in self._packets(target, messages[i : i + MAX_MESSAGES]):

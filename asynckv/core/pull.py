@@ -701,13 +701,8 @@ class Pull:
 
     def _step(self, now: float) -> bool:
         match self.state:
-            case S.CONNECTING:
-                # Nobody to read is the end only if nothing is wanted.
-                if self.is_hit and not any(leg.reads for leg in self.legs):
-                    self._enter(S.READING, now)
-                    return True
             case S.READING:
-                if all(leg.is_done or not leg.reads for leg in self.legs):
+                if self._has_read:
                     self._enter(S.CONFIRMING, now)
                     return True
                 if self.is_ahead and not any(leg.running for leg in self.legs):
@@ -715,15 +710,20 @@ class Pull:
                     self._enter(S.QUEUED, now)
             case S.CONFIRMING:
                 return self._confirm(now)
+            case S.NOTIFYING:
+                if self._has_told:
+                    self._enter(S.HELD if self.holds_blocks else S.RELEASED, now)
+                    self.released_at = now
+                    return True
+            case S.CONNECTING:
+                # Nobody to read is the end only if nothing is wanted.
+                if self.is_hit and not any(leg.reads for leg in self.legs):
+                    self._enter(S.READING, now)
+                    return True
             case S.DRAINING:
                 if now >= self.drain_by or not any(leg.running for leg in self.legs):
                     assert self.failure is not None
                     self._publish(*self.failure, now)
-                    return True
-            case S.NOTIFYING:
-                if all(leg.release is ReleaseState.SETTLED for leg in self.legs):
-                    self._enter(S.HELD if self.holds_blocks else S.RELEASED, now)
-                    self.released_at = now
                     return True
             case S.HELD:
                 if not self.holds_blocks:
@@ -734,12 +734,26 @@ class Pull:
                 assert_never(self.state)
         return False
 
+    @property
+    def _has_read(self) -> bool:
+        for leg in self.legs:
+            if leg.reads and not leg.is_done:
+                return False
+        return True
+
+    @property
+    def _has_told(self) -> bool:
+        for leg in self.legs:
+            if leg.release is not ReleaseState.SETTLED:
+                return False
+        return True
+
     def _confirm(self, now: float) -> bool:
-        legs = [leg for leg in self.legs if leg.reads]
-        if all(leg.proven for leg in legs):
+        legs = [leg for leg in self.legs if leg.reads and not leg.proven]
+        if not legs:
             self._publish(Reason.COMPLETE, "", now)
             return True
-        early = [leg for leg in legs if leg.is_early and not leg.proven]
+        early = [leg for leg in legs if leg.is_early]
         for leg in early:
             self._note(now, f"{leg.name} read before it was lent, reading again")
             leg.first_posted_at, leg.done_at, leg.confirmed = math.inf, -math.inf, False
@@ -752,7 +766,7 @@ class Pull:
         for leg in legs:
             # Too late for every grant so far: ask once more, now that everything has landed.
             asked = bool(leg.nonces) and next(reversed(leg.nonces)) > leg.nonce_when_done
-            if not leg.proven and not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
+            if not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
                 leg.claim_at = min(leg.claim_at, now)
         return False
 

@@ -98,7 +98,9 @@ def phases(pull: Pull) -> dict[str, float]:
     background until every rank acknowledged.
     """
     # One that never posted was in the queue until its end.
-    first = min((pull.published_at, *(leg.first_posted_at for leg in pull.legs)))
+    first = pull.published_at
+    for leg in pull.legs:
+        first = min(first, leg.first_posted_at)
     plan_s = pull.planned_at - pull.admitted_at
     spans = {
         "handshake": pull.ready_at - pull.begun_at,
@@ -110,7 +112,7 @@ def phases(pull: Pull) -> dict[str, float]:
         "confirm": pull.published_at - pull.read_at,
         "release": pull.released_at - pull.published_at,
     }
-    return {name: round(s, 9) if 0 <= s < 1e9 else 0.0 for name, s in spans.items()}
+    return {name: s if 0 <= s < 1e9 else 0.0 for name, s in spans.items()}
 
 
 class Recorder:
