@@ -21,6 +21,9 @@ __all__ = ["Hold", "Int64s", "Ledger"]
 
 Int64s = npt.NDArray[np.int64]
 
+FEW = 8
+"""Blocks that are looked up one by one: faster than as an array."""
+
 
 @dataclass(slots=True, eq=False)
 class Hold:
@@ -168,10 +171,18 @@ class Ledger:
         return wrong
 
     def _check(self, kind: str, group: int, ids: Int64s) -> None:
-        writing = self._writing[group][ids]
+        writers, lenders = self._writing[group], self._lent[group]
+        if len(ids) <= FEW:
+            for block in ids.tolist():
+                if writers[block]:
+                    self._conflict(kind, group, block, "writing")
+                if kind == "writing" and lenders[block]:
+                    self._conflict(kind, group, block, "lent")
+            return
+        writing = writers[ids]
         if writing.any():
             self._conflict(kind, group, int(ids[writing.argmax()]), "writing")
-        if kind == "writing" and (lent := self._lent[group][ids]).any():
+        if kind == "writing" and (lent := lenders[ids]).any():
             self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
 
     def _conflict(self, kind: str, group: int, block: int, other: str) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -191,9 +191,7 @@ class Plan:
         Every post holds at least one descriptor, whatever the bounds. Rows come in order and blocks
         within a row ascend, so that neighbours stay neighbours.
         """
-        for section in self.sections:
-            for piece in _cut_section(section, max_bytes, max_descriptors):
-                yield _expand(section, piece)
+        return (_expand(s, piece) for s in self.sections for piece in _cut_section(s, max_bytes, max_descriptors))
 
     def count_posts(self, max_bytes: int, max_descriptors: int) -> tuple[int, int]:
         """Count what `posts` would yield, and the descriptors in all of it, without expanding any."""
@@ -213,14 +211,18 @@ class _Piece(NamedTuple):
     """After NIXL's merging."""
 
 
-def _cut_section(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_Piece]:
+def _cut_section(section: Section, max_bytes: int, max_descriptors: int) -> Iterable[_Piece]:
     table, blocks = section.table, len(section.local)
-    runs, dense, length = section.num_runs, table.dense, table.length
+    runs = section.num_runs
     num_bytes = table.block_bytes * blocks
     num_descriptors = runs * table.num_dense + blocks * (table.num_rows - table.num_dense)
     if num_bytes <= max_bytes and num_descriptors <= max_descriptors:
-        yield _Piece(0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
-        return
+        return (_Piece(0, table.num_rows, 0, blocks, num_bytes, num_descriptors),)
+    return _pieces(section, runs, max_bytes, max_descriptors)
+
+
+def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -> Iterator[_Piece]:
+    table, blocks, dense, length = section.table, len(section.local), section.table.dense, section.table.length
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))

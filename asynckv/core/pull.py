@@ -368,12 +368,12 @@ class Pull:
     @property
     def num_bytes(self) -> int:
         """Bytes that the plans cover."""
-        return sum(leg.plan.num_bytes for leg in self.legs if leg.plan is not None)
+        return sum([leg.plan.num_bytes for leg in self.legs if leg.plan is not None])
 
     @property
     def num_descriptors(self) -> int:
         """Descriptors before merging."""
-        return sum(leg.plan.num_descriptors for leg in self.legs if leg.plan is not None)
+        return sum([leg.plan.num_descriptors for leg in self.legs if leg.plan is not None])
 
     @property
     def wake_at(self) -> float:

@@ -79,7 +79,14 @@ _Place = tuple[Address, str]
 
 
 def _lane(pull: Pull) -> LaneKey:
-    return tuple((leg.address, leg.incarnation) for leg in pull.legs)
+    return tuple([(leg.address, leg.incarnation) for leg in pull.legs])
+
+
+def _leg_at(pull: Pull | None, address: Address) -> Leg | None:
+    for leg in pull.legs if pull is not None else ():
+        if leg.address == address:
+            return leg
+    return None
 
 
 def _known(peer: Peer) -> Layout:
@@ -371,7 +378,10 @@ class Pulling:
 
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
-        return all(self._source(leg).is_usable for leg in pull.legs if leg.reads)
+        for leg in pull.legs:
+            if leg.reads and not self.peers[leg.address, leg.incarnation].is_usable:
+                return False
+        return True
 
     @property
     def num_waiting(self) -> int:
@@ -494,11 +504,13 @@ class Pulling:
 
     def _make_room(self, leg: Leg) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take the window from others."""
+        if not leg.running and not leg.queued:
+            return
         peer = self.peers.get((leg.address, leg.incarnation))
         for transfer_id in leg.running:
             self.transfers[transfer_id].peer.window.leave(transfer_id)
             self.window.leave(transfer_id)
-        if peer is not None and (leg.running or leg.queued):
+        if peer is not None:
             self._take_turn(peer)
 
     def _return(self, pull: Pull) -> None:
@@ -542,7 +554,7 @@ class Pulling:
 
     def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, source: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
-        leg = next((x for x in pull.legs if x.address == address), None) if pull else None
+        leg = _leg_at(pull, address)
         if pull is None or leg is None or answer.key != pull.params.key:
             self._desk.counters["dropped.stale_answer"] += 1
             return
@@ -565,7 +577,7 @@ class Pulling:
 
     def _acked(self, answer: Ack | Refused, address: Address, source: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
-        leg = next((x for x in pull.legs if x.address == address), None) if pull else None
+        leg = _leg_at(pull, address)
         is_ours = pull is not None and leg is not None and (answer.key, source) == (pull.params.key, leg.incarnation)
         if pull is None or leg is None or not is_ours or leg.release is ReleaseState.UNSENT:
             self._desk.counters["dropped.stale_answer"] += 1
@@ -714,13 +726,14 @@ class Pulling:
                 pull.want_claim(leg, now)
             if pull.lists is None or pull.state is not PullState.CONNECTING:
                 return
-            if any(leg.map is None for leg in legs):
+            if not all(leg.map is not None for leg in legs):
                 # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
                 # stages of our own every stage holds layers of ours, and may turn out not to fit.)
-                stages = {leg.pp_stage for leg in known}
-                whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
-                if whole and len(known) < len(legs) and len(stages) < pull.params.pp_size:
-                    return
+                if len(known) < len(legs):
+                    stages = {leg.pp_stage for leg in known}
+                    whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
+                    if whole and len(stages) < pull.params.pp_size:
+                        return
                 maps = self._maps(known, pull.lists.wanted) if known else ""
                 if isinstance(maps, str):
                     if len(known) < len(legs):
@@ -728,10 +741,10 @@ class Pulling:
                     if not self._widen(pull, now):
                         pull.fail(*(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")), now)
                     continue
-                found = dict(zip(map(id, known), maps, strict=True))
-                for leg in legs:
-                    leg.map = found.get(id(leg))
-                    leg.reads = leg.map is not None
+                for leg in legs if len(known) < len(legs) else ():
+                    leg.map, leg.reads = None, False
+                for leg, read in zip(known, maps, strict=True):
+                    leg.map, leg.reads = read, read is not None
             pull.routed(now)
             return
 
@@ -746,7 +759,7 @@ class Pulling:
 
     def _maps(self, legs: list[Leg], groups: tuple[int, ...]) -> tuple[PeerMap | None, ...] | str:
         """Say what is read of each of these ranks, or why they are not enough."""
-        places = tuple((leg.address, leg.incarnation) for leg in legs)
+        places = tuple([(leg.address, leg.incarnation) for leg in legs])
         if (known := self._routes.get((places, groups))) is not None:
             return known
         peers = [self.peers[place] for place in places]
@@ -855,8 +868,10 @@ class Pulling:
 
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""
-        peers = (self.peers.get((leg.address, leg.incarnation)) for leg in pull.legs if leg.reads)
-        return any(peer is not None and peer.is_set_aside for peer in peers)
+        for leg in pull.legs:
+            if leg.reads and (peer := self.peers.get((leg.address, leg.incarnation))) is not None and peer.is_set_aside:
+                return True
+        return False
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""
