@@ -169,20 +169,26 @@ class NixlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged of requests that end well; failures and slow ones always are, with their history.
+    """What is logged of requests that end well; failures always are, with their history.
+
+    What is left out is counted in the next event.
 
     Attributes:
         successes_per_s: Most successful requests logged per second (0: none).
         slow_s: A request that took longer is logged like a failure.
+        slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
     """
 
     successes_per_s: float = 10.0
     slow_s: float = 5.0
+    slow_per_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.successes_per_s <= 1e6 and self.slow_s > 0):
+        rates_fit = all(0 <= rate <= 1e6 for rate in (self.successes_per_s, self.slow_per_s))
+        if not (rates_fit and self.slow_s > 0):
             raise ConfigError(
-                f"successes_per_s {self.successes_per_s} must be in [0, 1e6] and slow_s {self.slow_s} above 0"
+                f"successes_per_s {self.successes_per_s} and slow_per_s {self.slow_per_s} must be in [0, 1e6], and "
+                f"slow_s {self.slow_s} above 0"
             )
 
 

@@ -7,7 +7,6 @@ but the engine and a sampler of the loop's lag.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import resource
 import signal
@@ -20,6 +19,7 @@ from typing import assert_never
 import anyio
 import anyio.to_thread
 
+from asynckv.bench import garbage
 from asynckv.bench import protocol as p
 from asynckv.bench.memory import Pool
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
@@ -32,12 +32,6 @@ __all__ = ["main"]
 
 LAG_S = 0.005
 SAMPLE = 16
-
-
-def _settle_garbage() -> None:
-    """What lives on is not looked through again and again: as serving engines do, once they are warm."""
-    gc.collect()
-    gc.freeze()
 
 
 class LagSampler:
@@ -86,7 +80,7 @@ class Worker:
         if self.setup.verify != "off":
             await anyio.to_thread.run_sync(self._fill, works)
         self.lent = [(work, self.engine.lend(work.params)) for work in works]
-        _settle_garbage()
+        garbage.settle()
         self.sampler.start()
 
     def _fill(self, works: list[p.Work]) -> None:
@@ -105,7 +99,7 @@ class Worker:
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave in a closed loop."""
         queue = iter(self.works)
-        _settle_garbage()
+        garbage.settle()
         self.sampler.start()
         cpu, start = time.process_time(), time.perf_counter()
 

@@ -78,7 +78,7 @@ MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
 
-class Hello(Struct, frozen=True, array_like=True, tag=1):
+class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Ask a rank who it is and what it holds. Names whom the asker expects to find."""
 
     nonce: Nonce
@@ -92,7 +92,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
     pp_stage: Rank = 0
 
 
-class Welcome(Struct, frozen=True, array_like=True, tag=2):
+class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
     """Answer to `Hello`: the layout, and NIXL metadata under a digest that is checked before loading."""
 
     nonce: Nonce
@@ -106,7 +106,7 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2):
     layout: Layout
 
 
-class Unwelcome(Struct, frozen=True, array_like=True, tag=3):
+class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
     """Answer to a `Hello` that this rank will not serve."""
 
     nonce: Nonce
@@ -114,7 +114,7 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag=3):
     detail: Detail
 
 
-class Claim(Struct, frozen=True, array_like=True, tag=4):
+class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     """Ask for the promise that the lent blocks stay as they are. Sent beside the read."""
 
     key: Key
@@ -129,7 +129,7 @@ class Claim(Struct, frozen=True, array_like=True, tag=4):
     """How long the reader still needs at most."""
 
 
-class Renew(Struct, frozen=True, array_like=True, tag=5):
+class Renew(Struct, frozen=True, array_like=True, tag=5, gc=False):
     """Ask to extend a promise that was granted before."""
 
     key: Key
@@ -138,7 +138,7 @@ class Renew(Struct, frozen=True, array_like=True, tag=5):
     seconds: Seconds
 
 
-class Granted(Struct, frozen=True, array_like=True, tag=6):
+class Granted(Struct, frozen=True, array_like=True, tag=6, gc=False):
     """The blocks stay as they are for `seconds`, counted from any moment before this was sent.
 
     `lent_for_s` says for how long, at least, they have been what they are. A reader that started
@@ -152,7 +152,7 @@ class Granted(Struct, frozen=True, array_like=True, tag=6):
     lent_for_s: Seconds
 
 
-class NotYet(Struct, frozen=True, array_like=True, tag=7):
+class NotYet(Struct, frozen=True, array_like=True, tag=7, gc=False):
     """The request is not lent yet; the claim is parked and will be answered, if it is soon."""
 
     key: Key
@@ -160,7 +160,7 @@ class NotYet(Struct, frozen=True, array_like=True, tag=7):
     nonce: Nonce
 
 
-class Refused(Struct, frozen=True, array_like=True, tag=8):
+class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
     """No promise, now or ever, for this pull."""
 
     key: Key
@@ -170,7 +170,7 @@ class Refused(Struct, frozen=True, array_like=True, tag=8):
     detail: Detail = ""
 
 
-class Release(Struct, frozen=True, array_like=True, tag=9):
+class Release(Struct, frozen=True, array_like=True, tag=9, gc=False):
     """This attempt is over. Sent to every rank that its reader answers for, read or not."""
 
     key: Key
@@ -180,32 +180,32 @@ class Release(Struct, frozen=True, array_like=True, tag=9):
     outcome: Outcome
 
 
-class Ack(Struct, frozen=True, array_like=True, tag=10):
+class Ack(Struct, frozen=True, array_like=True, tag=10, gc=False):
     """A release was taken, or will never be needed again."""
 
     key: Key
     pull_id: PullText
 
 
-class Ping(Struct, frozen=True, array_like=True, tag=11):
+class Ping(Struct, frozen=True, array_like=True, tag=11, gc=False):
     """Are you there?"""
 
     nonce: Nonce
 
 
-class Pong(Struct, frozen=True, array_like=True, tag=12):
+class Pong(Struct, frozen=True, array_like=True, tag=12, gc=False):
     """I am here."""
 
     nonce: Nonce
 
 
-class StatusRequest(Struct, frozen=True, array_like=True, tag=13):
+class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
     """What do you hold? For people and tools."""
 
     nonce: Nonce
 
 
-class Status(Struct, frozen=True, array_like=True, tag=14):
+class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
     """Answer to `StatusRequest`."""
 
     nonce: Nonce
@@ -215,11 +215,11 @@ class Status(Struct, frozen=True, array_like=True, tag=14):
     gauges: dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]]
 
 
-class Goodbye(Struct, frozen=True, array_like=True, tag=15):
+class Goodbye(Struct, frozen=True, array_like=True, tag=15, gc=False):
     """This process start will serve nobody any more."""
 
 
-class Draining(Struct, frozen=True, array_like=True, tag=16):
+class Draining(Struct, frozen=True, array_like=True, tag=16, gc=False):
     """This process start lends nothing new; what is lent can be read to its end.
 
     Since minor version 1: nobody who said hello as an older one is told.
@@ -246,7 +246,7 @@ Message = (
 )
 
 
-class Packet(Struct, frozen=True, array_like=True):
+class Packet(Struct, frozen=True, array_like=True, gc=False):
     """What travels in one ZMQ frame."""
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
@@ -256,7 +256,7 @@ class Packet(Struct, frozen=True, array_like=True):
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
 
 
-class _Header(Struct, frozen=True, array_like=True):
+class _Header(Struct, frozen=True, array_like=True, gc=False):
     """The first field of any packet of any major version."""
 
     major: int

@@ -63,7 +63,7 @@ BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
 
 
-class Key(Struct, frozen=True, array_like=True):
+class Key(Struct, frozen=True, array_like=True, gc=False):
     """Names one lent request for ever: what is compared wherever blocks are believed or freed.
 
     Minted once by the prefill engine (its scheduler, say), handed to all of its ranks, never reused.
@@ -81,7 +81,7 @@ class Key(Struct, frozen=True, array_like=True):
     token: Annotated[str, Meta(min_length=16, max_length=64)]
 
 
-class Cohort(Struct, frozen=True, array_like=True):
+class Cohort(Struct, frozen=True, array_like=True, gc=False):
     """The group of ranks of one decode engine that together read one lent request, and who speaks."""
 
     id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -91,7 +91,7 @@ class Cohort(Struct, frozen=True, array_like=True):
     pp_stage: Rank = 0
 
 
-class Endpoint(Struct, frozen=True):
+class Endpoint(Struct, frozen=True, gc=False):
     """How to reach one prefill rank, and which start of it is meant."""
 
     tp_rank: Rank
@@ -100,7 +100,7 @@ class Endpoint(Struct, frozen=True):
     pp_stage: Rank = 0
 
 
-class BlockRuns(Struct, frozen=True, array_like=True):
+class BlockRuns(Struct, frozen=True, array_like=True, gc=False):
     """The blocks of one group as runs of consecutive ids, and the tokens they cover.
 
     Attributes:
@@ -114,7 +114,7 @@ class BlockRuns(Struct, frozen=True, array_like=True):
     runs: Annotated[tuple[tuple[BlockId, Count], ...], Meta(max_length=MAX_RUNS)]
 
 
-class Params(Struct, frozen=True, kw_only=True):
+class Params(Struct, frozen=True, kw_only=True, gc=False):
     """What travels from the prefill side to the decode side by way of a router: plain data.
 
     Describes the whole prefill group, because one rank cannot know the others.

@@ -115,14 +115,31 @@ def phases(pull: Pull) -> dict[str, float]:
     return {name: s if 0 <= s < 1e9 else 0.0 for name, s in spans.items()}
 
 
+class _Bucket:
+    """A rate, with bursts of one second's worth."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = self._tokens = rate
+        self._filled_at = 0.0
+
+    def take(self, now: float) -> bool:
+        """Take one, if there is one."""
+        rate = self._rate
+        self._tokens = min(max(rate, 1.0) if rate else 0.0, self._tokens + (now - self._filled_at) * rate)
+        self._filled_at = now
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
 class Recorder:
     """Turns what ended into events."""
 
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._level = _logger(**bound)
-        self._tokens = config.successes_per_s
-        self._filled_at = 0.0
+        self._successes, self._slow = _Bucket(config.successes_per_s), _Bucket(config.slow_per_s)
         self._skipped = 0
         self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
 
@@ -145,7 +162,7 @@ class Recorder:
         took = pull.published_at - pull.called_at
         good = pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
         slow = took > self._config.slow_s
-        if self._level > logging.WARNING or (good and not slow and not self._may_log(now)):
+        if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.legs)}
         self.event(
@@ -265,19 +282,16 @@ class Recorder:
             kind, names = "lease", {"request_id": subject.lent.request_id}
             start = subject.lent_at
         for at, text in entries:
-            self.event("debug", f"{kind}_transition", to=text, at_s=round(at - start, 6), **names)
+            self.event("debug", f"{kind}_transition", to=str(text), at_s=round(at - start, 6), **names)
 
-    def _may_log(self, now: float) -> bool:
-        """Let successes through up to the configured rate, in bursts of one second's worth."""
-        if self._level > logging.INFO:
+    def _may_log(self, now: float, is_slow: bool = False) -> bool:
+        """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
+        if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        rate = self._config.successes_per_s
-        self._tokens = min(max(rate, 1.0) if rate else 0.0, self._tokens + (now - self._filled_at) * rate)
-        self._filled_at = now
-        if self._tokens < 1:
+        bucket = self._slow if is_slow else self._successes
+        if not bucket.take(now):
             self._skipped += 1
             return False
-        self._tokens -= 1
         return True
 
     def _skip_count(self) -> dict[str, int]:
@@ -287,4 +301,4 @@ class Recorder:
 
 def _relative(history: Sequence[tuple[float, str]]) -> list[list[Any]]:
     """Times as seconds since the first entry."""
-    return [[round(at - history[0][0], 6), text] for at, text in history]
+    return [[round(at - history[0][0], 6), str(text)] for at, text in history]

@@ -1,0 +1,343 @@
+"""What whole engines cost beside the bytes they move: `python -m scripts.bench_engine --help`.
+
+Every case runs in a process of its own and prints figures next to the goal they are held to:
+
+- `handshake`: meeting a peer of 64 layers and 20,000 blocks on real NIXL and ZMQ, both sides in one process:
+  from the call to the outcome, less what the same request takes once they have met; and the bytes on the wire.
+- `idle`: the CPU that an engine and its 100 peers use when they are connected and nothing is owed, real planes.
+- `memory`: what a request in flight takes on both sides (simulated planes that do not finish any read).
+- `flight`: CPU per small request, both sides, with 64, 1,024 and 10,000 in flight (simulated planes).
+- `peers`: CPU per small request with one in flight at each of 16 and of 256 prefill engines; and with 256 at one
+  engine, alone and while 255 others are connected and idle (simulated planes).
+- `logging`: CPU per small request with events at the default level, against none (simulated planes, alternating).
+
+CPU is this process's, so that other load on the host shows less; ratios are made within one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import io
+import json
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv.bench import garbage
+from asynckv.config import LimitsConfig, PullConfig
+from asynckv.layouts import model_layout, with_addresses
+from asynckv.models import Heads, Model
+from asynckv.observe import log
+from asynckv.testing import SimControl, SimData, SimNetwork
+
+SCHEMA = 1
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure's limit: at most this."""
+
+    most: float
+    unit: str
+
+
+GOALS: Mapping[str, Goal] = {
+    "handshake.ms": Goal(50.0, "ms"),
+    "handshake.wire_kib": Goal(64.0, "KiB"),
+    "idle.cpu_percent": Goal(1.0, "% of a core"),
+    "memory.kib_per_request": Goal(20.0, "KiB, both sides"),
+    "flight.ratio_1024": Goal(1.3, "x of 64"),
+    "flight.ratio_10000": Goal(1.3, "x of 64"),
+    "peers.ratio_256": Goal(1.1, "x of 16 peers"),
+    "peers.ratio_255_idle": Goal(1.1, "x of none"),
+    "logging.ratio": Goal(1.02, "x of none"),
+}
+
+
+def _memory(num_blocks: int, layers: int = 1, heads: int = 1, head_dim: int = 8) -> Registration:
+    layout = model_layout(Model("bench", (Heads(heads, head_dim),) * layers), num_blocks=num_blocks)
+    arrays = tuple(np.empty(m.length, np.uint8) for m in layout.memories)
+    return register_memory(with_addresses(layout, [a.ctypes.data for a in arrays]), arrays)
+
+
+@dataclass(slots=True)
+class Pair:
+    """One decode engine, its prefill engines, and a closed loop of one-block requests between them."""
+
+    decode: Engine
+    prefill: list[Engine]
+    groups: list[PrefillGroup]
+    numbers: int = 0
+
+    async def requests(self, total: int, in_flight: int, of: Sequence[int]) -> float:
+        """Run so many requests; CPU seconds per request, both sides."""
+        todo = iter(range(total))
+
+        async def reader(slot: int) -> None:
+            for _ in todo:
+                which = of[slot % len(of)]
+                await self.one(which, slot)
+
+        garbage.settle()
+        cpu = time.process_time()
+        async with asyncio.TaskGroup() as group:
+            for slot in range(min(in_flight, total)):
+                group.create_task(reader(slot))
+        return (time.process_time() - cpu) / total
+
+    async def one(self, which: int, slot: int) -> None:
+        """Lend one block and pull it."""
+        self.numbers += 1
+        blocks = [(0, [slot])]
+        params = self.groups[which].make_params(f"p{self.numbers}", blocks, 16, written=True)
+        self.prefill[which].lend(params)
+        await self.decode.pull(f"d{self.numbers}", blocks, params, timeout_s=300.0)
+
+
+def _config(name: str) -> EngineConfig:
+    # What is measured is not how the queue and the limits hold thousands back.
+    return EngineConfig(
+        engine_id=name,
+        pull=PullConfig(window_requests=1 << 16, total_requests=1 << 16, max_queued=1 << 16),
+        limits=LimitsConfig(messages_per_s=1e9, message_burst=1 << 30),
+    )
+
+
+async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1, num_blocks: int = 64) -> Figures:
+    network = SimNetwork()
+
+    def engine(name: str) -> Engine:
+        return Engine(_config(name), _memory(num_blocks), data=SimData(network, name), control=SimControl(network))
+
+    decode, prefill = engine("decode"), [engine(f"prefill-{i}") for i in range(peers)]
+    for each in (decode, *prefill):
+        await each.start()
+    groups = [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
+    try:
+        return await work(Pair(decode, prefill, groups))
+    finally:
+        for each in (decode, *prefill):
+            await each.aclose()
+
+
+# -- cases -----------------------------------------------------------------------------------------
+
+
+async def handshake() -> Figures:
+    """Meet three peers for the first time, and once again each."""
+    first: list[float] = []
+    again: list[float] = []
+    wire: list[int] = []
+    async with Engine(EngineConfig(engine_id="decode"), _memory(20_000, layers=64)) as decode:
+        for i in range(3):
+            name = f"prefill-{i}"
+            async with Engine(EngineConfig(engine_id=name), _memory(20_000, layers=64)) as prefill:
+                pair = Pair(decode, [prefill], [PrefillGroup(name, [prefill.endpoint])])
+                bytes_before = _bytes(prefill)
+                for figures in (first, again):
+                    began = time.perf_counter()
+                    await pair.one(0, i)
+                    figures.append(time.perf_counter() - began)
+                    pair.numbers += 1
+                wire.append(_bytes(prefill) - bytes_before)
+    seconds = statistics.median(a - b for a, b in zip(first, again, strict=True))
+    return {"ms": seconds * 1e3, "wire_kib": statistics.median(wire) / 1024, "later_ms": statistics.median(again) * 1e3}
+
+
+def _bytes(engine: Engine) -> int:
+    counters = engine.statistics().counters
+    return counters.get("control.bytes_in", 0) + counters.get("control.bytes_out", 0)
+
+
+async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
+    """Connect to everybody once, wait until nothing is owed, and do nothing."""
+    async with Engine(EngineConfig(engine_id="decode"), _memory(256)) as decode:
+        prefill = [Engine(EngineConfig(engine_id=f"prefill-{i}"), _memory(256)) for i in range(peers)]
+        for engine in prefill:
+            await engine.start()
+        try:
+            pair = Pair(decode, prefill, [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)])
+            await pair.requests(peers, 4, range(peers))
+            for which in range(peers):
+                await pair.one(which, which)
+            await asyncio.gather(*(engine.drain(10.0) for engine in prefill))
+            cpu = time.process_time()
+            await asyncio.sleep(seconds)
+            return {"cpu_percent": (time.process_time() - cpu) / seconds * 100, "peers": peers}
+        finally:
+            for engine in prefill:
+                await engine.aclose()
+
+
+async def memory() -> Figures:
+    """Start reads that do not end, and look at what they take."""
+
+    async def work(pair: Pair) -> Figures:
+        data = pair.decode._data
+        assert isinstance(data, SimData)
+        await pair.requests(64, 8, [0])
+        data.deferred = True
+        number = 4000
+        gc.collect()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        tasks = [asyncio.create_task(pair.one(0, slot)) for slot in range(number)]
+        while len(data.running) < number:  # noqa: ASYNC110 - the loop has to turn
+            await asyncio.sleep(0)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        data.finish()
+        await asyncio.gather(*tasks)
+        return {"kib_per_request": taken / number / 1024, "in_flight": number}
+
+    return await _simulated(work, num_blocks=4096)
+
+
+async def flight() -> Figures:
+    """The same loop, wider and wider; the rounds of the widths alternate."""
+    widths = (64, 1024, 10_000)
+
+    async def work(pair: Pair) -> Figures:
+        await pair.requests(1000, 64, [0])
+        rounds: dict[int, list[float]] = {width: [] for width in widths}
+        for _ in range(5):
+            for width in widths:
+                rounds[width].append(await pair.requests(max(3000, 2 * width), width, [0]))
+        found = {width: statistics.median(costs) for width, costs in rounds.items()}
+        ratios = {
+            f"ratio_{w}": statistics.median(b / a for a, b in zip(rounds[64], rounds[w], strict=True))
+            for w in widths[1:]
+        }
+        return {f"us_{w}": cost * 1e6 for w, cost in found.items()} | ratios
+
+    return await _simulated(work, num_blocks=16_384)
+
+
+async def peers() -> Figures:
+    """One request in flight at each of 16 and of 256 engines; 256 at one, alone and beside 255 that owe nothing."""
+
+    async def alone(pair: Pair) -> Figures:
+        await pair.requests(1000, 64, [0])
+        return {"us": statistics.median([await pair.requests(4000, 256, [0]) for _ in range(5)])}
+
+    async def many(pair: Pair) -> Figures:
+        everybody = range(len(pair.prefill))
+        await pair.requests(2000, 256, everybody)
+        spread: dict[int, list[float]] = {16: [], 256: []}
+        one: list[float] = []
+        for _ in range(5):
+            for number, costs in spread.items():
+                costs.append(await pair.requests(4000, number, everybody[:number]))
+            one.append(await pair.requests(4000, 256, [0]))
+        return {"idle": statistics.median(one)} | {str(n): statistics.median(costs) for n, costs in spread.items()}
+
+    single = (await _simulated(alone, num_blocks=512))["us"]
+    found = await _simulated(many, peers=256, num_blocks=512)
+    return {
+        "us_at_1": single * 1e6,
+        "us_at_1_beside_255": found["idle"] * 1e6,
+        "us_at_16": found["16"] * 1e6,
+        "us_at_256": found["256"] * 1e6,
+        "ratio_256": found["256"] / found["16"],
+        "ratio_255_idle": found["idle"] / single,
+    }
+
+
+async def logging() -> Figures:
+    """Two pairs of engines, one that logs at the default level and one that does not, in turns."""
+    rounds: dict[str, list[float]] = {}
+    quiet, loud = io.StringIO(), io.StringIO()
+    for _ in range(7):
+        for name in ("none", "default"):
+            log.configure("error" if name == "none" else "info", form="json", stream=quiet if name == "none" else loud)
+
+            async def work(pair: Pair) -> Figures:
+                await pair.requests(500, 64, [0])
+                return {"us": await pair.requests(6000, 64, [0])}
+
+            rounds.setdefault(name, []).append((await _simulated(work))["us"])
+    ratio = statistics.median(b / a for a, b in zip(rounds["none"], rounds["default"], strict=True))
+    return {"ratio": ratio, "us_none": statistics.median(rounds["none"]) * 1e6, "lines": loud.getvalue().count("\n")}
+
+
+CASES: Mapping[str, Callable[[], Awaitable[Figures]]] = {
+    "handshake": handshake,
+    "idle": idle,
+    "memory": memory,
+    "flight": flight,
+    "peers": peers,
+    "logging": logging,
+}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def _run_alone(case: str) -> Figures:
+    """Run a case in a fresh process: what one leaves behind is not another's cost."""
+    command = [sys.executable, "-m", "scripts.bench_engine", "--inside", case]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"case {case} failed with status {done.returncode}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _table(figures: Mapping[str, float]) -> Table:
+    table = Table("figure", "measured", "goal", "met")
+    for name, value in figures.items():
+        goal = GOALS.get(name)
+        met = "" if goal is None else "yes" if value <= goal.most else "[red]no[/red]"
+        table.add_row(name, f"{value:.4g}", f"<= {goal.most:g} {goal.unit}" if goal else "", met)
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen cases."""
+    parser = argparse.ArgumentParser("bench_engine", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)} (all)")
+    parser.add_argument("--json", metavar="PATH", help="write the figures; '-' is stdout, without the table")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.inside:
+        print(json.dumps(asyncio.run(_inside(args.inside))))
+        return 0
+    chosen = args.cases.split(",")
+    if unknown := [case for case in chosen if case not in CASES]:
+        parser.error(f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
+    console = Console(stderr=True)
+    figures: dict[str, float] = {}
+    for case in chosen:
+        with console.status(f"{case} ..."):
+            figures |= {f"{case}.{name}": value for name, value in _run_alone(case).items()}
+    report: dict[str, Any] = {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}}
+    if args.json == "-":
+        print(json.dumps(report, indent=2))
+    else:
+        Console().print(_table(figures))
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(report, file, indent=2)
+    return 0
+
+
+async def _inside(case: str) -> Figures:
+    log.configure("error")
+    return await CASES[case]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
