@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from asynckv.bench.cli import bench_app, refuse_options
 from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.observe.output import columns as _columns
+from asynckv.observe.output import write as _write
 
 __all__ = ["main"]
 
@@ -34,6 +37,8 @@ EPILOG = """
   asynckv bench --model nemotron-h-8b --layers 4 --prefill-tp 1 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
 
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
+
+  asynckv bench sweep --concurrency 1,16,64 --prompt-tokens 128,1024 --layers 4 --rounds 5 --out sweep.jsonl
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
 """
@@ -110,8 +115,12 @@ BlockSize = Annotated[int, typer.Option(help="Tokens per block.", rich_help_pane
 Ratio = Annotated[int, typer.Option(help="Kernel blocks per block.", rich_help_panel=GEOMETRY)]
 
 
-@app.command(epilog=EPILOG)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback(invoke_without_command=True, epilog=EPILOG)
 def bench(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -250,6 +259,9 @@ def bench(
     Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
     seeded pattern, lent, pulled in a closed loop while the clock runs, and compared afterwards.
     """
+    if context.invoked_subcommand is not None:
+        refuse_options(context)
+        return
     from asynckv.bench import workload
     from asynckv.bench.driver import Options
     from asynckv.bench.protocol import Side
@@ -601,23 +613,6 @@ def keygen(
     secret, public = write_pair(dir, name, make_pair())
     typer.echo(f"{secret}  secret: only for {name} (KeysConfig.secret); never leaves its host, mode 0600")
     typer.echo(f"{public}  public: for the authorized directory of each engine that {name} talks to")
-
-
-def _write(option: str, target: str, text: str) -> None:
-    if target == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
-
-
-def _columns() -> tuple[Any, ...]:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
 
 
 def _log_path(target: str | None) -> str:

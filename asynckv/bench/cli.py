@@ -1,0 +1,283 @@
+"""What `asynckv bench` can do beside one run: sweep, page and compare."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from asynckv.errors import ConfigError
+
+__all__ = ["bench_app", "refuse_options"]
+
+bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+
+OUT = "Output"
+WHAT = "What is run"
+
+SWEEP_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench sweep --concurrency 1,16,64,256 --prompt-tokens 128,1024,8192 --model llama-3.1-8b --out sweep.jsonl
+
+  asynckv bench sweep --transport auto,tcp --tp 1,2 --layers 4 --requests 200 --rounds 8 --out results/
+
+  asynckv bench sweep --prompt-tokens "128:0.8,8192:0.2;1024" --layers 4 --out mixed.jsonl
+
+[bold]Going on[/bold]  the same command with the same --out runs what is missing; more --rounds add to what is there
+
+[bold]Exit status[/bold]  0 every point good, 1 a point failed or was bad, 2 bad input, 130 Ctrl-C
+"""
+
+PAGE_EPILOG = """
+[bold]Example[/bold]
+
+  asynckv bench page sweep.jsonl -o sweep.html
+
+[bold]Exit status[/bold]  0 written, 2 bad input
+"""
+
+COMPARE_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench compare before.json after.json
+
+  asynckv bench compare before.jsonl after.jsonl --metrics requests_per_s,p99 --fail-above 5%
+
+  asynckv bench compare reports-of-monday/ reports-of-tuesday/ --json - | jq .overall
+
+[bold]Exit status[/bold]  0 compared, 1 something is worse than --fail-above allows, 2 bad input
+"""
+
+
+def refuse_options(context: typer.Context) -> None:
+    """Refuse a single run's options before a subcommand, where they would do nothing.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if source is not None and source.name == "COMMANDLINE":
+            name = context.invoked_subcommand
+            raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
+
+
+@bench_app.command(
+    epilog=SWEEP_EPILOG,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [ANY OPTION OF asynckv bench, ITS VALUE OR A LIST OF VALUES]...",
+)
+def sweep(
+    context: typer.Context,
+    out: Annotated[
+        str,
+        typer.Option(
+            help="FILE.jsonl, or a directory for sweep.jsonl; the page is beside it.",
+            metavar="DIR|FILE.jsonl",
+            rich_help_panel=OUT,
+        ),
+    ],
+    rounds: Annotated[
+        int,
+        typer.Option(
+            help="How often the whole grid is run; noise shows from 2 on, 8 make good intervals.", rich_help_panel=WHAT
+        ),
+    ] = 1,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run again what failed or was bad.", rich_help_panel=WHAT)
+    ] = False,
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed",
+            help="Go on although the sweep was begun on another machine, version or code; it is noted.",
+            rich_help_panel=WHAT,
+        ),
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; what the file holds is lost.", rich_help_panel=WHAT)
+    ] = False,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Write the page with plots at the end.", rich_help_panel=OUT)
+    ] = True,
+) -> None:
+    """Run `asynckv bench` over a grid: every option of it may have a list of values, with commas between.
+
+    Every combination is a point; each point is a run of its own, and a JSON line with its whole report as soon as
+    it is done. A point that fails is a line with the reason, and the sweep goes on. Where a value has commas itself,
+    semicolons stand between values.
+    """
+    from rich.console import Console
+
+    from asynckv.bench import grid, journal, machine, summary
+    from asynckv.bench import page as pages
+    from asynckv.bench import sweep as sweeps
+
+    if not 1 <= rounds <= journal.MOST_ROUNDS:
+        raise ConfigError(f"--rounds {rounds} is outside 1 ... {journal.MOST_ROUNDS}")
+    target, html = sweeps.targets(out)
+    made = grid.expand(typer.main.get_command(bench_app), context.args)
+    command = shlex.join(["asynckv", "bench", "sweep", *context.args, "--rounds", str(rounds), "--out", out])
+    console, errors = Console(), Console(stderr=True)
+    with_page = page and pages.is_installed()
+    if page and not with_page:
+        errors.print(f"there will be no page: {pages.REMEDY}", style="yellow", highlight=False, markup=False)
+    book = journal.Journal(target, restart=restart)
+    try:
+        head = journal.Head(
+            command=command,
+            rounds=rounds,
+            axes=made.axes,
+            points=[journal.Place(point.key, point.axes) for point in made.points],
+            files=made.files,
+            environment=machine.environment(),
+        )
+        book.begin(head, mixed=mixed)
+        if book.repaired:
+            errors.print(f"{target}: a line that was cut off is measured again", highlight=False, markup=False)
+        ran = _run(book, made.points, retry_failed, errors)
+    finally:
+        book.close()
+    latest = book.sweep.latest()
+    if ran.refused:
+        raise ConfigError(f"every point was refused: {ran.refused}")
+    summary.show(book.sweep, console)
+    total = len(made.points) * book.sweep.head.rounds
+    if ran.interrupted:
+        errors.print(
+            f"interrupted after {len(latest)} of {total} runs; the same command goes on:\n  {command}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130)
+    if with_page:
+        _save(html, pages.make(book.sweep, target.name))
+    console.print(f"{target}{f', {html}' if with_page else ''}", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
+
+
+def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
+    """Run with a bar on a terminal, and a line per run either way."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from asynckv.bench import sweep as sweeps
+    from asynckv.observe.console import printable
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        rounds = book.sweep.head.rounds
+
+        def step(at: Any) -> None:
+            name = printable(sweeps.name_of(at.axes)) + (f" (round {at.round} of {rounds})" if rounds > 1 else "")
+            bar.update(task, total=at.total, completed=at.done, description=name)
+            if at.row is None:
+                return
+            said = printable(at.row.reason)
+            if at.row.report is not None:
+                rates, latency = at.row.report["throughput"], at.row.report["latency_s"]
+                said = (
+                    f"{rates['gbytes_per_s']:.3f} GB/s, {rates['requests_per_s']:.1f} requests/s, "
+                    f"p50 {latency['p50'] * 1e3:.2f} ms, p99 {latency['p99'] * 1e3:.2f} ms"
+                ) + (f"; {said}" if said else "")
+            style = {"good": "", "bad": "red", "failed": "red"}[at.row.status]
+            mark = "" if at.row.status == "good" else f"{at.row.status}: "
+            errors.print(f"{at.done}/{at.total} {name}: {mark}{said}", style=style, highlight=False, soft_wrap=True)
+
+        return asyncio.run(sweeps.run(book, points, retry_failed=retry_failed, progress=step))
+
+
+def _save(path: Path, text: str) -> None:
+    from asynckv.observe.output import write
+
+    write("page", str(path), text)
+
+
+@bench_app.command(epilog=PAGE_EPILOG)
+def page(
+    file: Annotated[Path, typer.Argument(help="A sweep's file, finished or not.", metavar="FILE.jsonl")],
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write; - for stdout.",
+            show_default="beside it, FILE.html",
+            metavar="FILE",
+            rich_help_panel=OUT,
+        ),
+    ] = None,
+) -> None:
+    """Write a sweep as one HTML page: plots of throughput and latency against load, and a table of all points.
+
+    The page has everything inside and opens without a network.
+    """
+    from asynckv.bench import journal
+    from asynckv.bench import page as pages
+    from asynckv.observe.output import write
+
+    if not pages.is_installed():
+        raise ConfigError(pages.REMEDY)
+    target = output or str(file.with_suffix(".html"))
+    write("--output", target, pages.make(journal.load(file), file.name))
+    if target != "-":
+        typer.echo(target)
+
+
+@bench_app.command(epilog=COMPARE_EPILOG)
+def compare(
+    before: Annotated[str, typer.Argument(help="A report, a sweep, or a directory of them.")],
+    after: Annotated[str, typer.Argument(help="The same, to compare with it.")],
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="Figures, with commas between; or any number's path in the reports, such as phases_s.read.p50.",
+            show_default="gbytes_per_s, requests_per_s, p50, p99, decode_cpu, and ratio_to_floor.* if there",
+        ),
+    ] = None,
+    more_before: Annotated[
+        list[str] | None, typer.Option("--before", help="More runs of the first side.", metavar="FILE")
+    ] = None,
+    more_after: Annotated[
+        list[str] | None, typer.Option("--after", help="More runs of the second side.", metavar="FILE")
+    ] = None,
+    fail_above: Annotated[
+        str | None,
+        typer.Option(
+            help="Exit with 1 if a figure is worse by more than this, such as 5%, unless that is within noise; "
+            "or if a point is missing or has more faults.",
+            metavar="PERCENT",
+        ),
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Write the comparison there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+) -> None:
+    """Say what changed between two reports or sweeps, and whether it is more than noise.
+
+    Points of sweeps match by their parameters; parameters that have one value on each side, and not the same,
+    are what was changed. Noise needs several runs of each point on each side.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from asynckv.bench import compare as comparing
+    from asynckv.bench import sides
+    from asynckv.observe.output import write
+
+    limit = None if fail_above is None else comparing.share("--fail-above", fail_above)
+    names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
+    if metrics is not None and not names:
+        raise ConfigError(f"--metrics {metrics!r} names none")
+    result = comparing.compare(
+        sides.load([before, *(more_before or ())]), sides.load([after, *(more_after or ())]), names, limit
+    )
+    if json is not None:
+        write("--json", json, msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+    comparing.show(result, Console(stderr=json == "-"))
+    raise typer.Exit(1 if result["exceeded"] else 0)

@@ -1,0 +1,350 @@
+"""Two sides, each one report or many: what changed between them, and whether that is more than noise.
+
+A figure's noise is what it varies by between runs of the same point on the same side. One run shows none of it,
+so nothing is said about one run but the ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asynckv.bench import figures
+from asynckv.bench.figures import Figure
+from asynckv.bench.sides import Side, flat
+from asynckv.errors import ConfigError
+from asynckv.observe.console import printable
+
+__all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
+
+SCHEMA = "asynckv.compare/1"
+Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
+
+BOOTSTRAP_FROM = 8
+"""Runs on each side from which on the interval of the median's ratio is bootstrapped."""
+RESAMPLES = 4000
+CHANCE = 0.05
+"""What is likelier than this without any change is no evidence of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of one point.
+
+    Attributes:
+        before, after: Medians, in the figure's unit.
+        ratio: after / before; None where before is zero.
+        low, high: Its interval; None with fewer than two runs on either side.
+        excess: By how much it is worse: 0.05 for 5 % fewer requests/s or 5 % more ms.
+    """
+
+    before: float
+    after: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    verdict: Verdict
+    excess: float
+
+
+def share(option: str, text: str) -> float:
+    """Read a percentage: `5%` is 0.05.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = math.nan
+    if not text.endswith("%") or not 0 <= value < math.inf:
+        raise ConfigError(f"{option} {text!r} is no percentage such as 5%")
+    return value
+
+
+# -- judging ---------------------------------------------------------------------------------------
+
+
+def judge(before: Sequence[float], after: Sequence[float], better: Literal["higher", "lower", ""]) -> Change:
+    """Compare one figure's runs on two sides.
+
+    From eight runs on each side the interval is a 95 % bootstrap of the medians' ratio. Below that it is the widest
+    that any run against any other gives, and only counts where ranges so far apart are unlikely by chance.
+    """
+    a, b = np.array(before, float), np.array(after, float)
+    first, second = float(np.median(a)), float(np.median(b))
+    if not first:
+        return Change(first, second, 1.0 if not second else None, None, None, "undefined" if second else "noise", 0.0)
+    ratio = second / first
+    excess = {"higher": 1 - ratio, "lower": ratio - 1, "": 0.0}[better]
+    if min(len(a), len(b)) < 2 or not a.min() > 0:
+        return Change(first, second, ratio, None, None, "unsure", excess)
+    if min(len(a), len(b)) >= BOOTSTRAP_FROM:
+        rng = np.random.default_rng(0)
+        ratios = _medians(rng, b) / _medians(rng, a)
+        low, high = (float(x) for x in np.quantile(ratios, [0.025, 0.975]))
+        chance = 0.0
+    else:
+        low, high = float(b.min() / a.max()), float(b.max() / a.min())
+        # Of all ways to deal the runs to two sides, two keep them wholly apart.
+        chance = 2 / math.comb(len(a) + len(b), len(a))
+    verdict: Verdict = "changed"
+    if low <= 1 <= high:
+        verdict = "noise"
+    elif chance > CHANCE:
+        verdict = "unsure"
+    elif better:
+        verdict = "better" if (ratio > 1) == (better == "higher") else "worse"
+    return Change(first, second, ratio, low, high, verdict, excess)
+
+
+def _medians(rng: np.random.Generator, runs: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
+    return np.median(rng.choice(runs, (RESAMPLES, len(runs))), axis=1)
+
+
+# -- matching --------------------------------------------------------------------------------------
+
+
+def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: float | None = None) -> dict[str, Any]:
+    """Compare two sides point by point.
+
+    Points match where all parameters agree, but for those that have one value on each side and not the same: these
+    are what was changed.
+
+    Args:
+        before, after: The sides.
+        metrics: Figures to compare; by default the usual ones, and ratios to floors where all reports have them.
+        fail_above: What is worse by more than this, and not within noise, is listed as exceeded.
+
+    Raises:
+        ConfigError: A metric is unknown, or no point is on both sides.
+    """
+    if not (before.is_sweep and after.is_sweep):
+        # Reports have no options, so all are matched by what they say they ran.
+        for side in (before, after):
+            side.runs = [(flat(found["config"]), found) for _, found in side.runs]
+            side.failed = []
+    for side in (before, after):
+        if not side.runs:
+            raise ConfigError(f"{side.name}: every point failed, so there is nothing to compare")
+    chosen = _chosen(before, after, metrics)
+    changed, keys, shown = _columns(before, after)
+    sides = [_by_key(side.runs, keys) for side in (before, after)]
+    failures = [_by_key(side.failed, keys) for side in (before, after)]
+    common = [key for key in sides[0] if key in sides[1]]
+    if not common:
+        raise ConfigError(
+            f"no point of {before.name} is in {after.name}: they differ in {_what(before, after, keys) or 'everything'}"
+        )
+    points, exceeded = [], []
+    for key in common:
+        label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+        rows, a, b = {}, sides[0][key], sides[1][key]
+        for figure in chosen:
+            one, two = ([v for r in runs if (v := figure.of(r)) is not None] for runs in (a, b))
+            if not one or not two:
+                continue
+            change = judge(one, two, figure.better)
+            rows[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
+            if fail_above is not None and change.verdict in ("worse", "unsure") and change.excess > fail_above:
+                exceeded.append({"point": label, "metric": figure.name, "excess": change.excess})
+        health = [_health(runs, failed.get(key, [])) for runs, failed in zip((a, b), failures, strict=True)]
+        if fail_above is not None and health[1] > health[0]:
+            exceeded.append({"point": label, "metric": "unhealthy_runs", "excess": float(health[1] - health[0])})
+        points.append({"point": label, "runs": [len(a), len(b)], "unhealthy": health, "metrics": rows})
+    lost = [key for key in sides[0] if key not in sides[1]]
+    for key in lost if fail_above is not None else ():
+        label = {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+        exceeded.append({"point": label, "metric": "missing", "excess": 1.0})
+    return {
+        "schema": SCHEMA,
+        "before": before.name,
+        "after": after.name,
+        "changed": changed,
+        "environment": _environments(before, after),
+        "points": points,
+        "only_before": [_label(keys, key, shown) for key in lost],
+        "only_after": [_label(keys, key, shown) for key in sides[1] if key not in sides[0]],
+        "failed": {
+            name: [{"point": {k: v for k, v in params.items() if k in shown}, "reason": why} for params, why in failed]
+            for name, failed in (("before", before.failed), ("after", after.failed))
+        },
+        "overall": {f.name: _overall(f, points) for f in chosen if any(f.name in p["metrics"] for p in points)},
+        "exceeded": exceeded,
+    }
+
+
+def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
+    reports = [found for side in (before, after) for _, found in side.runs]
+    known = set(dict(figures.leaves(reports[0])))
+    everywhere = known.intersection(*(dict(figures.leaves(r)) for r in reports[1:]))
+    if not metrics:
+        floors = sorted(name for name in everywhere if name.startswith("ratio_to_floor."))
+        return [figures.named(name, everywhere) for name in (*figures.DEFAULT, *floors)]
+    chosen = [figures.named(name, known.union(*(dict(figures.leaves(r)) for r in reports[1:]))) for name in metrics]
+    for figure in chosen:
+        for side in (before, after):
+            if all(figure.of(found) is None for _, found in side.runs):
+                raise ConfigError(f"--metrics {figure.name!r} is in no report of {side.name}")
+    return chosen
+
+
+def _columns(before: Side, after: Side) -> tuple[dict[str, list[Any]], list[str], set[str]]:
+    """What was changed, the parameters that a point is known by, and those of them that vary."""
+    names = dict.fromkeys(n for side in (before, after) for params in _params(side) for n in params)
+    found = {name: [_values(side, name) for side in (before, after)] for name in names}
+    changed = {n: [*a, *b] for n, (a, b) in found.items() if len(a) == len(b) == 1 and a != b}
+    keys = [n for n in names if n not in changed]
+    return changed, keys, {n for n in keys if len(set(found[n][0]) | set(found[n][1])) > 1}
+
+
+def _values(side: Side, name: str) -> list[Any]:
+    return list(dict.fromkeys(params.get(name) for params in _params(side)))
+
+
+def _params(side: Side) -> Iterator[dict[str, Any]]:
+    yield from (params for params, _ in side.runs)
+    yield from (params for params, _ in side.failed)
+
+
+def _by_key(items: Iterable[tuple[dict[str, Any], Any]], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Any]]:
+    out: dict[tuple[Any, ...], list[Any]] = {}
+    for params, value in items:
+        out.setdefault(tuple(params.get(k) for k in keys), []).append(value)
+    return out
+
+
+def _label(keys: Sequence[str], key: Sequence[Any], shown: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in zip(keys, key, strict=True) if name in shown}
+
+
+def _what(before: Side, after: Side, keys: Sequence[str]) -> str:
+    found = []
+    for name in keys:
+        a, b = (_values(side, name) for side in (before, after))
+        if not set(a) & set(b):
+            found.append(f"{name} ({', '.join(map(str, a))} against {', '.join(map(str, b))})")
+    return "; ".join(found)
+
+
+def _health(runs: Sequence[Mapping[str, Any]], failed: Sequence[str]) -> int:
+    """How many runs were not clean."""
+    return len(failed) + sum(
+        bool(r["requests"]["failed"] or r["bytes"]["wrong"] or any(r["blocks"].values()) or r.get("problems"))
+        for r in runs
+    )
+
+
+def _environments(before: Side, after: Side) -> dict[str, list[list[str]]]:
+    """What differs between the machines and versions, within a side or between them."""
+    names = dict.fromkeys(n for side in (before, after) for e in side.environments for n in e)
+    found = {n: [list(dict.fromkeys(e[n] for e in s.environments if n in e)) for s in (before, after)] for n in names}
+    # What only one side states, such as a sweep beside a report, says nothing.
+    return {n: both for n, both in found.items() if all(both) and (both[0] != both[1] or len(both[0]) > 1)}
+
+
+def _overall(figure: Figure, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    changes = [p["metrics"][figure.name] for p in points if figure.name in p["metrics"]]
+    ratios = [c["ratio"] for c in changes if c["ratio"]]
+    return {
+        "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None,
+        "lowest": min(ratios, default=None),
+        "highest": max(ratios, default=None),
+        **{v: sum(c["verdict"] == v for c in changes) for v in ("better", "worse", "changed", "noise", "unsure")},
+    }
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+TEXTS = {
+    "better": "[green]better[/green]",
+    "worse": "[red]worse[/red]",
+    "changed": "changed",
+    "noise": "[dim]within noise[/dim]",
+    "unsure": "[yellow]unsure[/yellow]",
+    "undefined": "[yellow]was zero[/yellow]",
+}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print what was found."""
+    result = printable(result)
+    console.print(f"before {result['before']}, after {result['after']}", highlight=False)
+    for name, (old, new) in result["changed"].items():
+        console.print(f"  changed: {name} was {old}, is {new}", highlight=False)
+    for name, (olds, news) in result["environment"].items():
+        console.print(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title, justify in (("point", "left"), ("figure", "left"), ("before", "right"), ("after", "right")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for title in ("change", "interval", ""):
+        table.add_column(title, justify="right" if title else "left")
+    for point in result["points"]:
+        where = _where(point["point"])
+        for name, change in point["metrics"].items():
+            unit = f" {change['unit']}" if change["unit"] else ""
+            table.add_row(
+                where, f"{name}{unit}", *_pair(change), _percent(change["ratio"]), _interval(change), _verdict(change)
+            )
+            where = ""
+        if any(point["unhealthy"]):
+            old, new = point["unhealthy"]
+            table.add_row(where, "[red]runs with faults[/red]", str(old), str(new))
+    console.print(table)
+    if len(result["points"]) > 1:
+        for name, all_ in result["overall"].items():
+            console.print(
+                f"  {name}: {_percent(all_['geometric_mean'])} over all points "
+                f"({_percent(all_['lowest'])} to {_percent(all_['highest'])}); {all_['better']} better, "
+                f"{all_['worse']} worse, {all_['noise']} within noise, {all_['unsure']} unsure",
+                highlight=False,
+            )
+    for name, side in (("only_before", "before"), ("only_after", "after")):
+        for label in result[name]:
+            console.print(f"  only in {side}: {_where(label)}", highlight=False)
+    for side, failed in result["failed"].items():
+        for each in failed:
+            console.print(f"  failed {side}: {_where(each['point'])}: {each['reason']}", style="red", highlight=False)
+    runs = [n for point in result["points"] for n in point["runs"]]
+    if min(runs) == 1:
+        console.print(
+            "One run each: how much the figures vary by themselves is unknown. More runs per side tell: "
+            "sweeps with --rounds, or several reports.",
+            highlight=False,
+        )
+    elif any(c["verdict"] == "unsure" for p in result["points"] for c in p["metrics"].values()):
+        console.print("unsure: apart, but with so few runs that may be chance; 4 or more per side tell.")
+    for each in result["exceeded"]:
+        metric, point = each["metric"], _where(each["point"])
+        text = {
+            "missing": f"{point} is missing after",
+            "unhealthy_runs": f"{point}: more runs with faults than before",
+        }.get(metric, f"{point}: {metric} is worse by {each['excess']:.1%}")
+        console.print(f"  ! {text}", style="red", highlight=False)
+
+
+def _where(label: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in label.items()) or "the run"
+
+
+def _pair(change: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{change['before']:,.4g}", f"{change['after']:,.4g}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio - 1:+.1%}"
+
+
+def _interval(change: Mapping[str, Any]) -> str:
+    return "" if change["low"] is None else f"{_percent(change['low'])} to {_percent(change['high'])}"
+
+
+def _verdict(change: Mapping[str, Any]) -> str:
+    return "" if change["verdict"] == "unsure" and change["low"] is None else TEXTS[change["verdict"]]

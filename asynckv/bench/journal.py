@@ -1,0 +1,261 @@
+"""A sweep's file: a head that says what is swept and where, then one JSON line per finished point.
+
+A line counts once it is whole: it is written in one piece and synced. What a crash tore off at the end is cut
+away and measured again. The last head counts, and the last line of a point and round.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.errors import ConfigError
+
+__all__ = ["SCHEMA", "Head", "Journal", "Place", "Row", "Sweep", "load", "read"]
+
+SCHEMA = "asynckv.sweep/1"
+MOST_ROUNDS = 1000
+
+
+class Place(Struct, frozen=True):
+    """One point of the grid."""
+
+    key: str
+    axes: dict[str, str]
+
+
+class Head(Struct, frozen=True, kw_only=True, tag="sweep", tag_field="kind"):
+    """What is swept, how often, on what."""
+
+    schema: str = SCHEMA
+    command: str
+    rounds: int
+    axes: dict[str, list[str]]
+    points: list[Place]
+    files: dict[str, str]
+    environment: dict[str, str]
+
+
+class Row(Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
+    """One point, measured once.
+
+    Attributes:
+        status: `good`; `bad`: it ran, but something failed, was wrong or leaked; `failed`: there is no report.
+        seconds: What the whole run took.
+        at: When it ended, UTC.
+    """
+
+    key: str
+    round: int
+    axes: dict[str, str]
+    params: dict[str, Any]
+    command: str
+    status: Literal["good", "bad", "failed"]
+    reason: str
+    seconds: float
+    at: str
+    report: dict[str, Any] | None
+
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Head | Row] = msgspec.json.Decoder(Head | Row)
+_START = _encoder.encode(Head(command="", rounds=1, axes={}, points=[], files={}, environment={}))[:40]
+"""How every sweep's file begins."""
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What a file holds.
+
+    Attributes:
+        whole: Bytes of the whole lines.
+        torn: Bytes after them, of a line that was never finished.
+    """
+
+    heads: list[Head] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    whole: int = 0
+    torn: int = 0
+
+    @property
+    def head(self) -> Head:
+        """What counts now."""
+        return self.heads[-1]
+
+    def latest(self) -> dict[tuple[str, int], Row]:
+        """The row that counts, per point and round."""
+        return {(row.key, row.round): row for row in self.rows}
+
+    def order(self) -> Iterator[tuple[int, str]]:
+        """All rounds and points as they are run: every second round backwards, so that drift falls on all alike."""
+        keys = [place.key for place in self.head.points]
+        for number in range(1, self.head.rounds + 1):
+            for key in keys if number % 2 else reversed(keys):
+                yield number, key
+
+    def missing(self, *, retry_failed: bool = False) -> list[tuple[int, str]]:
+        """What is still to be run; `retry_failed` counts what is not good as missing."""
+        done = {where for where, row in self.latest().items() if row.status == "good" or not retry_failed}
+        return [(number, key) for number, key in self.order() if (key, number) not in done]
+
+
+def read(data: bytes, name: str) -> Sweep:
+    """Read a sweep's file.
+
+    Raises:
+        ConfigError: It is no sweep, of another schema, or damaged before its end.
+    """
+    found = Sweep()
+    lines = data.split(b"\n")
+    found.torn = len(lines.pop())
+    found.whole = len(data) - found.torn
+    for number, line in enumerate(lines, 1):
+        entry = _entry(line, number, name)
+        if isinstance(entry, Head):
+            found.heads.append(entry)
+        else:
+            found.rows.append(entry)
+    if not found.heads and not (data[: len(_START)] == _START[: len(data)]):
+        raise ConfigError(f"{name}: is no sweep (asynckv bench sweep writes them)")
+    return found
+
+
+def _entry(line: bytes, number: int, name: str) -> Head | Row:
+    if number == 1:
+        try:
+            schema = msgspec.json.decode(line)["schema"]
+        except (msgspec.MsgspecError, UnicodeDecodeError, TypeError, KeyError, RecursionError):
+            schema = None
+        if not isinstance(schema, str) or not schema.startswith("asynckv.sweep/"):
+            raise ConfigError(f"{name}: is no sweep (asynckv bench sweep writes them)")
+        if schema != SCHEMA:
+            raise ConfigError(f"{name}: is of schema {schema}, and this asynckv reads {SCHEMA}")
+    try:
+        entry = _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ConfigError(f"{name} line {number}: is damaged: {exc}") from exc
+    if number == 1 and not isinstance(entry, Head):
+        raise ConfigError(f"{name} line 1: is no head of a sweep")
+    return entry
+
+
+def load(path: Path, option: str = "") -> Sweep:
+    """Read a sweep that has at least begun.
+
+    Raises:
+        ConfigError: As `read`, or the file cannot be read, or not even its head is whole.
+    """
+    name = f"{option} {path}".strip()
+    try:
+        found = read(path.read_bytes(), name)
+    except OSError as exc:
+        raise ConfigError(f"{name}: {exc.strerror or exc}") from exc
+    if not found.heads:
+        raise ConfigError(f"{name}: holds no sweep yet")
+    return found
+
+
+class Journal:
+    """The file, open for one writer.
+
+    Args:
+        path: Made if it is not there.
+        restart: Begin anew; only a sweep is ever overwritten.
+
+    Raises:
+        ConfigError: It cannot be written, another sweep is writing it, or it holds something else.
+    """
+
+    def __init__(self, path: Path, *, restart: bool = False) -> None:
+        self._name = f"--out {path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as exc:
+            raise ConfigError(f"{self._name}: cannot be written: {exc.strerror}") from exc
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            data = path.read_bytes()
+            try:
+                self.sweep = read(data, self._name)
+            except ConfigError:
+                # Sweeps of other schemas may be restarted, strangers' files may not.
+                if not restart or b'"asynckv.sweep/' not in data[:200]:
+                    raise
+            if restart:
+                self.sweep = Sweep()
+            self.repaired = self.sweep.torn
+            os.ftruncate(self._fd, self.sweep.whole)
+            os.fsync(self._fd)
+            _sync(path.parent)
+        except BlockingIOError as exc:
+            os.close(self._fd)
+            raise ConfigError(f"{self._name}: another sweep is writing it") from exc
+        except OSError as exc:
+            os.close(self._fd)
+            raise ConfigError(f"{self._name}: {exc.strerror or exc}") from exc
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def begin(self, head: Head, *, mixed: bool = False) -> None:
+        """Begin this sweep, or go on with it.
+
+        Raises:
+            ConfigError: The file holds another sweep; or, unless `mixed`, one of another machine or version.
+        """
+        if self.sweep.heads:
+            self._check(head, mixed)
+            if self.sweep.head.rounds > head.rounds:
+                head = msgspec.structs.replace(head, rounds=self.sweep.head.rounds)
+            if (self.sweep.head.rounds, self.sweep.head.environment) == (head.rounds, head.environment):
+                return
+        self._append(head)
+        self.sweep.heads.append(head)
+
+    def add(self, row: Row) -> None:
+        """Append a row; it is on the disk when this returns."""
+        self._append(row)
+        self.sweep.rows.append(row)
+
+    def close(self) -> None:
+        """Let others write."""
+        os.close(self._fd)
+
+    def _check(self, head: Head, mixed: bool) -> None:
+        old = self.sweep.head
+        remedy = "use another --out, or --restart to begin anew"
+        if [p.key for p in old.points] != [p.key for p in head.points]:
+            raise ConfigError(f"{self._name}: holds another sweep ({old.command}); {remedy}")
+        if changed := sorted(n for n in old.files.keys() | head.files if old.files.get(n) != head.files.get(n)):
+            raise ConfigError(f"{self._name}: {changed[0]} has changed since the sweep began; {remedy}")
+        if (changes := _differences(old.environment, head.environment)) and not mixed:
+            raise ConfigError(
+                f"{self._name}: was begun elsewhere: {changes}; {remedy}, or --mixed to go on and have it noted"
+            )
+
+    def _append(self, line: Head | Row) -> None:
+        data = _encoder.encode(line) + b"\n"
+        while data:
+            data = data[os.write(self._fd, data) :]
+        os.fsync(self._fd)
+
+
+def _differences(old: dict[str, str], new: dict[str, str]) -> str:
+    names: Sequence[str] = sorted(n for n in old.keys() | new if old.get(n) != new.get(n))
+    return ", ".join(f"{n} was {old.get(n, 'unknown')}, is {new.get(n, 'unknown')}" for n in names)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,41 @@
+"""What a figure depends on beside its parameters: the machine, the versions, the code itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["environment"]
+
+
+def environment() -> dict[str, str]:
+    """Describe this machine and what is installed, for telling sweeps of different ones apart."""
+    return {
+        "host": platform.node(),
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cpu_count": str(os.cpu_count()),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("asynckv", "nixl", "numpy", "pyzmq")},
+        "asynckv_source": _source(),
+    }
+
+
+def _field(path: str, name: str) -> str:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def _source() -> str:
+    """Digest the package's code: a checkout changes without its version."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,322 @@
+"""A sweep as one HTML page that opens without a network: plots against load, and a table of all points."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from asynckv.bench.figures import FIGURES, Figure, leaves, named
+from asynckv.bench.journal import Sweep
+from asynckv.bench.summary import SHOWN, Summary, summarise
+
+__all__ = ["REMEDY", "is_installed", "make"]
+
+REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
+LOADS = ("rate", "request-rate", "concurrency", "prompt-tokens")
+"""What is drawn along x, if it is an axis: the first of these, else the first axis."""
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
+DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
+NAMES = {"concurrency": "pulls in flight per decode rank", "prompt-tokens": "prompt length (tokens)"}
+
+Line = tuple[str, Sequence[tuple[Any, float, float, float]]]
+"""A name, and x, y, lowest and highest y of each point."""
+
+
+def is_installed() -> bool:
+    """Say whether plots can be drawn."""
+    return importlib.util.find_spec("plotly") is not None
+
+
+def make(sweep: Sweep, name: str) -> str:
+    """Make the page.
+
+    Args:
+        sweep: Finished or not; the page says which.
+        name: Of its file.
+    """
+    from plotly.offline import get_plotlyjs
+
+    found = summarise(sweep)
+    axis = _load_axis(sweep)
+    missing, total = len(sweep.missing()), len(sweep.head.points) * sweep.head.rounds
+    model = next((str(r["config"]["model"]) for p in found for r in p.reports), "")
+    title = f"asynckv sweep: {model or name}"
+    parts = {
+        "title": escape(title),
+        "notes": _notes(sweep, found, missing, total),
+        "figures": "".join(_figure(i, plot) for i, plot in enumerate(_plots(sweep, found, axis))),
+        "table": _table(sweep, found),
+        "facts": _facts(sweep, found),
+        "commands": _commands(sweep, found),
+        "plotly": get_plotlyjs(),
+    }
+    text = resources.files("asynckv.bench").joinpath("page.html").read_text(encoding="utf-8")
+    # In one pass, so that nothing inside a part is taken for a mark.
+    head, *rest = text.split("@@")
+    return head + "".join(parts[x] if i % 2 == 0 else x for i, x in enumerate(rest))
+
+
+# -- plots -----------------------------------------------------------------------------------------
+
+
+def _load_axis(sweep: Sweep) -> str:
+    return next((n for n in (*LOADS, *sweep.head.axes) if n in sweep.head.axes), "concurrency")
+
+
+def _x(point: Summary, axis: str) -> Any:
+    text = point.axes.get(axis, str(point.params.get(axis.replace("-", "_"), "")))
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text
+
+
+def _series(point: Summary, axis: str) -> str:
+    rest = [f"{v} tokens" if k == "prompt-tokens" else f"{k} {v}" for k, v in point.axes.items() if k != axis]
+    return ", ".join(rest) or "all"
+
+
+def _lines(found: Sequence[Summary], axis: str, figure: Figure) -> list[Line]:
+    out: dict[str, list[tuple[Any, float, float, float]]] = {}
+    for point in found:
+        line = out.setdefault(_series(point, axis), [])
+        if (spread := point.spread(figure)) is not None:
+            line.append((_x(point, axis), spread.median, spread.low, spread.high))
+    return list(out.items())
+
+
+def _floors(found: Sequence[Summary], axis: str, wanted: Callable[[str], bool], scale: float = 1.0) -> list[Line]:
+    """What the machine itself can do, where the reports have it: medians over all series at each x."""
+    at: dict[str, dict[Any, list[float]]] = {}
+    for point in found:
+        for report in point.reports:
+            for path, value in leaves(report, "floor"):
+                if wanted(path):
+                    at.setdefault(path, {}).setdefault(_x(point, axis), []).append(value * scale)
+    return [
+        (_floor_name(path), [(x, median(ys), min(ys), max(ys)) for x, ys in by_x.items()]) for path, by_x in at.items()
+    ]
+
+
+def _floor_name(path: str) -> str:
+    name = path.removeprefix("floor.")
+    for unit in ("_gbps", "_gbytes_per_s", ".gbytes_per_s", ".gbps", "_requests_per_s", ".requests_per_s"):
+        name = name.removesuffix(unit)
+    return f"floor: {name.replace('_', ' ').replace('.', ' ')}"
+
+
+def _is_rate(path: str) -> bool:
+    return path.endswith(("gbps", "gbytes_per_s"))
+
+
+def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, Any]]:
+    figure = FIGURES
+    plots = [
+        _plot(
+            "Throughput in bytes",
+            "GB/s",
+            [_style(_lines(found, axis, figure["gbytes_per_s"]))],
+            _floors(found, axis, _is_rate),
+        ),
+        _plot(
+            "Throughput in requests",
+            "requests/s",
+            [_style(_lines(found, axis, figure["requests_per_s"]))],
+            _floors(found, axis, lambda p: p.endswith("requests_per_s")),
+        ),
+        _plot(
+            "Latency, from call to usable bytes",
+            "ms",
+            [
+                _style(_lines(found, axis, figure["p50"]), "p50", "solid"),
+                _style(_lines(found, axis, figure["p99"]), "p99", "dash"),
+            ],
+            _floors(found, axis, lambda p: p.endswith(("p50", "p99", "latency_s", "p50_s", "p99_s")), 1e3),
+            log=True,
+        ),
+        _plot(
+            "CPU of the decode side per request",
+            "µs",
+            [_style(_lines(found, axis, figure["decode_cpu"]))],
+            [],
+            log=True,
+        ),
+    ]
+    ratios = sorted({path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor")})
+    if ratios:
+        styled = [
+            _style(
+                _lines(found, axis, named(path, set(ratios))),
+                path.removeprefix("ratio_to_floor.").replace("_", " "),
+                DASHES[i % len(DASHES)],
+            )
+            for i, path in enumerate(ratios)
+        ]
+        plots.append(_plot("Share of the floor that is reached", "ratio, 1 is the floor", styled, []))
+    label = NAMES.get(axis, axis)
+    xs = list(dict.fromkeys(_x(point, axis) for point in found))
+    return [_finished(plot, label, xs) for plot in plots]
+
+
+def _style(lines: Sequence[Line], suffix: str = "", dash: str = "solid") -> list[dict[str, Any]]:
+    traces = []
+    for index, (name, points) in enumerate(lines):
+        full = suffix if name == "all" else f"{name} {suffix}".strip()
+        traces.append(_trace(full or "asynckv", points, dash, SYMBOLS[index % len(SYMBOLS)], index))
+    return traces
+
+
+def _trace(name: str, points: Any, dash: str, symbol: str, color: int) -> dict[str, Any]:
+    xs, ys, lows, highs = ([p[i] for p in points] for i in range(4))
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": xs,
+        "y": ys,
+        "line": {"dash": dash, "width": 2},
+        "marker": {"symbol": symbol, "size": 8},
+        # Colours are the page's, one set for each theme.
+        "meta": color,
+    }
+    if any(low < high for low, high in zip(lows, highs, strict=True)):
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [h - y for h, y in zip(highs, ys, strict=True)],
+            "arrayminus": [y - low for low, y in zip(lows, ys, strict=True)],
+            "thickness": 1.2,
+            "width": 4,
+        }
+    return trace
+
+
+def _plot(
+    title: str, unit: str, styled: Sequence[Sequence[dict[str, Any]]], floors: Sequence[Line], *, log: bool = False
+) -> dict[str, Any]:
+    traces = [trace for group in styled for trace in group]
+    for index, (name, points) in enumerate(floors):
+        traces.append(_trace(name, points, "dot", f"{SYMBOLS[index % len(SYMBOLS)]}-open", -1))
+    return {"title": title, "unit": unit, "traces": traces, "log": log}
+
+
+def _finished(plot: Mapping[str, Any], label: str, xs: Sequence[Any]) -> dict[str, Any]:
+    """Check the plot against plotly's own schema, with its axes."""
+    import plotly.graph_objects as go
+
+    x: dict[str, Any] = {"title": {"text": label}}
+    if len(xs) > 1 and all(isinstance(v, float) and v > 0 for v in xs):
+        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [f"{v:g}" for v in sorted(xs)]}
+    else:
+        x["type"] = "category"
+        for trace in plot["traces"]:
+            trace["x"] = [f"{v:g}" if isinstance(v, float) else v for v in trace["x"]]
+    y: dict[str, Any] = {"title": {"text": plot["unit"]}, "rangemode": "tozero"}
+    if plot["log"] and all(v > 0 for trace in plot["traces"] for v in trace["y"]):
+        y |= {"type": "log", "dtick": "D2", "exponentformat": "none"}
+        y["title"]["text"] += " (log scale)"
+    drawn = go.Figure(data=plot["traces"], layout={"xaxis": x, "yaxis": y})
+    # Without plotly's template: the page has its own colours.
+    drawn.update_layout(template=None)
+    return {"title": plot["title"], "text": _spoken(plot, label), "json": drawn.to_json()}
+
+
+def _spoken(plot: Mapping[str, Any], label: str) -> str:
+    """Say the plot in words, for those who do not see it."""
+    parts = []
+    for trace in plot["traces"]:
+        if trace["x"]:
+            ends = [(_plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
+            parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
+    return f"{plot['title']}, {plot['unit']} against {label}. {'; '.join(parts)}. All figures are in the table below."
+
+
+def _plain(x: Any) -> str:
+    return f"{x:g}" if isinstance(x, float) else str(x)
+
+
+def _figure(index: int, plot: Mapping[str, Any]) -> str:
+    # A "</script" inside a string must not end the script.
+    data = plot["json"].replace("<", "\\u003c")
+    return (
+        f'<figure><figcaption id="plot-{index}">{escape(plot["title"])}</figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(plot["text"])}"></div>'
+        f'<script type="application/json">{data}</script></figure>\n'
+    )
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _notes(sweep: Sweep, found: Sequence[Summary], missing: int, total: int) -> str:
+    notes = []
+    if missing:
+        notes.append(f"Unfinished: {total - missing} of {total} runs are there.")
+    faulty = sum(bool(point.faults) for point in found)
+    if faulty:
+        notes.append(f"{faulty} of {len(found)} points failed or were bad; the table has the reasons.")
+    if len({msgspec.json.encode(head.environment) for head in sweep.heads}) > 1:
+        notes.append("Measured on more than one machine or version: figures may not be comparable.")
+    return "".join(f'<p class="note" role="note">{escape(note)}</p>' for note in notes)
+
+
+def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
+    ratios = sorted({path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor")})
+    shown = [FIGURES[name] for name in SHOWN] + [named(path, set(ratios)) for path in ratios]
+    heads = [escape(name) for name in sweep.head.axes] + ["runs"]
+    for figure in shown:
+        title = figure.title.removeprefix("ratio_to_floor.").replace("_", " ")
+        heads.append(f"{escape(title)}<small>{escape(figure.unit or 'of floor')}</small>")
+    rows = []
+    for point in found:
+        cells = [f'<th scope="row">{escape(point.axes[name])}</th>' for name in sweep.head.axes]
+        cells.append(f"<td>{point.runs}</td>")
+        for figure in shown:
+            spread = point.spread(figure)
+            if spread is None:
+                cells.append("<td>–</td>")
+                continue
+            noise = f"<small>{spread.low:,.4g} … {spread.high:,.4g}</small>" if spread.low < spread.high else ""
+            cells.append(f"<td>{spread.median:,.4g}{noise}</td>")
+        rows.append(f"<tr{' class=bad' if point.faults else ''}>{''.join(cells)}</tr>")
+        if point.faults:
+            width = len(heads)
+            rows.append(f'<tr class="reason"><td colspan="{width}">{escape("; ".join(point.faults))}</td></tr>')
+    top = "".join(f'<th scope="col">{head}</th>' for head in heads)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _facts(sweep: Sweep, found: Sequence[Summary]) -> str:
+    facts: dict[str, str] = {}
+    for name in dict.fromkeys(n for head in sweep.heads for n in head.environment):
+        held = dict.fromkeys(head.environment.get(name, "unknown") for head in sweep.heads)
+        facts[name.replace("_", " ")] = ", then ".join(held)
+    for name in ("backend", "ucx_transports", "ucx_tls", "ucx_net_devices", "ucx_error_handling_mode"):
+        values = dict.fromkeys(
+            str(r["environment"][name]) for p in found for r in p.reports if name in r["environment"]
+        )
+        if values:
+            facts[name.replace("_", " ")] = "; ".join(values)
+    same = {
+        k: v
+        for k, v in (found[0].params if found else {}).items()
+        if v not in (None, False) and all(p.params.get(k) == v for p in found)
+    }
+    facts |= {k.replace("_", " "): str(v) for k, v in same.items() if k.replace("_", "-") not in sweep.head.axes}
+    times = [row.at for row in sweep.rows]
+    if times:
+        facts["measured"] = f"{min(times)} to {max(times)}"
+    return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+
+
+def _commands(sweep: Sweep, found: Sequence[Summary]) -> str:
+    lines = [sweep.head.command, "", *(command for point in found for command in point.commands)]
+    return escape("\n".join(lines))

@@ -1,0 +1,94 @@
+"""A sweep's points with their rounds taken together, and the table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from asynckv.bench.figures import FIGURES, Figure
+from asynckv.bench.journal import Sweep
+from asynckv.observe.console import printable
+
+__all__ = ["SHOWN", "Spread", "Summary", "show", "summarise"]
+
+SHOWN = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure over the rounds of one point."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One point.
+
+    Attributes:
+        reports: Of the rounds that have one.
+        faults: Reasons of the rounds that were not good.
+        commands: Of its runs; one, unless it was changed in between.
+    """
+
+    axes: dict[str, str]
+    params: dict[str, Any]
+    reports: list[dict[str, Any]]
+    faults: list[str]
+    runs: int
+    commands: list[str]
+
+    def spread(self, figure: Figure) -> Spread | None:
+        """Take a figure's rounds together; None where no report has it."""
+        found = [v for r in self.reports if (v := figure.of(r)) is not None]
+        return Spread(median(found), min(found), max(found)) if found else None
+
+
+def summarise(sweep: Sweep) -> list[Summary]:
+    """Gather the rows of every point that has any, in the grid's order."""
+    return list(_summaries(sweep))
+
+
+def _summaries(sweep: Sweep) -> Iterator[Summary]:
+    rows = sorted(sweep.latest().values(), key=lambda row: row.round)
+    for place in sweep.head.points:
+        mine = [row for row in rows if row.key == place.key]
+        if mine:
+            yield Summary(
+                place.axes,
+                mine[0].params,
+                [row.report for row in mine if row.report is not None],
+                list(dict.fromkeys(f"{row.status}: {row.reason}" for row in mine if row.status != "good")),
+                len(mine),
+                list(dict.fromkeys(row.command for row in mine)),
+            )
+
+
+def show(sweep: Sweep, console: Console) -> None:
+    """Print the table: medians, one line per point."""
+    found = summarise(sweep)
+    if not found:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in sweep.head.axes:
+        table.add_column(printable(name), justify="right")
+    for name in SHOWN:
+        unit = FIGURES[name].unit
+        table.add_column(unit if name.endswith("per_s") else f"{name} {unit}", justify="right")
+    table.add_column()
+    for point in found:
+        cells = [printable(point.axes[name]) for name in sweep.head.axes]
+        for name in SHOWN:
+            spread = point.spread(FIGURES[name])
+            cells.append("" if spread is None else f"{spread.median:,.4g}")
+        table.add_row(*cells, printable("; ".join(point.faults)), style="red" if point.faults else "")
+    console.print(table)
+    if sweep.head.rounds > 1:
+        console.print(f"medians of {sweep.head.rounds} rounds", highlight=False)

@@ -1,0 +1,34 @@
+"""Where a command's results and progress go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from asynckv.errors import ConfigError
+
+__all__ = ["columns", "write"]
+
+
+def write(option: str, target: str, text: str) -> None:
+    """Write to a file, or to stdout where it is `-`.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
+
+
+def columns() -> tuple[Any, ...]:
+    """Columns of a progress bar that counts."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
