@@ -14,7 +14,6 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from asynckv.bench import figures
 from asynckv.bench.figures import Figure
@@ -281,23 +280,18 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"  changed: {name} was {old}, is {new}", highlight=False)
     for name, (olds, news) in result["environment"].items():
         console.print(f"  [yellow]differs:[/yellow] {name} {' / '.join(olds)} -> {' / '.join(news)}", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for title, justify in (("point", "left"), ("figure", "left"), ("before", "right"), ("after", "right")):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
-    for title in ("change", "interval", ""):
-        table.add_column(title, justify="right" if title else "left")
+    width = max((len(_titled(n, c)) for p in result["points"] for n, c in p["metrics"].items()), default=0)
     for point in result["points"]:
-        where = _where(point["point"])
+        console.print(f"{_where(point['point'])} [dim]({_runs(*point['runs'])})[/dim]", highlight=False)
         for name, change in point["metrics"].items():
-            unit = f" {change['unit']}" if change["unit"] else ""
-            table.add_row(
-                where, f"{name}{unit}", *_pair(change), _percent(change["ratio"]), _interval(change), _verdict(change)
+            line = (
+                f"  {_titled(name, change):<{width}}  {change['before']:>9,.4g} -> {change['after']:<9,.4g} "
+                f"{_percent(change['ratio']):>7}  {_interval(change):<18} {_verdict(change)}"
             )
-            where = ""
+            console.print(line.rstrip(), highlight=False, soft_wrap=True)
         if any(point["unhealthy"]):
             old, new = point["unhealthy"]
-            table.add_row(where, "[red]runs with faults[/red]", str(old), str(new))
-    console.print(table)
+            console.print(f"  [red]runs with faults: {old} -> {new}[/red]", highlight=False)
     if len(result["points"]) > 1:
         for name, all_ in result["overall"].items():
             console.print(
@@ -315,8 +309,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     runs = [n for point in result["points"] for n in point["runs"]]
     if min(runs) == 1:
         console.print(
-            "One run each: how much the figures vary by themselves is unknown. More runs per side tell: "
-            "sweeps with --rounds, or several reports.",
+            "With one run on a side, how much the figures vary by themselves is unknown. More runs tell: sweeps with "
+            "--rounds, or several reports.",
             highlight=False,
         )
     elif any(c["verdict"] == "unsure" for p in result["points"] for c in p["metrics"].values()):
@@ -334,8 +328,13 @@ def _where(label: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in label.items()) or "the run"
 
 
-def _pair(change: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{change['before']:,.4g}", f"{change['after']:,.4g}"
+def _titled(name: str, change: Mapping[str, Any]) -> str:
+    unit = change["unit"]
+    return unit if name.endswith("per_s") and unit else f"{name} {unit}".rstrip()
+
+
+def _runs(before: int, after: int) -> str:
+    return "one run each" if before == after == 1 else f"{before} and {after} runs"
 
 
 def _percent(ratio: float | None) -> str:
@@ -343,7 +342,7 @@ def _percent(ratio: float | None) -> str:
 
 
 def _interval(change: Mapping[str, Any]) -> str:
-    return "" if change["low"] is None else f"{_percent(change['low'])} to {_percent(change['high'])}"
+    return "" if change["low"] is None else f"{_percent(change['low'])} ... {_percent(change['high'])}"
 
 
 def _verdict(change: Mapping[str, Any]) -> str:

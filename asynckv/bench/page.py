@@ -19,6 +19,8 @@ from asynckv.bench.summary import SHOWN, Summary, summarise
 __all__ = ["REMEDY", "is_installed", "make"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
+HINT = "Points are medians of their rounds, bars reach from the lowest to the highest."
+ONCE = "Every point was run once, so how much the figures vary by themselves is not known; --rounds shows it."
 LOADS = ("rate", "request-rate", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
@@ -50,6 +52,7 @@ def make(sweep: Sweep, name: str) -> str:
     title = f"asynckv sweep: {model or name}"
     parts = {
         "title": escape(title),
+        "hint": escape(HINT if sweep.head.rounds > 1 else ONCE),
         "notes": _notes(sweep, found, missing, total),
         "figures": "".join(_figure(i, plot) for i, plot in enumerate(_plots(sweep, found, axis))),
         "table": _table(sweep, found),
@@ -147,7 +150,6 @@ def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, 
             "µs",
             [_style(_lines(found, axis, figure["decode_cpu"]))],
             [],
-            log=True,
         ),
     ]
     ratios = sorted({path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor")})
@@ -221,12 +223,21 @@ def _finished(plot: Mapping[str, Any], label: str, xs: Sequence[Any]) -> dict[st
             trace["x"] = [f"{v:g}" if isinstance(v, float) else v for v in trace["x"]]
     y: dict[str, Any] = {"title": {"text": plot["unit"]}, "rangemode": "tozero"}
     if plot["log"] and all(v > 0 for trace in plot["traces"] for v in trace["y"]):
-        y |= {"type": "log", "dtick": "D2", "exponentformat": "none"}
+        ticks = _ticks([v for trace in plot["traces"] for v in trace["y"]])
+        y |= {"type": "log", "tickvals": ticks, "ticktext": [f"{v:g}" for v in ticks]}
         y["title"]["text"] += " (log scale)"
     drawn = go.Figure(data=plot["traces"], layout={"xaxis": x, "yaxis": y})
     # Without plotly's template: the page has its own colours.
     drawn.update_layout(template=None)
     return {"title": plot["title"], "text": _spoken(plot, label), "json": drawn.to_json()}
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Choose ticks of a logarithmic axis, and write them out: plotly's own say 2 and 5 in every decade."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+    return [float(f"{step}e{decade}") for decade in decades for step in steps]
 
 
 def _spoken(plot: Mapping[str, Any], label: str) -> str:
@@ -308,7 +319,7 @@ def _facts(sweep: Sweep, found: Sequence[Summary]) -> str:
     same = {
         k: v
         for k, v in (found[0].params if found else {}).items()
-        if v not in (None, False) and all(p.params.get(k) == v for p in found)
+        if v is not None and v is not False and all(p.params.get(k) == v for p in found)
     }
     facts |= {k.replace("_", " "): str(v) for k, v in same.items() if k.replace("_", "-") not in sweep.head.axes}
     times = [row.at for row in sweep.rows]
