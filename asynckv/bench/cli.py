@@ -138,13 +138,17 @@ def sweep(
         )
         book.begin(head, mixed=mixed)
         if book.repaired:
-            errors.print(f"{target}: a line that was cut off is measured again", highlight=False, markup=False)
+            errors.print(
+                f"{target}: a line that was cut off is measured again", highlight=False, markup=False, soft_wrap=True
+            )
         ran = _run(book, made.points, retry_failed, errors)
+        if ran.refused:
+            # The options are to blame, and a corrected sweep shall not find this one in its way.
+            target.unlink()
+            raise ConfigError(f"every point was refused: {ran.refused}")
     finally:
         book.close()
     latest = book.sweep.latest()
-    if ran.refused:
-        raise ConfigError(f"every point was refused: {ran.refused}")
     summary.show(book.sweep, console)
     total = len(made.points) * book.sweep.head.rounds
     if ran.interrupted:

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from asynckv.errors import ConfigError
 
-__all__ = ["SCHEMA", "Head", "Journal", "Place", "Row", "Sweep", "load", "read"]
+__all__ = ["SCHEMA", "Head", "Journal", "Place", "Row", "Sweep", "is_sweep", "load", "read"]
 
 SCHEMA = "asynckv.sweep/1"
 MOST_ROUNDS = 1000
@@ -146,6 +146,11 @@ def _entry(line: bytes, number: int, name: str) -> Head | Row:
     return entry
 
 
+def is_sweep(data: bytes) -> bool:
+    """Say whether a file was begun as a sweep, of whatever schema."""
+    return b'"asynckv.sweep/' in data[:200]
+
+
 def load(path: Path, option: str = "") -> Sweep:
     """Read a sweep that has at least begun.
 
@@ -187,7 +192,7 @@ class Journal:
                 self.sweep = read(data, self._name)
             except ConfigError:
                 # Sweeps of other schemas may be restarted, strangers' files may not.
-                if not restart or b'"asynckv.sweep/' not in data[:200]:
+                if not restart or not is_sweep(data):
                     raise
             if restart:
                 self.sweep = Sweep()

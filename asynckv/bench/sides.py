@@ -71,11 +71,14 @@ def _read(path: Path) -> dict[str, Any] | journal.Sweep:
         found: Any = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         found = None
-    if not isinstance(found, dict) or str(found.get("schema")).startswith("asynckv.sweep/"):
+    if journal.is_sweep(data) and "config" not in (found or {}):
         return journal.load(path)
-    if (schema := found.get("schema")) != report.SCHEMA:
-        was = f"is of schema {schema}" if isinstance(schema, str) else "is no report of asynckv bench"
-        raise ConfigError(f"{path}: {was}, and this asynckv compares {report.SCHEMA} and {journal.SCHEMA}")
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
+        raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep")
+    if found["schema"] != report.SCHEMA:
+        raise ConfigError(
+            f"{path}: is of schema {found['schema']}, and this asynckv compares {report.SCHEMA} and {journal.SCHEMA}"
+        )
     _check(found, str(path))
     return found
 
@@ -106,7 +109,8 @@ def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
             raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
         _check(row.report, str(path))
         side.runs.append((flat(row.params), row.report))
-    side.environments += [head.environment for head in found.heads]
+    for head in found.heads:
+        side.environments.append(head.environment | {f"content of {k}": v for k, v in head.files.items()})
 
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:

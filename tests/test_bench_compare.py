@@ -1,0 +1,253 @@
+"""Comparisons: what is noise and what is not, which points belong together, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynckv.bench import sides
+from asynckv.bench.compare import compare, judge, share
+from asynckv.bench.sides import Side
+from asynckv.errors import ConfigError
+from tests.test_bench_report import good, options
+from tests.test_bench_sweep import head, row
+from tests.test_cli import asynckv, complaint
+
+RUNS = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=12)
+
+
+def made(rate: float = 100.0, p99: float = 0.1, **config: Any) -> dict[str, Any]:
+    from asynckv.bench import report
+
+    found = copy.deepcopy(report.make(options(), good()))
+    found["throughput"]["requests_per_s"] = rate
+    found["latency_s"]["p99"] = p99
+    found["config"] |= config
+    return found
+
+
+def side(name: str, *reports: dict[str, Any]) -> Side:
+    return Side(name, False, [({}, r) for r in reports])
+
+
+def verdicts(result: dict[str, Any], metric: str) -> list[str]:
+    return [point["metrics"][metric]["verdict"] for point in result["points"]]
+
+
+# -- noise -----------------------------------------------------------------------------------------
+
+
+@given(RUNS, RUNS)
+def test_turning_the_sides_round_turns_the_verdict_round(a: list[float], b: list[float]) -> None:
+    there, back = judge(a, b, "higher"), judge(b, a, "higher")
+    if min(len(a), len(b)) < 8:  # resampling is not symmetric to the last digit
+        turned = {"better": "worse", "worse": "better"}
+        assert back.verdict == turned.get(there.verdict, there.verdict)
+    assert there.ratio is not None
+    assert back.ratio == pytest.approx(1 / there.ratio)
+
+
+@given(RUNS)
+def test_a_side_is_within_its_own_noise(runs: list[float]) -> None:
+    change = judge(runs, runs, "lower")
+    assert change.ratio == 1.0
+    assert change.verdict == ("unsure" if len(runs) == 1 else "noise")
+
+
+@given(RUNS, RUNS)
+def test_the_interval_holds_the_ratio(a: list[float], b: list[float]) -> None:
+    change = judge(a, b, "lower")
+    if change.low is not None and min(len(a), len(b)) < 8:
+        assert change.high is not None
+        assert change.ratio is not None
+        assert change.low <= change.ratio * (1 + 1e-9)
+        assert change.ratio <= change.high * (1 + 1e-9)
+
+
+def test_few_runs_apart_are_unsure_and_enough_are_not() -> None:
+    assert judge([100], [50], "higher").verdict == "unsure"
+    assert judge([100, 101], [50, 51], "higher").verdict == "unsure"
+    assert judge([100, 101, 99, 100], [50, 51, 49, 50], "higher").verdict == "worse"
+    assert judge([100, 101, 99, 100], [50, 51, 49, 50], "lower").verdict == "better"
+    assert judge([100, 101, 99, 100], [50, 51, 49, 50], "").verdict == "changed"
+    assert judge([100, 101, 99, 100], [99.5, 103, 98, 100], "higher").verdict == "noise"
+
+
+@pytest.mark.parametrize("runs", [4, 8])
+def test_without_a_change_hardly_one_in_ten_is_called_one(runs: int) -> None:
+    rng = np.random.default_rng(1)
+    called = sum(
+        judge(rng.lognormal(0, 0.1, runs).tolist(), rng.lognormal(0, 0.1, runs).tolist(), "higher").verdict != "noise"
+        for _ in range(100)
+    )
+    assert called <= 10
+
+
+def test_nothing_is_divided_by_zero() -> None:
+    assert judge([0.0], [5.0], "lower").verdict == "undefined"
+    assert judge([0.0], [0.0], "lower").verdict == "noise"
+    assert judge([5.0, 5.0], [0.0, 0.0], "higher").excess == 1.0
+
+
+# -- matching --------------------------------------------------------------------------------------
+
+
+def test_what_has_one_value_on_each_side_is_what_was_changed() -> None:
+    before = side("a", *(made(100, concurrency=c, transport="auto") for c in (1, 16)))
+    after = side("b", *(made(80, concurrency=c, transport="tcp") for c in (1, 16)))
+    result = compare(before, after, ["requests_per_s"])
+    assert result["changed"] == {"transport": ["auto", "tcp"]}
+    assert [p["point"] for p in result["points"]] == [{"concurrency": 1}, {"concurrency": 16}]
+    assert [p["metrics"]["requests_per_s"]["ratio"] for p in result["points"]] == [0.8, 0.8]
+    assert result["overall"]["requests_per_s"]["geometric_mean"] == pytest.approx(0.8)
+
+
+def test_points_of_one_side_only_are_named() -> None:
+    before = side("a", *(made(concurrency=c) for c in (1, 16)))
+    after = side("b", *(made(concurrency=c) for c in (16, 64)))
+    result = compare(before, after)
+    assert (result["only_before"], result["only_after"]) == ([{"concurrency": 1}], [{"concurrency": 64}])
+    result = compare(before, after, fail_above=0.05)
+    assert [(e["point"], e["metric"]) for e in result["exceeded"]] == [({"concurrency": 1}, "missing")]
+
+
+def test_nothing_in_common_says_what_differs() -> None:
+    before = side("a", *(made(concurrency=c) for c in (1, 2)))
+    after = side("b", *(made(concurrency=c) for c in (3, 4)))
+    with pytest.raises(ConfigError, match=r"no point of a is in b: they differ in concurrency \(1, 2 against 3, 4\)"):
+        compare(before, after)
+
+
+def test_only_what_is_worse_and_beyond_noise_exceeds() -> None:
+    steady, noisy = (98, 99, 100, 101), (70, 90, 110, 130)
+    assert not compare(side("a", *map(made, steady)), side("b", *map(made, noisy)), fail_above=0.0)["exceeded"]
+    slower = side("b", *(made(r * 0.9) for r in steady))
+    assert compare(side("a", *map(made, steady)), slower, fail_above=0.05)["exceeded"][0]["metric"] == "requests_per_s"
+    assert not compare(side("a", *map(made, steady)), slower, fail_above=0.15)["exceeded"]
+    faster = side("b", *(made(r * 2) for r in steady))
+    assert not compare(side("a", *map(made, steady)), faster, fail_above=0.05)["exceeded"]
+
+
+def test_new_faults_exceed_whatever_the_figures_say() -> None:
+    faulty = made(200)
+    faulty["bytes"]["wrong"] = 1
+    result = compare(side("a", made()), side("b", faulty), fail_above=0.05)
+    assert result["points"][0]["unhealthy"] == [0, 1]
+    assert "unhealthy_runs" in [e["metric"] for e in result["exceeded"]]
+
+
+def test_ratios_to_floors_are_compared_where_all_reports_have_them() -> None:
+    reports = [made() | {"ratio_to_floor": {"raw_nixl": r}, "floor": {"memcpy_gbps": 9.0}} for r in (0.9, 0.8)]
+    result = compare(side("a", reports[0]), side("b", reports[1]))
+    assert result["points"][0]["metrics"]["ratio_to_floor.raw_nixl"]["better"] == "higher"
+    assert "ratio_to_floor.raw_nixl" not in compare(side("a", made()), side("b", reports[1]))["overall"]
+    with pytest.raises(ConfigError, match=r"'floor.memcpy_gbps' is in no report of a"):
+        compare(side("a", made()), side("b", reports[1]), ["floor.memcpy_gbps"])
+
+
+@pytest.mark.parametrize("metric", ["p98", "config.model", "latency_s", "phases_s.read"])
+def test_an_unknown_metric_is_refused(metric: str) -> None:
+    with pytest.raises(ConfigError, match=f"--metrics '{metric}' is unknown.*gbytes_per_s"):
+        compare(side("a", made()), side("b", made()), [metric])
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def saved(path: Path, found: Any) -> str:
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def sweep(path: Path, *rates: float, rounds: int = 1, **changes: Any) -> str:
+    """A sweep of points a, b, c, each round a little faster than the last."""
+    rows = [
+        row(key, n, report=made(rate * (1 + 0.01 * n)))
+        for key, rate in zip("abc", rates, strict=False)
+        for n in range(1, rounds + 1)
+    ]
+    lines = [head(rounds, **changes), *rows]
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return str(path)
+
+
+def test_sweeps_match_by_point_and_their_rounds_are_the_noise(tmp_path: Path) -> None:
+    before = sides.load([sweep(tmp_path / "a.jsonl", 100, 200, 300, rounds=4)])
+    after = sides.load([sweep(tmp_path / "b.jsonl", 100, 100, 600, rounds=4)])
+    result = compare(before, after, ["requests_per_s"])
+    assert verdicts(result, "requests_per_s") == ["noise", "worse", "better"]
+    assert [p["runs"] for p in result["points"]] == [[4, 4]] * 3
+
+
+def test_other_machines_code_and_files_are_named(tmp_path: Path) -> None:
+    before = sides.load([sweep(tmp_path / "a.jsonl", 1, 2, 3, files={"t.jsonl": "1"})])
+    there = {"host": "there", "asynckv": "1"}
+    after = sides.load([sweep(tmp_path / "b.jsonl", 1, 2, 3, files={"t.jsonl": "2"}, environment=there)])
+    assert compare(before, after)["environment"] == {
+        "host": [["here"], ["there"]],
+        "content of t.jsonl": [["1"], ["2"]],
+    }
+
+
+def test_a_directory_is_several_runs(tmp_path: Path) -> None:
+    for n in range(4):
+        saved(tmp_path / f"{n}.json", made(100 + n))
+    assert len(sides.load([str(tmp_path)]).runs) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is neither a report of asynckv bench nor a sweep"),
+        ("[]", "is neither"),
+        ("{}", "is neither"),
+        ('{"schema": "asynckv.bench/9"}', "is of schema asynckv.bench/9, and this asynckv compares asynckv.bench/1"),
+        ('{"schema": "asynckv.sweep/9"}\n', "is of schema asynckv.sweep/9"),
+        ('{"schema": "asynckv.bench/1"}', "is damaged: config is missing"),
+        (json.dumps(made() | {"interrupted": True}), "was interrupted"),
+        (json.dumps(made() | {"requests": {}}), "is damaged: completed is missing"),
+        ("\x00\xff", "is neither"),
+        ('{"kind":"sweep","schema":"asynckv.sweep/1"', "holds no sweep yet"),
+        ('{"kind":"sweep","schema":"asynckv.sweep/1"}\n', "line 1: is damaged"),
+    ],
+)
+def test_what_is_no_whole_report_is_one_line_and_status_2(
+    content: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "b.json"
+    path.write_text(content)
+    text = complaint(["bench", "compare", saved(tmp_path / "a.json", made()), str(path)], monkeypatch, capsys)
+    assert says in text
+    assert str(path) in text
+
+
+def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
+        sides.load([sweep(tmp_path / "a.jsonl", 1, 2)])
+
+
+@pytest.mark.parametrize("text", ["5", "-1%", "x%", "nan%", "inf%", "%"])
+def test_a_share_is_a_percentage(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no percentage such as 5%"):
+        share("--fail-above", text)
+    assert share("--fail-above", "5%") == 0.05
+
+
+@pytest.mark.slow
+def test_the_command_pipes_json_and_its_status_is_for_ci(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a.json", made(100)), saved(tmp_path / "b.json", made(90))
+    done = asynckv("bench", "compare", a, b, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["schema"] == "asynckv.compare/1"
+    assert "how much the figures vary by themselves is unknown" in " ".join(done.stderr.split())
+    done = asynckv("bench", "compare", a, b, "--fail-above", "5%")
+    assert done.returncode == 1
+    assert "! the run: requests_per_s is worse by 10.0%" in done.stdout
