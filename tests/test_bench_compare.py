@@ -34,6 +34,21 @@ def made(rate: float = 100.0, p99: float = 0.1, **config: Any) -> dict[str, Any]
     return found
 
 
+def floored(ratio: float, spread: float = 0.0) -> dict[str, Any]:
+    """What a run beside its floor reports."""
+
+    def measured(middle: float) -> dict[str, float]:
+        return {"median": middle, "low": middle - spread, "high": middle + spread, "level": 0.97, "rounds": 10}
+
+    figures = {"gbytes_per_s": 6.0, "requests_per_s": 50.0, "p50_s": 0.001, "cpu_s_per_request": 0.0001}
+    kinds = ("raw_nixl", "memory_copy")
+    return {
+        "floor": {"engine": {k: measured(v) for k, v in figures.items()}, "not_measured": {"tcp_socket": "forbidden"}}
+        | {kind: {k: measured(v) for k, v in figures.items()} for kind in kinds},
+        "ratio_to_floor": {kind: {k: measured(ratio) for k in figures} for kind in kinds},
+    }
+
+
 def side(name: str, *reports: dict[str, Any]) -> Side:
     return Side(name, False, [({}, r) for r in reports])
 
@@ -145,12 +160,25 @@ def test_new_faults_exceed_whatever_the_figures_say() -> None:
 
 
 def test_ratios_to_floors_are_compared_where_all_reports_have_them() -> None:
-    reports = [made() | {"ratio_to_floor": {"raw_nixl": r}, "floor": {"memcpy_gbps": 9.0}} for r in (0.9, 0.8)]
-    result = compare(side("a", reports[0]), side("b", reports[1]))
-    assert result["points"][0]["metrics"]["ratio_to_floor.raw_nixl"]["better"] == "higher"
-    assert "ratio_to_floor.raw_nixl" not in compare(side("a", made()), side("b", reports[1]))["overall"]
-    with pytest.raises(ConfigError, match=r"'floor.memcpy_gbps' is in no report of a"):
-        compare(side("a", made()), side("b", reports[1]), ["floor.memcpy_gbps"])
+    a, b = (side(n, made() | floored(r)) for n, r in (("a", 0.9), ("b", 0.8)))
+    found = compare(a, b)["points"][0]["metrics"]
+    assert found["ratio_to_floor.raw_nixl.gbytes_per_s"]["better"] == "higher"
+    assert found["ratio_to_floor.raw_nixl.p50_s"]["better"] == "lower"
+    assert not [name for name in compare(side("a", made()), b)["overall"] if "floor" in name]
+    with pytest.raises(ConfigError, match=r"'floor.memory_copy.p50_s' is in no report of a"):
+        compare(side("a", made()), b, ["floor.memory_copy.p50_s"])
+
+
+def test_a_single_runs_own_rounds_are_its_noise() -> None:
+    name = "ratio_to_floor.raw_nixl.gbytes_per_s"
+
+    def verdict(before: float, after: float, spread: float) -> str:
+        a, b = (side("x", made() | floored(ratio, spread)) for ratio in (before, after))
+        return verdicts(compare(a, b, [name]), name)[0]
+
+    assert verdict(0.9, 0.8, 0.02) == "worse"
+    assert verdict(0.8, 0.9, 0.02) == "better"
+    assert verdict(0.9, 0.8, 0.06) == "noise"
 
 
 @pytest.mark.parametrize("metric", ["p98", "config.model", "latency_s", "phases_s.read"])

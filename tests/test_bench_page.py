@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from asynckv.bench import journal, page
-from tests.test_bench_compare import made
+from tests.test_bench_compare import floored, made
 from tests.test_bench_sweep import head, row
 from tests.test_cli import complaint
 
@@ -93,14 +93,14 @@ def test_an_axis_of_words_is_drawn_as_words() -> None:
     assert trace["x"] == ["auto", "tcp"]
 
 
-def test_floors_stand_beside_the_lines_and_ratios_in_the_table() -> None:
-    floor = {"memcpy_gbps": 9.0, "raw_nixl": {"gbytes_per_s": 6.0, "requests_per_s": 50.0}}
-    report = made() | {"floor": floor, "ratio_to_floor": {"raw_nixl": 0.95}}
+def test_floors_stand_beside_the_lines_and_shares_in_the_table() -> None:
+    report = made() | floored(0.95)
     text = page.make(sweep(row("1", report=report)), "s")
-    assert traces(text, "GB/s").keys() == {"asynckv", "floor: memcpy", "floor: raw nixl"}
-    assert traces(text, "requests/s").keys() == {"asynckv", "floor: raw nixl"}
-    assert traces(text, "ratio")["raw nixl"]["y"] == [0.95]
-    assert "raw nixl<small>of floor</small>" in text
+    both = {"asynckv", "floor: memory copy", "floor: raw nixl"}
+    assert traces(text, "GB/s").keys() == traces(text, "requests/s").keys() == both
+    assert traces(text, "ms").keys() == {"p50", "p99", "floor: memory copy p50", "floor: raw nixl p50"}
+    assert traces(text, "ratio")["of raw nixl"]["y"] == [0.95]
+    assert "raw nixl<small>share of its GB/s</small>" in text
 
 
 def test_an_unfinished_or_faulty_sweep_says_so() -> None:

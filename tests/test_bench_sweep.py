@@ -362,6 +362,6 @@ def test_a_sweep_is_interrupted_and_goes_on_and_a_point_that_fails_does_not_stop
 def test_where_every_point_is_refused_the_sweep_is_and_nothing_is_left(tmp_path: Path) -> None:
     done = asynckv("bench", "sweep", "--model", "lama-3.1-8b", "--tp", "1,2", "--out", str(tmp_path / "s.jsonl"))
     assert done.returncode == 2
-    assert "asynckv: every point was refused: unknown model" in done.stderr
+    assert "asynckv: every point was refused: model 'lama-3.1-8b' is unknown" in done.stderr
     assert "did you mean llama-3.1-8b?" in done.stderr
     assert not list(tmp_path.iterdir())

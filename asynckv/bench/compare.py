@@ -28,6 +28,8 @@ Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
 
 BOOTSTRAP_FROM = 8
 """Runs on each side from which on the interval of the median's ratio is bootstrapped."""
+FLOORS = tuple(f"ratio_to_floor.raw_nixl.{name}" for name in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
+"""Compared beside the usual figures where all reports have them."""
 RESAMPLES = 4000
 CHANCE = 0.05
 """What is likelier than this without any change is no evidence of one."""
@@ -71,11 +73,24 @@ def share(option: str, text: str) -> float:
 # -- judging ---------------------------------------------------------------------------------------
 
 
-def judge(before: Sequence[float], after: Sequence[float], better: Literal["higher", "lower", ""]) -> Change:
+Range = tuple[float, float]
+
+
+def judge(
+    before: Sequence[float],
+    after: Sequence[float],
+    better: Literal["higher", "lower", ""],
+    within: tuple[Range | None, Range | None] = (None, None),
+) -> Change:
     """Compare one figure's runs on two sides.
 
     From eight runs on each side the interval is a 95 % bootstrap of the medians' ratio. Below that it is the widest
     that any run against any other gives, and only counts where ranges so far apart are unlikely by chance.
+
+    Args:
+        before, after: The figure of each run.
+        better: Which way is better.
+        within: The intervals that the runs themselves found, for single runs.
     """
     a, b = np.array(before, float), np.array(after, float)
     first, second = float(np.median(a)), float(np.median(b))
@@ -83,13 +98,15 @@ def judge(before: Sequence[float], after: Sequence[float], better: Literal["high
         return Change(first, second, 1.0 if not second else None, None, None, "undefined" if second else "noise", 0.0)
     ratio = second / first
     excess = {"higher": 1 - ratio, "lower": ratio - 1, "": 0.0}[better]
-    if min(len(a), len(b)) < 2 or not a.min() > 0:
+    chance = 0.0
+    if len(a) == len(b) == 1 and within[0] and within[1] and within[0][0] > 0:
+        low, high = within[1][0] / within[0][1], within[1][1] / within[0][0]
+    elif min(len(a), len(b)) < 2 or not a.min() > 0:
         return Change(first, second, ratio, None, None, "unsure", excess)
-    if min(len(a), len(b)) >= BOOTSTRAP_FROM:
+    elif min(len(a), len(b)) >= BOOTSTRAP_FROM:
         rng = np.random.default_rng(0)
         ratios = _medians(rng, b) / _medians(rng, a)
         low, high = (float(x) for x in np.quantile(ratios, [0.025, 0.975]))
-        chance = 0.0
     else:
         low, high = float(b.min() / a.max()), float(b.max() / a.min())
         # Of all ways to deal the runs to two sides, two keep them wholly apart.
@@ -119,7 +136,7 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
 
     Args:
         before, after: The sides.
-        metrics: Figures to compare; by default the usual ones, and ratios to floors where all reports have them.
+        metrics: Figures to compare; by default the usual ones, and ratios to raw NIXL where all reports have them.
         fail_above: What is worse by more than this, and not within noise, is listed as exceeded.
 
     Raises:
@@ -150,7 +167,7 @@ def compare(before: Side, after: Side, metrics: Sequence[str] = (), fail_above: 
             one, two = ([v for r in runs if (v := figure.of(r)) is not None] for runs in (a, b))
             if not one or not two:
                 continue
-            change = judge(one, two, figure.better)
+            change = judge(one, two, figure.better, (figure.within(a[0]), figure.within(b[0])))
             rows[figure.name] = {"unit": figure.unit, "better": figure.better, **msgspec.to_builtins(change)}
             if fail_above is not None and change.verdict in ("worse", "unsure") and change.excess > fail_above:
                 exceeded.append({"point": label, "metric": figure.name, "excess": change.excess})
@@ -185,7 +202,7 @@ def _chosen(before: Side, after: Side, metrics: Sequence[str]) -> list[Figure]:
     known = set(dict(figures.leaves(reports[0])))
     everywhere = known.intersection(*(dict(figures.leaves(r)) for r in reports[1:]))
     if not metrics:
-        floors = sorted(name for name in everywhere if name.startswith("ratio_to_floor."))
+        floors = [name for name in FLOORS if name in everywhere]
         return [figures.named(name, everywhere) for name in (*figures.DEFAULT, *floors)]
     chosen = [figures.named(name, known.union(*(dict(figures.leaves(r)) for r in reports[1:]))) for name in metrics]
     for figure in chosen:

@@ -12,6 +12,8 @@ from asynckv.errors import ConfigError
 __all__ = ["DEFAULT", "FIGURES", "Figure", "leaves", "named"]
 
 Report = Mapping[str, Any]
+SURE = 0.95
+"""The level that an interval of a run must have to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Figure:
 
     Attributes:
         of: Returns it in the figure's unit; None where a report does not have it.
+        within: Returns the interval that the run itself found, where it measured in rounds.
     """
 
     name: str
@@ -27,14 +30,37 @@ class Figure:
     unit: str
     better: Literal["higher", "lower", ""]
     of: Callable[[Report], float | None]
+    within: Callable[[Report], tuple[float, float] | None] = lambda report: None
+
+
+def _find(report: Report, path: str) -> Any:
+    value: Any = report
+    for part in filter(None, path.split(".")):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(value: Any) -> float | None:
+    """Read a number, or the median of one that was measured in rounds."""
+    if isinstance(value, Mapping):
+        value = value.get("median")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
     def get(report: Report) -> float | None:
-        value: Any = report
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value * scale if isinstance(value, int | float) and not isinstance(value, bool) else None
+        value = _number(_find(report, path))
+        return None if value is None else value * scale
+
+    return get
+
+
+def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
+    def get(report: Report) -> tuple[float, float] | None:
+        value = _find(report, path)
+        if not isinstance(value, Mapping) or value.get("level", 0.0) < SURE:
+            return None
+        return value["low"], value["high"]
 
     return get
 
@@ -69,14 +95,12 @@ DEFAULT = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
 
 def leaves(report: Report, under: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of a report, by its dotted path; with `under` those of that part only."""
-    part: Any = report
-    for name in filter(None, under.split(".")):
-        part = part.get(name) if isinstance(part, Mapping) else None
-    if isinstance(part, Mapping):
+    part = _find(report, under)
+    if (number := _number(part)) is not None:
+        yield under, number
+    elif isinstance(part, Mapping):
         for key in part:
             yield from leaves(report, f"{under}.{key}" if under else str(key))
-    elif isinstance(part, int | float) and not isinstance(part, bool):
-        yield under, float(part)
 
 
 def named(name: str, known: set[str]) -> Figure:
@@ -99,7 +123,8 @@ def named(name: str, known: set[str]) -> Figure:
         )
     root = name.split(".")[0]
     if root == "ratio_to_floor":
-        return Figure(name, name, "", "higher", _at(name))
+        better: Literal["higher", "lower"] = "higher" if name.endswith("per_s") else "lower"
+        return Figure(name, name, "", better, _at(name), _within(name))
     if root in ("latency_s", "phases_s", "loop_lag_s", "cpu_s"):
         return Figure(name, name, "ms", "lower", _at(name, 1e3))
     return Figure(name, name, "", "", _at(name))

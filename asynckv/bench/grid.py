@@ -20,7 +20,8 @@ from asynckv.errors import ConfigError
 
 __all__ = ["Grid", "Point", "expand", "values"]
 
-OF_SINGLE_RUNS = {"json", "log", "log_level"}
+OF_SINGLE_RUNS = {"json", "log", "log_level", "role", "bind", "connect"}
+"""What belongs to one run: its output, and a second machine that has to be there for it."""
 MOST_POINTS = 10_000
 
 
@@ -117,7 +118,7 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, list[str] | None]:
                 f"asynckv bench --help lists them"
             )
         if param.name in OF_SINGLE_RUNS:
-            raise ConfigError(f"{name} is of single runs; a sweep's reports are the lines of its --out")
+            raise ConfigError(f"{name} is of single runs, not of sweeps, whose reports are the lines of --out")
         if param.name in used:
             raise ConfigError(f"{name} was given twice; an axis is one list, such as {name} 1,16,64")
         used[param.name] = name

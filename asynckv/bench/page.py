@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib import resources
 from statistics import median
@@ -21,11 +22,16 @@ __all__ = ["REMEDY", "is_installed", "make"]
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 HINT = "Points are medians of their rounds, bars reach from the lowest to the highest."
 ONCE = "Every point was run once, so how much the figures vary by themselves is not known; --rounds shows it."
-LOADS = ("rate", "request-rate", "concurrency", "prompt-tokens")
+LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
-NAMES = {"concurrency": "pulls in flight per decode rank", "prompt-tokens": "prompt length (tokens)"}
+NAMES = {
+    "rate": "requests offered per second",
+    "speed": "speed of the trace's clock",
+    "concurrency": "pulls in flight per decode rank",
+    "prompt-tokens": "prompt length (tokens)",
+}
 
 Line = tuple[str, Sequence[tuple[Any, float, float, float]]]
 """A name, and x, y, lowest and highest y of each point."""
@@ -96,28 +102,27 @@ def _lines(found: Sequence[Summary], axis: str, figure: Figure) -> list[Line]:
     return list(out.items())
 
 
-def _floors(found: Sequence[Summary], axis: str, wanted: Callable[[str], bool], scale: float = 1.0) -> list[Line]:
+def _floors(found: Sequence[Summary], axis: str, figure: str, scale: float = 1.0) -> list[Line]:
     """What the machine itself can do, where the reports have it: medians over all series at each x."""
     at: dict[str, dict[Any, list[float]]] = {}
     for point in found:
         for report in point.reports:
             for path, value in leaves(report, "floor"):
-                if wanted(path):
-                    at.setdefault(path, {}).setdefault(_x(point, axis), []).append(value * scale)
+                kind, _, name = path.removeprefix("floor.").rpartition(".")
+                # `engine` is no floor, but the engine in the same rounds.
+                if name == figure and kind != "engine":
+                    at.setdefault(kind, {}).setdefault(_x(point, axis), []).append(value * scale)
     return [
-        (_floor_name(path), [(x, median(ys), min(ys), max(ys)) for x, ys in by_x.items()]) for path, by_x in at.items()
+        (f"floor: {kind.replace('_', ' ')}", [(x, median(ys), min(ys), max(ys)) for x, ys in by_x.items()])
+        for kind, by_x in at.items()
     ]
 
 
-def _floor_name(path: str) -> str:
-    name = path.removeprefix("floor.")
-    for unit in ("_gbps", "_gbytes_per_s", ".gbytes_per_s", ".gbps", "_requests_per_s", ".requests_per_s"):
-        name = name.removesuffix(unit)
-    return f"floor: {name.replace('_', ' ').replace('.', ' ')}"
-
-
-def _is_rate(path: str) -> bool:
-    return path.endswith(("gbps", "gbytes_per_s"))
+def _shares(found: Sequence[Summary]) -> list[Figure]:
+    """Which part of each floor's throughput is reached."""
+    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor"))
+    chosen = [path for path in paths if path.endswith(".gbytes_per_s")]
+    return [replace(named(path, set(paths)), title=path.split(".")[1].replace("_", " ")) for path in chosen]
 
 
 def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, Any]]:
@@ -127,13 +132,13 @@ def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, 
             "Throughput in bytes",
             "GB/s",
             [_style(_lines(found, axis, figure["gbytes_per_s"]))],
-            _floors(found, axis, _is_rate),
+            _floors(found, axis, "gbytes_per_s"),
         ),
         _plot(
             "Throughput in requests",
             "requests/s",
             [_style(_lines(found, axis, figure["requests_per_s"]))],
-            _floors(found, axis, lambda p: p.endswith("requests_per_s")),
+            _floors(found, axis, "requests_per_s"),
         ),
         _plot(
             "Latency, from call to usable bytes",
@@ -142,27 +147,22 @@ def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, 
                 _style(_lines(found, axis, figure["p50"]), "p50", "solid"),
                 _style(_lines(found, axis, figure["p99"]), "p99", "dash"),
             ],
-            _floors(found, axis, lambda p: p.endswith(("p50", "p99", "latency_s", "p50_s", "p99_s")), 1e3),
+            [(f"{name} p50", points) for name, points in _floors(found, axis, "p50_s", 1e3)],
             log=True,
         ),
         _plot(
             "CPU of the decode side per request",
             "µs",
             [_style(_lines(found, axis, figure["decode_cpu"]))],
-            [],
+            _floors(found, axis, "cpu_s_per_request", 1e6),
         ),
     ]
-    ratios = sorted({path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor")})
-    if ratios:
+    if shares := _shares(found):
         styled = [
-            _style(
-                _lines(found, axis, named(path, set(ratios))),
-                path.removeprefix("ratio_to_floor.").replace("_", " "),
-                DASHES[i % len(DASHES)],
-            )
-            for i, path in enumerate(ratios)
+            _style(_lines(found, axis, share), f"of {share.title}", DASHES[i % len(DASHES)])
+            for i, share in enumerate(shares)
         ]
-        plots.append(_plot("Share of the floor that is reached", "ratio, 1 is the floor", styled, []))
+        plots.append(_plot("Share of the floor's throughput", "ratio, 1 is the floor", styled, []))
     label = NAMES.get(axis, axis)
     xs = list(dict.fromkeys(_x(point, axis) for point in found))
     return [_finished(plot, label, xs) for plot in plots]
@@ -280,12 +280,12 @@ def _notes(sweep: Sweep, found: Sequence[Summary], missing: int, total: int) -> 
 
 
 def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
-    ratios = sorted({path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor")})
-    shown = [FIGURES[name] for name in SHOWN] + [named(path, set(ratios)) for path in ratios]
+    shares = _shares(found)
+    shown = [*(FIGURES[name] for name in SHOWN), *shares]
     heads = [escape(name) for name in sweep.head.axes] + ["runs"]
     for figure in shown:
-        title = figure.title.removeprefix("ratio_to_floor.").replace("_", " ")
-        heads.append(f"{escape(title)}<small>{escape(figure.unit or 'of floor')}</small>")
+        unit = "share of its GB/s" if figure in shares else figure.unit
+        heads.append(f"{escape(figure.title)}<small>{escape(unit)}</small>")
     rows = []
     for point in found:
         cells = [f'<th scope="row">{escape(point.axes[name])}</th>' for name in sweep.head.axes]
