@@ -32,13 +32,13 @@ EPILOG = """
 
   asynckv bench --model llama-3.1-8b --layers 4 --requests 200 --concurrency 16
 
+  asynckv bench sweep --concurrency 1,16,64 --prompt-tokens 128,1024 --layers 4 --rounds 5 --out sweep.jsonl
+
   asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
 
   asynckv bench --model nemotron-h-8b --layers 4 --prefill-tp 1 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
 
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
-
-  asynckv bench sweep --concurrency 1,16,64 --prompt-tokens 128,1024 --layers 4 --rounds 5 --out sweep.jsonl
 
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
 """
