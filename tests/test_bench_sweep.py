@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv import cli
@@ -166,6 +166,8 @@ def whole() -> bytes:
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 
+# No deadline: every line waits for the disk.
+@settings(deadline=None)
 @given(st.integers(0, len(whole())), st.binary(max_size=30).filter(lambda b: b"\n" not in b))
 def test_a_sweep_torn_anywhere_goes_on_with_its_whole_lines(tmp_path_factory: Any, cut: int, rest: bytes) -> None:
     path = tmp_path_factory.mktemp("torn") / "s.jsonl"

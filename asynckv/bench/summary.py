@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -88,7 +89,14 @@ def show(sweep: Sweep, console: Console) -> None:
         for name in SHOWN:
             spread = point.spread(FIGURES[name])
             cells.append("" if spread is None else f"{spread.median:,.4g}")
-        table.add_row(*cells, printable("; ".join(point.faults)), style="red" if point.faults else "")
+        table.add_row(
+            *cells,
+            printable(", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))),
+            style="red" if point.faults else "",
+        )
     console.print(table)
+    for fault, count in Counter(fault for point in found for fault in point.faults).items():
+        where = "one point" if count == 1 else f"{count} points"
+        console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)
     if sweep.head.rounds > 1:
         console.print(f"medians of {sweep.head.rounds} rounds", highlight=False)
