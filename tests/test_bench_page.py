@@ -96,9 +96,14 @@ def test_an_axis_of_words_is_drawn_as_words() -> None:
 def test_floors_stand_beside_the_lines_and_shares_in_the_table() -> None:
     report = made() | floored(0.95)
     text = page.make(sweep(row("1", report=report)), "s")
-    both = {"asynckv", "floor: memory copy", "floor: raw nixl"}
-    assert traces(text, "GB/s").keys() == traces(text, "requests/s").keys() == both
-    assert traces(text, "ms").keys() == {"p50", "p99", "floor: memory copy p50", "floor: raw nixl p50"}
+    for unit in ("GB/s", "requests/s"):
+        found = traces(text, unit)
+        assert found.keys() == {"asynckv", "floor: raw nixl", "floor: memory copy"}
+        assert found["floor: raw nixl"]["line"]["dash"] == "dot"
+        assert [name for name, t in found.items() if t.get("visible") == "legendonly"] == ["floor: memory copy"]
+    assert traces(text, "GB/s")["floor: raw nixl"]["y"] == [6.0]
+    assert traces(text, "ms")["floor: raw nixl p50"]["y"] == [1.0]
+    assert traces(text, "µs").keys() == {"asynckv", "floor: raw nixl"}
     assert traces(text, "ratio")["of raw nixl"]["y"] == [0.95]
     assert "raw nixl<small>share of its GB/s</small>" in text
 

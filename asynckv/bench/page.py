@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import resources
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -21,9 +20,11 @@ __all__ = ["REMEDY", "is_installed", "make"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 HINT = "Points are medians of their rounds, bars reach from the lowest to the highest."
-ONCE = "Every point was run once, so how much the figures vary by themselves is not known; --rounds shows it."
+ONCE = "Every point was run once: the noise is not known."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
+FIRST = "raw_nixl"
+"""The floor that an engine on NIXL can reach."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
 NAMES = {
@@ -102,26 +103,43 @@ def _lines(found: Sequence[Summary], axis: str, figure: Figure) -> list[Line]:
     return list(out.items())
 
 
-def _floors(found: Sequence[Summary], axis: str, figure: str, scale: float = 1.0) -> list[Line]:
-    """What the machine itself can do, where the reports have it: medians over all series at each x."""
-    at: dict[str, dict[Any, list[float]]] = {}
-    for point in found:
-        for report in point.reports:
-            for path, value in leaves(report, "floor"):
-                kind, _, name = path.removeprefix("floor.").rpartition(".")
-                # `engine` is no floor, but the engine in the same rounds.
-                if name == figure and kind != "engine":
-                    at.setdefault(kind, {}).setdefault(_x(point, axis), []).append(value * scale)
-    return [
-        (f"floor: {kind.replace('_', ' ')}", [(x, median(ys), min(ys), max(ys)) for x, ys in by_x.items()])
-        for kind, by_x in at.items()
-    ]
+def _floors(
+    found: Sequence[Summary], axis: str, name: str, scale: float = 1.0, only: str | None = None
+) -> list[dict[str, Any]]:
+    """What the machine itself can do with the same requests, dotted in the colour of its line.
+
+    The raw NIXL loop is shown at once, other kinds at a click on their names. `only` leaves out the others.
+    """
+    order = list(dict.fromkeys(_series(point, axis) for point in found))
+    # `engine` is no floor, but the engine in the same rounds.
+    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, "floor"))
+    kinds = [path.split(".")[1] for path in paths if path.endswith(f".{name}") and ".engine." not in path]
+    traces = []
+    for kind in sorted(kinds, key=lambda kind: kind != FIRST):
+        if only not in (None, kind):
+            continue
+        figure = Figure(kind, kind, "", "", _scaled(f"floor.{kind}.{name}", scale))
+        symbol = f"{SYMBOLS[kinds.index(kind) % len(SYMBOLS)]}-open"
+        for series, points in _lines(found, axis, figure):
+            text = f"floor: {kind.replace('_', ' ')}" + ("" if series == "all" else f", {series}")
+            trace = _trace(text, points, "dot", symbol, order.index(series))
+            traces.append(trace if kind == FIRST or FIRST not in kinds else trace | {"visible": "legendonly"})
+    return traces
+
+
+def _scaled(path: str, scale: float) -> Callable[[Mapping[str, Any]], float | None]:
+    def of(report: Mapping[str, Any]) -> float | None:
+        value = dict(leaves(report, path)).get(path)
+        return None if value is None else value * scale
+
+    return of
 
 
 def _shares(found: Sequence[Summary]) -> list[Figure]:
     """Which part of each floor's throughput is reached."""
     paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor"))
     chosen = [path for path in paths if path.endswith(".gbytes_per_s")]
+    chosen.sort(key=lambda path: path.split(".")[1] != FIRST)
     return [replace(named(path, set(paths)), title=path.split(".")[1].replace("_", " ")) for path in chosen]
 
 
@@ -147,14 +165,14 @@ def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, 
                 _style(_lines(found, axis, figure["p50"]), "p50", "solid"),
                 _style(_lines(found, axis, figure["p99"]), "p99", "dash"),
             ],
-            [(f"{name} p50", points) for name, points in _floors(found, axis, "p50_s", 1e3)],
+            [trace | {"name": f"{trace['name']} p50"} for trace in _floors(found, axis, "p50_s", 1e3, only=FIRST)],
             log=True,
         ),
         _plot(
             "CPU of the decode side per request",
             "µs",
             [_style(_lines(found, axis, figure["decode_cpu"]))],
-            _floors(found, axis, "cpu_s_per_request", 1e6),
+            _floors(found, axis, "cpu_s_per_request", 1e6, only=FIRST),
         ),
     ]
     if shares := _shares(found):
@@ -202,12 +220,14 @@ def _trace(name: str, points: Any, dash: str, symbol: str, color: int) -> dict[s
 
 
 def _plot(
-    title: str, unit: str, styled: Sequence[Sequence[dict[str, Any]]], floors: Sequence[Line], *, log: bool = False
+    title: str,
+    unit: str,
+    styled: Sequence[Sequence[dict[str, Any]]],
+    floors: Sequence[dict[str, Any]],
+    *,
+    log: bool = False,
 ) -> dict[str, Any]:
-    traces = [trace for group in styled for trace in group]
-    for index, (name, points) in enumerate(floors):
-        traces.append(_trace(name, points, "dot", f"{SYMBOLS[index % len(SYMBOLS)]}-open", -1))
-    return {"title": title, "unit": unit, "traces": traces, "log": log}
+    return {"title": title, "unit": unit, "traces": [*(t for group in styled for t in group), *floors], "log": log}
 
 
 def _finished(plot: Mapping[str, Any], label: str, xs: Sequence[Any]) -> dict[str, Any]:
@@ -244,7 +264,7 @@ def _spoken(plot: Mapping[str, Any], label: str) -> str:
     """Say the plot in words, for those who do not see it."""
     parts = []
     for trace in plot["traces"]:
-        if trace["x"]:
+        if trace["x"] and "visible" not in trace:
             ends = [(_plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
             parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
     return f"{plot['title']}, {plot['unit']} against {label}. {'; '.join(parts)}. All figures are in the table below."
