@@ -84,6 +84,7 @@ def test_every_combination_is_a_point_and_the_last_axis_varies_fastest() -> None
     assert found.points[1].params["block_size"] == 16  # defaults are part of a point
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True), st.permutations(["tp", "seed", "layers"]))
 def test_a_points_key_knows_neither_the_order_of_options_nor_the_sweep(sizes: list[int], names: list[str]) -> None:
     args = [x for name in names for x in (f"--{name}", "2")]
