@@ -40,6 +40,10 @@ EPILOG = """
 
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
 
+  asynckv bench --trace trace.jsonl --arrivals trace --speed 10 --requests 500 --layers 2 --prefill-engines 3
+
+  asynckv bench --prompt-tokens 128:0.8,8192:0.2 --shared-prefix 1024 --prefix-groups 8 --rate 200 --cancel 5%
+
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
 """
 
@@ -72,6 +76,18 @@ class BlockOrder(StrEnum):
 class Transport(StrEnum):
     auto = "auto"
     tcp = "tcp"
+
+
+class ArrivalKind(StrEnum):
+    closed = "closed"
+    trace = "trace"
+    poisson = "poisson"
+    uniform = "uniform"
+
+
+class MemoryKind(StrEnum):
+    host = "host"
+    cuda = "cuda"
 
 
 class LogLevel(StrEnum):
@@ -178,12 +194,18 @@ def bench(
     ] = 1,
     decode_pp: Annotated[int, typer.Option(help="Pipeline stages of the decode engine.", rich_help_panel=GEOMETRY)] = 1,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Prompt length: 1024, or 128:4096 for uniform ones.", rich_help_panel=WORK)
+        str,
+        typer.Option(
+            help="Prompt length: 1024, 128:4096 for uniform ones, 128:0.8,8192:0.2 for a mix with weights.",
+            rich_help_panel=WORK,
+        ),
     ] = "1024",
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Take prompt lengths from a file with one JSON object per line (input_length).", rich_help_panel=WORK
+            help="Take requests from a file in Mooncake's format, one JSON object per line: input_length, and where "
+            "they are there hash_ids (shared prefixes) and timestamp (for --arrivals trace).",
+            rich_help_panel=WORK,
         ),
     ] = None,
     max_prompt_tokens: Annotated[
@@ -197,16 +219,72 @@ def bench(
             rich_help_panel=WORK,
         ),
     ] = "0",
+    shared_prefix: Annotated[
+        int | None,
+        typer.Option(
+            help="Let every prompt begin with one of --prefix-groups prefixes of so many tokens.", rich_help_panel=WORK
+        ),
+    ] = None,
+    prefix_groups: Annotated[
+        int | None, typer.Option(help="How many such prefixes there are.", show_default="8", rich_help_panel=WORK)
+    ] = None,
+    prefix_cache: Annotated[
+        int,
+        typer.Option(
+            help="Tokens that the modelled prefix cache of each reading engine holds, where prompts share prefixes; "
+            "0 for none.",
+            rich_help_panel=WORK,
+        ),
+    ] = 1 << 20,
     requests: Annotated[
         int | None, typer.Option(help="How many requests; 100, or all of the trace.", rich_help_panel=WORK)
     ] = None,
     concurrency: Annotated[
         int, typer.Option(help="Pulls in flight on each decode rank (closed loop).", rich_help_panel=WORK)
     ] = 16,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: requests per second, however slow they are served.", rich_help_panel=WORK),
+    ] = None,
+    arrivals: Annotated[
+        ArrivalKind | None,
+        typer.Option(
+            help="When requests come: closed (one begins when another ends), at the trace's times, or with --rate at "
+            "random (poisson) or evenly (uniform).",
+            show_default="closed, or poisson with --rate",
+            rich_help_panel=WORK,
+        ),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(help="How many times as fast the trace's clock runs.", rich_help_panel=WORK)
+    ] = 1.0,
+    cancel: Annotated[
+        str,
+        typer.Option(help="Share of the pulls that are cancelled while they run, such as 5%.", rich_help_panel=WORK),
+    ] = "0%",
+    cancel_within_s: Annotated[
+        float,
+        typer.Option(help="A random moment within so long after its call cancels such a pull.", rich_help_panel=WORK),
+    ] = 0.05,
+    prefill_engines: Annotated[
+        int, typer.Option(help="Prefill engines; requests take turns among them.", rich_help_panel=WORK)
+    ] = 1,
+    decode_engines: Annotated[
+        int, typer.Option(help="Decode engines; requests take turns among them.", rich_help_panel=WORK)
+    ] = 1,
+    both_ways: Annotated[
+        bool,
+        typer.Option(
+            "--both-ways",
+            help="Every second request goes from decode to prefill: all lend, all pull.",
+            rich_help_panel=WORK,
+        ),
+    ] = False,
     warmup: Annotated[
         int,
         typer.Option(
-            help="Requests before the clock runs, so that figures hold no first connections.", rich_help_panel=WORK
+            help="Requests between every two engines before the clock runs, so that figures hold no first connections.",
+            rich_help_panel=WORK,
         ),
     ] = 1,
     block_order: Annotated[
@@ -240,6 +318,13 @@ def bench(
             rich_help_panel=RUN,
         ),
     ] = Transport.auto,
+    net_device: Annotated[
+        str,
+        typer.Option(help="Network device that UCX may use, such as eth0.", rich_help_panel=RUN, metavar="DEVICE"),
+    ] = "",
+    memory: Annotated[
+        MemoryKind, typer.Option(help="Where the pools lie: host memory, or a GPU's.", rich_help_panel=RUN)
+    ] = MemoryKind.host,
     json: Annotated[
         str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = None,
@@ -254,10 +339,11 @@ def bench(
         typer.Option(help="info with --log, else error to stderr; debug logs every transition.", rich_help_panel=OUT),
     ] = None,
 ) -> None:
-    """Drive prefill and decode processes on this host, verify every byte, report what was measured.
+    """Drive prefill and decode processes, verify every byte, report what was measured.
 
     Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
-    seeded pattern, lent, pulled in a closed loop while the clock runs, and compared afterwards.
+    seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many are in
+    flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from there.
     """
     if context.invoked_subcommand is not None:
         refuse_options(context)
@@ -265,6 +351,7 @@ def bench(
     from asynckv.bench import workload
     from asynckv.bench.driver import Options
     from asynckv.bench.protocol import Side
+    from asynckv.bench.schedule import Arrivals, Engines
 
     chosen = _model(model, hf_config).resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     decode = Side(
@@ -292,6 +379,13 @@ def bench(
         work = workload.traced(trace, requests).capped(max_prompt_tokens)
     else:
         work = workload.drawn(prompt_tokens, requests or 100, seed).capped(max_prompt_tokens)
+    if shared_prefix is not None:
+        work = work.sharing(shared_prefix, 8 if prefix_groups is None else prefix_groups, seed)
+    elif prefix_groups is not None:
+        raise ConfigError(
+            f"--prefix-groups {prefix_groups} says nothing without --shared-prefix; give the prefixes' length as well"
+        )
+    kind = arrivals or (ArrivalKind.closed if rate is None else ArrivalKind.poisson)
     options = Options(
         model=chosen,
         workload=work,
@@ -307,6 +401,13 @@ def bench(
         timeout_s=timeout_s,
         pool_mb=pool_mb,
         transport=transport.value,
+        engines=Engines(prefill_engines, decode_engines, both_ways),
+        arrivals=Arrivals(kind.value, rate, speed),
+        prefix_cache=prefix_cache,
+        cancel=workload.share_of("--cancel", cancel),
+        cancel_within_s=cancel_within_s,
+        memory=memory.value,
+        net_device=net_device,
         log_path=_log_path(log),
         log_level=(log_level or (LogLevel.info if log else LogLevel.error)).value,
     )

@@ -1,8 +1,8 @@
 """The driver: spawns one process per rank, plays the two schedulers and the router, collects figures.
 
-Work goes in *waves*. For each: fill the prefill blocks, lend, tell the decode ranks, open the window in
-which they pull in a closed loop, close it, verify, wait until every lease is over. Only the windows are
-timed. The pools are sized by the concurrency, not by the number of requests.
+Work goes in *waves*. For each: fill the blocks that are lent, lend, tell the ranks that pull, open the window
+in which they pull (in a closed loop, or by the schedule's clock), close it, verify, wait until every lease is
+over. Only the windows are timed. The pools are sized by the concurrency, not by the number of requests.
 """
 
 from __future__ import annotations
@@ -10,31 +10,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from asynckv.bench import protocol as p
 from asynckv.bench import ucx
+from asynckv.bench.blocks import Allocation, Allocator
+from asynckv.bench.children import Child, Reach, Worker, WorkerLost, environment, setups
+from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload, cached_tokens
 from asynckv.config import MIN_LEASE_S, LeaseConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
+from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError, ConfigError, LayoutError
 from asynckv.layouts import model_groups, model_layout
 from asynckv.models import Model, State
 
-__all__ = ["Measured", "Options", "run"]
+if TYPE_CHECKING:
+    from asynckv.bench.remote import Leader
 
-T = TypeVar("T")
+__all__ = ["Measured", "Options", "memory_available", "run"]
+
+Groups = dict[Place, PrefillGroup]
 
 START_S = 120.0
 GRACE_S = 30.0
@@ -43,8 +48,11 @@ MOST_WARMUP = 10_000
 MOST_RANKS = 1024
 MOST_BLOCK_SIZE = 1 << 20
 MOST_S = 86_400.0
+MOST_CACHE = 1 << 40
 PROCESS_BYTES = 600 * MiB
 """What a process may use beside its pool."""
+OPEN_BYTES = 512 * MiB
+"""A pool's size in an open loop, if the schedule needs more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +61,14 @@ class Options:
 
     Attributes:
         prefix_hit: Tokens, or with a `%` the share of every prompt, that the decode side has already.
-        warmup: Requests that go before the clock runs, so that connections are there.
+        warmup: Requests between every two engines that go before the clock runs, so that connections are there.
+        engines: How many there are, and who lends to whom.
+        arrivals: When requests come.
+        prefix_cache: Tokens that each reader's prefix cache holds, as it is modelled where prompts share chunks.
+        cancel: Share of the requests that are cancelled.
+        cancel_within_s: Those are, at a random moment of so many seconds after their pull began.
+        memory: Where the pools lie.
+        net_device: What UCX may use of the network, such as `eth0`; empty for its choice.
     """
 
     model: Model
@@ -70,6 +85,13 @@ class Options:
     timeout_s: float = 30.0
     pool_mb: int | None = None
     transport: str = "auto"
+    engines: Engines = field(default_factory=Engines)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    prefix_cache: int = 1 << 20
+    cancel: float = 0.0
+    cancel_within_s: float = 0.05
+    memory: Literal["host", "cuda"] = "host"
+    net_device: str = ""
     log_path: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -95,9 +117,17 @@ class Options:
         for option, seconds, least in (
             ("--lease-s", self.lease_s, MIN_LEASE_S),
             ("--timeout-s", self.timeout_s, 0.001),
+            ("--cancel-within-s", self.cancel_within_s, 0.0),
         ):
             if not least <= seconds <= MOST_S:
                 raise ConfigError(f"{option} {seconds:g} is outside {least:g} ... {MOST_S:g} seconds")
+        if not 0 <= self.prefix_cache <= MOST_CACHE:
+            raise ConfigError(f"--prefix-cache {self.prefix_cache} is outside 0 ... {MOST_CACHE} tokens")
+        if any(self.workload.chunks) and self.prefix_hit not in ("0", "0%"):
+            raise ConfigError(
+                f"--prefix-hit {self.prefix_hit} was given for prompts that share prefixes, of which the modelled "
+                f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
+            )
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)
@@ -107,10 +137,27 @@ class Options:
         """Both engines."""
         return {"prefill": self.prefill, "decode": self.decode}
 
-    @property
-    def num_decode(self) -> int:
-        """Decode ranks; a request is complete when all of them have it."""
-        return self.decode.tp * self.decode.pp
+    def num_ranks(self, number: int) -> int:
+        """Ranks that pull a request; it is complete when all of them have it."""
+        side = self.sides[self.engines.route(number)[1].role]
+        return side.tp * side.pp
+
+    def schedule(self) -> list[Request]:
+        """Work every request out.
+
+        Raises:
+            ConfigError: The trace has no times.
+        """
+        return make_schedule(
+            self.workload,
+            engines=self.engines,
+            arrivals=self.arrivals,
+            cache_tokens=self.prefix_cache,
+            cached=self.cached,
+            cancel=self.cancel,
+            cancel_within_s=self.cancel_within_s,
+            seed=self.seed,
+        )
 
     def cached(self, tokens: int) -> int:
         """Tokens of a prompt that the decode side has already.
@@ -120,19 +167,16 @@ class Options:
         """
         return cached_tokens(self.prefix_hit, tokens)
 
-    def num_needed(self, role: str, tokens: int) -> list[int]:
+    def num_needed(self, role: str, tokens: int, cached: int = 0) -> list[int]:
         """Blocks of each group that one request takes on one side."""
-        out = []
-        for first, ids in self.places(role, tokens):
-            out.append(sum(ids) if first < tokens else 0)
-        return out
+        return [sum(there) for _, there in self.places(role, tokens, cached)]
 
-    def places(self, role: str, tokens: int) -> list[tuple[int, list[bool]]]:
+    def places(self, role: str, tokens: int, cached: int = 0) -> list[tuple[int, list[bool]]]:
         """Per group the first token, and for every place of its list whether there is a block.
 
         Like engines do: nothing before a sliding window, nothing that is cached, one state per request.
         """
-        side, cached = self.sides[role], self.cached(tokens) if role == "decode" else 0
+        side = self.sides[role]
         out: list[tuple[int, list[bool]]] = []
         for layer, _ in model_groups(self.model):
             if isinstance(layer, State):
@@ -179,25 +223,35 @@ class Options:
             most = [max(a, b) for a, b in zip(most, sums, strict=True)]
         return most
 
-    def num_blocks(self) -> dict[str, list[int]]:
-        """Size of every side's pools per group: twice the concurrency's blocks, as far as memory goes.
+    def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
+        """Size of every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
+
+        In an open loop as many as the schedule needs, or as fit into `OPEN_BYTES`: a wave is then long.
+
+        Args:
+            available: Bytes of memory that may be used; what this host has if left out.
 
         Raises:
             ConfigError: Not even one request fits.
         """
+        uses: dict[str, dict[Place, list[list[int]]]] = {role: {} for role in self.sides}
+        for r in self.schedule():
+            for place, cached in ((r.lender, 0), (r.reader, r.cached)):
+                uses[place.role].setdefault(place, []).append(self.num_needed(place.role, r.tokens, cached))
         wanted, least = {}, {}
-        longest = sorted(self.workload.prompt_tokens, reverse=True)
         for role in self.sides:
-            needs = [self.num_needed(role, t) for t in longest]
-            columns = list(zip(*needs, strict=True))
-            least[role] = [max(1, max(column)) for column in columns]
+            sizes = self.block_bytes(role)
+            columns = [list(zip(*needs, strict=True)) for needs in uses[role].values()] or [[(1,)] * len(sizes)]
+            least[role] = [max(1, *(max(c[g]) for c in columns)) for g in range(len(sizes))]
             wanted[role] = [
-                max(1, min(max(2 * sum(sorted(c, reverse=True)[: self.concurrency]), 64 * MiB // max(size, 1)), sum(c)))
-                for c, size in zip(columns, self.block_bytes(role), strict=True)
+                max(1, *(self._wanted(sorted(c[g], reverse=True), size) for c in columns))
+                for g, size in enumerate(sizes)
             ]
-        ranks = sum(side.tp * side.pp for side in self.sides.values())
-        room = max(0, _memory_available() - ranks * PROCESS_BYTES - 512 * MiB)
-        total = sum(side.tp * side.pp * self._pool(role, wanted[role]) for role, side in self.sides.items())
+        engines = {role: sum(place.role == role for place in self.engines.places) for role in self.sides}
+        processes = {role: side.tp * side.pp * engines[role] for role, side in self.sides.items()}
+        ranks = sum(processes.values())
+        room = max(0, (memory_available() if available is None else available) - ranks * PROCESS_BYTES - 512 * MiB)
+        total = sum(processes[role] * self._pool(role, wanted[role]) for role in self.sides)
         share = min(1.0, room / total)
         if self.pool_mb is not None:
             share = min(share, *(self.pool_mb * MiB / self._pool(role, wanted[role]) for role in self.sides))
@@ -205,22 +259,31 @@ class Options:
         for role in self.sides:
             out[role] = [max(a, int(b * share)) for a, b in zip(least[role], wanted[role], strict=True)]
         need = {role: self._pool(role, least[role]) for role in self.sides}
-        for role, side in self.sides.items():
+        for role in self.sides:
             limit = self.pool_mb * MiB if self.pool_mb is not None else room // ranks
             if need[role] > limit:
                 raise ConfigError(
-                    f"the longest prompt ({longest[0]} tokens) needs a pool of {need[role] / MiB:.0f} MiB on each of "
-                    f"the {side.tp * side.pp} {role} ranks, but {limit / MiB:.0f} MiB can be had for each of {ranks} "
+                    f"the longest prompt ({max(self.workload.prompt_tokens)} tokens) needs a pool of "
+                    f"{need[role] / MiB:.0f} MiB on each of "
+                    f"the {processes[role]} {role} ranks, but {limit / MiB:.0f} MiB can be had for each of {ranks} "
                     f"processes; shorten it "
                     f"with --max-prompt-tokens, use fewer --layers or ranks, or raise --pool-mb"
                 )
         return out
 
+    def _wanted(self, needs: Sequence[int], block_bytes: int) -> int:
+        """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
+        size = max(block_bytes, 1)
+        if self.arrivals.is_open:
+            return min(sum(needs), max(needs[0], OPEN_BYTES // size))
+        return min(max(2 * sum(needs[: self.concurrency]), 64 * MiB // size), sum(needs))
+
     def _pool(self, role: str, blocks: Sequence[int]) -> int:
         return max(1, sum(n * size for n, size in zip(blocks, self.block_bytes(role), strict=True)))
 
 
-def _memory_available() -> int:
+def memory_available() -> int:
+    """Bytes of memory that this host could still give away."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -235,6 +298,10 @@ class Measured:
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
     warmup: list[p.Outcome] = field(default_factory=list)
     windows_s: list[float] = field(default_factory=list)
+    planned_s: list[float] = field(default_factory=list)
+    """Per window, how long its slice of the schedule is."""
+    lent_places: int = 0
+    shared_places: int = 0
     bytes_verified: int = 0
     bytes_wanted: int = 0
     bytes_wrong: int = 0
@@ -254,261 +321,225 @@ class Measured:
     pids: dict[str, int] = field(default_factory=dict)
 
 
-class WorkerLost(Exception):
-    """A worker process ended before it was told to."""
-
-
-class _Child:
-    """One worker process."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name, self._process = name, process
-        self.is_lost = False
-
-    @classmethod
-    async def spawn(cls, name: str, env: dict[str, str]) -> _Child:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asynckv.bench.rank",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=env,
-            limit=p.LIMIT,
-        )
-        return cls(name, process)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, command: p.Command) -> None:
-        if not self.is_lost and self._process.stdin is not None:
-            with contextlib.suppress(ConnectionError, RuntimeError):
-                self._process.stdin.write(p.encode(command))
-
-    async def hear(self, kind: type[T], timeout_s: float) -> T:
-        """Wait for the answer to the last command.
-
-        Raises:
-            WorkerLost: The process ended, or said nothing in time.
-            ConfigError: It blames the input.
-            AsyncKVError: It cannot go on.
-        """
-        while True:
-            answer = await self._next(timeout_s)
-            if isinstance(answer, p.Failed):
-                raise ConfigError(answer.message) if answer.config else AsyncKVError(f"{self.name}: {answer.message}")
-            if isinstance(answer, kind):
-                return answer
-            # Left over from a step that was given up because another worker died.
-
-    async def _next(self, timeout_s: float) -> p.Answer:
-        assert self._process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self._process.stdout.readline(), timeout_s)
-        except TimeoutError:
-            self.is_lost = True
-            raise WorkerLost(f"{self.name} (process {self.pid}) did not answer within {timeout_s:.0f} s") from None
-        if not line:
-            self.is_lost = True
-            status = await self._process.wait()
-            how = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-            raise WorkerLost(f"{self.name} (process {self.pid}) {how}")
-        return p.answers.decode(line)
-
-    async def end(self) -> None:
-        """Make sure that the process is gone."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), 15.0)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-
 class _Run:
     """One run's state."""
 
-    def __init__(self, options: Options, progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, options: Options, progress: Callable[[int, int], None], reach: Reach, link: Leader | None = None
+    ) -> None:
         self.options, self.progress = options, progress
         self.found = Measured()
-        self.prefill: list[_Child] = []
-        self.decode: list[_Child] = []
-        self.num_blocks = options.num_blocks()
+        self.engines: dict[Place, list[Worker]] = {place: [] for place in options.engines.places}
+        self.schedule = options.schedule()
+        self._reach, self._link = reach, link
+        available = None if link is None else min(memory_available(), link.memory_available)
+        self.num_blocks = options.num_blocks(available)
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(options.seed)
         self._cpu_at: dict[str, float] = {}
         self._ucx = tempfile.TemporaryDirectory(prefix="asynckv-ucx-")
         self._ucx_env = ucx.ENV | {"UCX_LOG_FILE": str(Path(self._ucx.name) / ucx.ENV["UCX_LOG_FILE"])}
 
+    def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
+        return [worker for place, workers in self.engines.items() if wanted(place) for worker in workers]
+
+    @property
+    def lenders(self) -> list[Worker]:
+        """Ranks of the engines that lend."""
+        return self._of(self.options.engines.lends)
+
+    @property
+    def readers(self) -> list[Worker]:
+        """Ranks of the engines that pull."""
+        return self._of(self.options.engines.pulls)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All ranks."""
+        return self._of(lambda place: True)
+
     # -- processes ---------------------------------------------------------------------------------
 
-    async def start(self) -> PrefillGroup:
-        """Bring all workers up; returns the prefill scheduler's view of them."""
-        options = self.options
-        env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(x for x in (str(Path(__file__).parents[2]), env.get("PYTHONPATH")) if x)
-        if options.transport == "tcp":
-            env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-        endpoints = []
-        for role, children in (("prefill", self.prefill), ("decode", self.decode)):
-            side = options.sides[role]
-            for stage in range(side.pp):
-                for rank in range(side.tp):
-                    own = env if role == "prefill" else env | self._ucx_env
-                    name = f"{role}/pp{stage}/tp{rank}" if side.pp > 1 else f"{role}/tp{rank}"
-                    child = await _Child.spawn(name, own)
-                    children.append(child)
-                    self.found.pids[child.name] = child.pid
-                    child.tell(self._setup(role, rank, stage))
-        for child in (*self.prefill, *self.decode):
-            ready = await child.hear(p.Ready, START_S)
-            self.found.environment = ready.environment
-            if child in self.prefill:
-                endpoints.append(ready.endpoint)
+    async def start(self) -> dict[Place, PrefillGroup]:
+        """Bring all workers up; returns the schedulers' views of the engines that lend."""
+        options, env = self.options, environment(self.options)
+        if self._link is not None:
+            self._link.begin(self.num_blocks)
+        for name, place, setup in setups(options, tuple(options.sides), self.num_blocks, self._reach):
+            worker: Worker
+            if self._link is not None and place.role != self._link.own_role:
+                worker = self._link.worker(name)
+                self.engines[place].append(worker)
+                continue
+            worker = await Child.spawn(name, env if place.role == "prefill" else env | self._ucx_env)
+            self.engines[place].append(worker)
+            self.found.pids[name] = worker.pid
+            worker.tell(setup)
+        endpoints: dict[Place, list[Endpoint]] = {}
+        for place, workers in self.engines.items():
+            for worker in workers:
+                ready = await worker.hear(p.Ready, START_S)
+                self.found.environment = ready.environment
+                self.found.pids[worker.name] = ready.pid
+                endpoints.setdefault(place, []).append(ready.endpoint)
         lease = LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s))
-        return PrefillGroup("prefill", endpoints, lease=lease, pp_size=options.prefill.pp)
-
-    def _setup(self, role: str, rank: int, stage: int) -> p.Setup:
-        o = self.options
-        return p.Setup(
-            role=role,
-            tp_rank=rank,
-            pp_stage=stage,
-            side=o.sides[role],
-            model=o.model,
-            num_blocks=self.num_blocks[role],
-            seed=o.seed,
-            verify=o.verify,
-            lease_s=o.lease_s,
-            timeout_s=o.timeout_s,
-            log_path=o.log_path,
-            log_level=o.log_level,
-        )
+        ids = {
+            place: setup.engine_id
+            for _, place, setup in setups(options, ("prefill", "decode"), self.num_blocks, self._reach)
+        }
+        return {
+            place: PrefillGroup(ids[place], endpoints[place], lease=lease, pp_size=options.sides[place.role].pp)
+            for place in self.engines
+            if options.engines.lends(place)
+        }
 
     async def end(self) -> None:
-        """End every child."""
-        await asyncio.gather(*(child.end() for child in (*self.prefill, *self.decode)))
+        """End every worker."""
+        await asyncio.gather(*(worker.end() for worker in self.workers))
         self.found.environment["ucx_transports"] = ucx.read(Path(self._ucx.name))
         self._ucx.cleanup()
 
     # -- waves -------------------------------------------------------------------------------------
 
-    async def waves(self, group: PrefillGroup) -> None:
+    async def waves(self, groups: Groups) -> None:
         """Run all requests."""
-        todo = list(enumerate(self.options.workload.prompt_tokens))
-        await self._warm_up(group)
-        while todo and not self._stop.is_set():
-            size = self._fitting([tokens for _, tokens in todo])
-            wave, todo = todo[:size], todo[size:]
-            await self._wave(group, wave)
-            self.progress(self.found.submitted, len(self.options.workload.prompt_tokens))
+        await self._warm_up(groups)
+        done, begun_s = 0, 0.0
+        while done < len(self.schedule) and not self._stop.is_set():
+            wave = self._allocate(self.schedule[done:])
+            # A window begins when the request before its first one came: no gap of the schedule is lost.
+            await self._wave(groups, wave, begun_s)
+            done, begun_s = done + len(wave), wave[-1].request.arrival_s
+            self.progress(self.found.submitted, len(self.schedule))
 
-    async def _warm_up(self, group: PrefillGroup) -> None:
+    async def _warm_up(self, groups: Groups) -> None:
         """Move some requests of the workload before the clock runs; only their faults count."""
-        lengths, found = self.options.workload.prompt_tokens, self.found
-        # Numbers that no measured request has.
-        todo = [(len(lengths) + i, lengths[i % len(lengths)]) for i in range(self.options.warmup)]
+        found, pairs, todo = self.found, dict[tuple[Place, Place], list[Request]](), list[Request]()
+        for request in self.schedule:
+            pairs.setdefault((request.lender, request.reader), []).append(request)
+        for requests in pairs.values():
+            for i in range(self.options.warmup):
+                # Under numbers that no measured request has.
+                number = len(self.schedule) + len(todo)
+                todo.append(replace(requests[i % len(requests)], number=number, chunks=(), cancel_s=None))
         while todo and not self._stop.is_set():
-            size = self._fitting([tokens for _, tokens in todo])
-            wave, todo = todo[:size], todo[size:]
-            await self._wave(group, wave)
-            for number, _ in wave:
-                for outcome in found.outcomes.pop(number):
-                    found.warmup.append(outcome)
+            wave = self._allocate(todo)
+            todo = todo[len(wave) :]
+            await self._wave(groups, wave, 0.0, is_open=False)
+            for request, _, _ in wave:
+                found.warmup += found.outcomes.pop(request.number)
         found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
-        found.windows_s, found.lags, found.lease_ends = [], [], {}
+        found.lent_places = found.shared_places = 0
+        found.windows_s, found.planned_s, found.lags, found.lease_ends = [], [], [], {}
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
-    async def _wave(self, group: PrefillGroup, wave: Sequence[tuple[int, int]]) -> None:
+    async def _wave(
+        self, groups: Groups, wave: Sequence[Allocation], begun_s: float, *, is_open: bool | None = None
+    ) -> None:
         options, found = self.options, self.found
-        lengths = [tokens for _, tokens in wave]
-        mine, theirs = self._allocate("prefill", lengths), self._allocate("decode", lengths)
-        params = [
-            group.make_params(f"prefill-{number}", lists, tokens, written=True)
-            for (number, tokens), lists in zip(wave, mine, strict=True)
-        ]
-        lend, prepare = (
-            [p.Work(number, b, tokens, q) for (number, tokens), b, q in zip(wave, lists, params, strict=True)]
-            for lists in (mine, theirs)
-        )
+        if is_open is None:
+            is_open = options.arrivals.is_open
+        lend: dict[Place, list[p.Work]] = {place: [] for place in self.engines}
+        pull: dict[Place, list[p.Work]] = {place: [] for place in self.engines}
+        for r, lent, pulled in wave:
+            params = groups[r.lender].make_params(f"prefill-{r.number}", lent, r.tokens, written=True)
+            chunks = list(r.chunks)
+            lend[r.lender].append(p.Work(r.number, lent, r.tokens, params, options.workload.chunk_tokens, chunks))
+            pull[r.reader].append(
+                p.Work(
+                    r.number,
+                    pulled,
+                    r.tokens,
+                    params,
+                    options.workload.chunk_tokens,
+                    chunks,
+                    r.arrival_s - begun_s if is_open else 0.0,
+                    r.cancel_s,
+                )
+            )
         patience = (
             GRACE_S
             + sum(
-                n * size * len(children)
-                for role, children in (("prefill", self.prefill), ("decode", self.decode))
-                for n, size in zip(self.num_blocks[role], options.block_bytes(role), strict=True)
+                n * size * len(workers)
+                for place, workers in self.engines.items()
+                for n, size in zip(self.num_blocks[place.role], options.block_bytes(place.role), strict=True)
             )
             / 2e8
         )
-        for child in self.prefill:
-            child.tell(p.Lend(lend))
-        for child in self.decode:
-            child.tell(p.Prepare(prepare))
-        for child in self.prefill:
-            self._cpu_at[child.name] = (await child.hear(p.Done, patience)).cpu_s
-        for child in self.decode:
-            await child.hear(p.Done, patience)
+        for place, workers in self.engines.items():
+            for worker in workers:
+                if options.engines.lends(place):
+                    worker.tell(p.Lend(lend[place]))
+                if options.engines.pulls(place):
+                    worker.tell(p.Prepare(pull[place]))
+        for place, workers in self.engines.items():
+            for worker in workers:
+                if options.engines.lends(place):
+                    self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
+                if options.engines.pulls(place):
+                    await worker.hear(p.Done, patience)
         found.submitted += len(wave)
-        for number, _ in wave:
-            found.outcomes[number] = []
-        for child in self.decode:
-            child.tell(p.Go(options.concurrency))
-        rounds = -(-len(wave) // options.concurrency)
-        await self._collect(rounds * (options.timeout_s + GRACE_S) + patience)
-        await self._verify(patience)
+        for request, _, _ in wave:
+            found.outcomes[request.number] = []
+        for worker in self.readers:
+            worker.tell(p.Go(0 if is_open else options.concurrency))
+        span_s = wave[-1].request.arrival_s - begun_s if is_open else 0.0
+        found.planned_s.append(span_s)
+        rounds = 1 if is_open else -(-len(wave) // options.concurrency)
+        await self._collect(span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience)
+        await self._verify(wave, patience)
         await self._finish()
 
-    def _fitting(self, lengths: Sequence[int]) -> int:
-        """How many of these requests fit into all pools at once."""
-        taken = {role: [0] * len(blocks) for role, blocks in self.num_blocks.items()}
-        for size, tokens in enumerate(lengths):
-            for role, blocks in self.num_blocks.items():
-                taken[role] = [a + b for a, b in zip(taken[role], self.options.num_needed(role, tokens), strict=True)]
-                if any(a > b for a, b in zip(taken[role], blocks, strict=True)):
-                    return size
-        return len(lengths)
-
-    def _allocate(self, role: str, lengths: Sequence[int]) -> list[list[tuple[int, list[int | None]]]]:
-        """Give every request its blocks, group by group."""
-        pools: list[list[int]] = []
-        for blocks in self.num_blocks[role]:
-            ids = np.arange(blocks)
-            if self.options.block_order == "random":
-                self._rng.shuffle(ids)
-            pools.append(ids[::-1].tolist())
-        return [
-            [
-                (first, [pool.pop() if there else None for there in places])
-                for pool, (first, places) in zip(pools, self.options.places(role, tokens), strict=True)
-            ]
-            for tokens in lengths
-        ]
+    def _allocate(self, requests: Sequence[Request]) -> list[Allocation]:
+        """Give the first requests their blocks, as many as fit at once."""
+        options, out = self.options, []
+        allocator = Allocator(
+            self.num_blocks,
+            options.engines.places,
+            places=options.places,
+            block_size={role: side.block_size for role, side in options.sides.items()},
+            shareable=[not isinstance(layer, State) for layer, _ in model_groups(options.model)],
+            chunk_tokens=options.workload.chunk_tokens,
+            rng=self._rng if options.block_order == "random" else None,
+        )
+        for request in requests:
+            if (taken := allocator.take(request)) is None:
+                break
+            out.append(taken)
+        self.found.lent_places += allocator.num_lent
+        self.found.shared_places += allocator.num_shared
+        return out
 
     async def _collect(self, patience_s: float) -> None:
         found, windows = self.found, []
-        for child in self._alive(self.decode):
-            try:
-                pulled = await child.hear(p.Pulled, patience_s)
-            except WorkerLost as exc:
-                self._lost(str(exc))
-                continue
-            windows.append(pulled.window_s)
-            found.cpu_s["decode"] += pulled.cpu_s
-            found.lags += pulled.lags
-            for outcome in pulled.outcomes:
-                found.outcomes[outcome.number].append(outcome)
+        for place, workers in self.engines.items():
+            for worker in self._alive(workers) if self.options.engines.pulls(place) else ():
+                try:
+                    pulled = await worker.hear(p.Pulled, patience_s)
+                except WorkerLost as exc:
+                    self._lost(str(exc))
+                    continue
+                windows.append(pulled.window_s)
+                found.cpu_s[place.role] += pulled.cpu_s
+                found.lags += pulled.lags
+                found.decode_leaked += pulled.held
+                for outcome in pulled.outcomes:
+                    found.outcomes[outcome.number].append(outcome)
         found.windows_s.append(max(windows, default=0.0))
 
-    async def _verify(self, patience_s: float) -> None:
-        alive = self._alive(self.decode)
-        for child in alive:
-            child.tell(p.Verify())
-        for child in alive:
+    async def _verify(self, wave: Sequence[Allocation], patience_s: float) -> None:
+        alive = self._alive(self.readers)
+        # What one rank completed and another cancelled is nobody's request.
+        cut = [
+            a.request.number
+            for a in wave
+            if a.request.cancel_s is not None and any(o.error for o in self.found.outcomes[a.request.number])
+        ]
+        for worker in alive:
+            worker.tell(p.Verify(cut))
+        for worker in alive:
             try:
-                verified = await child.hear(p.Verified, patience_s)
+                verified = await worker.hear(p.Verified, patience_s)
             except WorkerLost as exc:
                 self._lost(str(exc))
                 continue
@@ -518,7 +549,7 @@ class _Run:
             self.found.wrong_requests += verified.wrong_requests
 
     async def _finish(self) -> None:
-        found, alive = self.found, self._alive(self.prefill)
+        found, alive = self.found, self._alive(self.lenders)
         # Where a reader never came, the lease has to run out first.
         patience = self.options.lease_s + 2 * min(10.0, self.options.lease_s) + 10.0
         for child in alive:
@@ -533,11 +564,12 @@ class _Run:
                 found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
             found.prefill_leaked += ended.leaked_blocks
             found.lags += ended.lags
-            found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[child.name]
+            if child not in self.readers:
+                found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[child.name]
 
     async def reports(self) -> None:
         """Ask every worker for its last words."""
-        found, alive = self.found, self._alive((*self.prefill, *self.decode))
+        found, alive = self.found, self._alive(self.workers)
         for child in alive:
             child.tell(p.Stop())
         for child in alive:
@@ -549,9 +581,9 @@ class _Run:
             found.peak_rss[child.name] = report.peak_rss_bytes
             found.pool_bytes[child.name] = report.pool_bytes
             found.release_s += report.release_s
-            if child in self.prefill:
+            if child in self.lenders:
                 found.prefill_leaked += report.gauges["blocks_lent"]
-            else:
+            if child in self.readers:
                 found.quarantined += report.gauges["blocks_quarantined"]
                 found.decode_leaked += report.gauges["blocks_writing"] - report.gauges["blocks_quarantined"]
             if report.integrity:
@@ -561,11 +593,11 @@ class _Run:
         """Ctrl-C: stop pulling, then end in order."""
         self.found.interrupted = True
         self._stop.set()
-        for child in self._alive(self.decode):
-            child.tell(p.Cancel())
+        for worker in self._alive(self.readers):
+            worker.tell(p.Cancel())
 
-    def _alive(self, children: Sequence[_Child]) -> list[_Child]:
-        return [child for child in children if not child.is_lost]
+    def _alive(self, workers: Sequence[Worker]) -> list[Worker]:
+        return [worker for worker in workers if not worker.is_lost]
 
     def _lost(self, what: str) -> None:
         self.found.problems.append(what)
@@ -573,7 +605,12 @@ class _Run:
 
 
 async def run(
-    options: Options, *, progress: Callable[[int, int], None] = lambda done, total: None, log: Any = None
+    options: Options,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    log: Any = None,
+    reach: Reach | None = None,
+    link: Leader | None = None,
 ) -> Measured:
     """Run a benchmark; bounded in time, and nothing is left running.
 
@@ -581,22 +618,24 @@ async def run(
         options: What to run.
         progress: Called with requests done and in all, after each wave.
         log: A structlog logger for the driver's own events.
+        reach: Where this host's engines listen.
+        link: The half of the driver that runs on another machine, if there is one.
 
     Raises:
         ConfigError: The input cannot be run.
         AsyncKVError: A worker cannot go on.
     """
-    it = _Run(options, progress)
+    it = _Run(options, progress, reach or Reach(), link)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, it.interrupt)
     loop.add_signal_handler(signal.SIGTERM, it.interrupt)
     started = time.monotonic()
     try:
-        group = await it.start()
+        groups = await it.start()
         if log is not None:
             log.info("workers_started", pids=it.found.pids, seconds=round(time.monotonic() - started, 3))
         with contextlib.suppress(WorkerLost):
-            await _or_note(it, it.waves(group))
+            await _or_note(it, it.waves(groups))
         await it.reports()
     except WorkerLost as exc:
         it.found.problems.append(str(exc))

@@ -2,7 +2,8 @@
 
 What belongs into an element is a function of (seed, request, layer, part, token, place in the whole model's
 axes), whoever holds it and however it is laid out: a byte of another request, token, layer, head or rank
-shows. Both sides work it out by themselves, from their own layouts.
+shows. Tokens that requests have in common depend on their chunk instead of the request. Both sides work it
+out by themselves, from their own layouts.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ from asynckv.core.layout import TOKEN, Group, Layout, Part, View
 from asynckv.layouts import with_addresses
 from asynckv.registration import Registration, register_memory
 
-__all__ = ["Lists", "Pool"]
+__all__ = ["NOTHING_SHARED", "Lists", "Pool", "Prefix"]
 
 Lists = Sequence[tuple[int, Sequence[int | None]]]
 """Per group the first token and the blocks from the one on that holds it, as the engines give them."""
+
+Prefix = tuple[int, Sequence[int]]
+"""Tokens per chunk, and the ids of a request's leading chunks."""
+NOTHING_SHARED: Prefix = 1, ()
 
 Words = npt.NDArray[Any]
 Uint64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 POISON = 0xDEADBEEFDEADBEEF
+SHARED = 0x5348415245440000
+"""Where a request's number would stand, for what belongs to a chunk."""
 CHUNK = 8 << 20
 """Bytes that are made at a time."""
 
@@ -71,9 +78,9 @@ class Pool:
         self._layout, self._seed = layout, seed
         self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
 
-    def fill(self, request: int, lists: Lists, tokens: int) -> None:
+    def fill(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> None:
         """Write a request's pattern for all tokens, and the states after the last."""
-        for it, ids, _, _, expected in self._chunks(request, lists, tokens):
+        for it, ids, _, _, expected in self._chunks(request, lists, tokens, prefix):
             it.array[ids] = expected
 
     def poison(self, lists: Lists) -> None:
@@ -83,14 +90,16 @@ class Pool:
             ids = _kernel_blocks(group, [b for b in lists[it.group][1] if b is not None])
             it.array[ids] = np.uint64(POISON) >> it.shift
 
-    def check(self, request: int, lists: Lists, tokens: int, *, every: int = 1) -> tuple[int, int]:
+    def check(
+        self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED, *, every: int = 1
+    ) -> tuple[int, int]:
         """Compare with a request's pattern; the bytes that were compared, and those that differ.
 
         What lies before a list's first token must be untouched, that is, poison. Tokens after the last, or
         before a sliding window, are nobody's. `every` takes a sample of blocks, the first and the last always.
         """
         compared = wrong = 0
-        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, every):
+        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix, every):
             found = np.ascontiguousarray(it.array[ids])
             if begin is None:
                 compared += found.nbytes
@@ -121,7 +130,7 @@ class Pool:
         return total
 
     def _chunks(
-        self, request: int, lists: Lists, tokens: int, every: int = 1
+        self, request: int, lists: Lists, tokens: int, prefix: Prefix, every: int = 1
     ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
         """Per part and some kernel blocks: ids, the places wanted in each, and what belongs there."""
         none = np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -129,6 +138,7 @@ class Pool:
             group = self._layout.groups[it.group]
             first, blocks = lists[it.group]
             salt = _mix(self._seed, request, it.salt)
+            chunk_tokens, chunks = prefix
             if group.kind == "state":
                 if (slots := [b for b in blocks if b is not None]) and first < tokens:
                     values = it.places + np.uint64((salt + tokens * int(TOKEN_STEP)) % (1 << 64))
@@ -144,9 +154,12 @@ class Pool:
             token = ((np.array(places)[:, None] + start) * group.ratio + np.arange(group.ratio)).ravel() * size
             begin = max(first, tokens - group.window + 1) if group.window else first
             step = max(1, CHUNK // max(1, it.token_bytes * size))
+            salts = np.array([*(_mix(self._seed, SHARED, c, it.salt) for c in chunks), salt], np.uint64)
             for lo in range(0, len(ids), step):
                 at = token[lo : lo + step]
-                steps = (at[:, None] + np.arange(size)).astype(np.uint64) * TOKEN_STEP + np.uint64(salt)
+                number = at[:, None] + np.arange(size)
+                mine = salts[np.minimum(number // chunk_tokens, len(chunks))] if chunks else np.uint64(salt)
+                steps = number.astype(np.uint64) * TOKEN_STEP + mine
                 values = steps.reshape(*steps.shape, *[1] * it.places.ndim) + it.places
                 if it.shift:
                     values >>= it.shift

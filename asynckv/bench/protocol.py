@@ -48,6 +48,9 @@ class Setup(Struct, tag=True, kw_only=True):
     """Who the worker is."""
 
     role: str
+    engine_id: str
+    pulls: bool
+    """Whether it ever pulls; otherwise it lends only."""
     tp_rank: int
     pp_stage: int
     side: Side
@@ -57,6 +60,11 @@ class Setup(Struct, tag=True, kw_only=True):
     verify: str
     lease_s: float
     timeout_s: float
+    bind: str = "tcp://127.0.0.1:0"
+    secret: str = ""
+    authorized: str = ""
+    allow_insecure: bool = False
+    memory: Literal["host", "cuda"] = "host"
     log_path: str
     log_level: Literal["debug", "info", "warning", "error"]
 
@@ -77,6 +85,13 @@ class Work(Struct):
     """Per group the first token and the blocks."""
     tokens: int
     params: dict[str, Any]
+    chunk_tokens: int = 1
+    chunks: list[int] = []
+    """Ids of the leading chunks, by which their tokens' pattern is known."""
+    arrival_s: float = 0.0
+    """When it comes, from the opening of the window; open loop only."""
+    cancel_s: float | None = None
+    """How long after its pull began it is cancelled."""
 
 
 class Lend(Struct, tag=True):
@@ -98,7 +113,7 @@ class Done(Struct, tag=True):
 
 
 class Go(Struct, tag=True):
-    """Open the window: pull them with this many in flight."""
+    """Open the window: pull them with this many in flight, or, if that is 0, when each arrives."""
 
     concurrency: int
 
@@ -110,6 +125,9 @@ class Outcome(Struct):
     error: str = ""
     reason: str = ""
     seconds: float = 0.0
+    """From its scheduled arrival in an open loop, else from the call of `pull`."""
+    late: float = 0.0
+    """How long after its scheduled arrival `pull` was called."""
     num_bytes: int = 0
     planned: int = 0
     posted: int = 0
@@ -123,10 +141,14 @@ class Pulled(Struct, tag=True):
     cpu_s: float
     lags: list[float]
     outcomes: list[Outcome]
+    held: int = 0
+    """Blocks of failed or cancelled pulls that something may still write."""
 
 
 class Verify(Struct, tag=True):
-    """Compare what was pulled."""
+    """Compare what was pulled, less what was cancelled on another rank."""
+
+    without: list[int] = []
 
 
 class Verified(Struct, tag=True):

@@ -13,16 +13,17 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import assert_never
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from asynckv.bench import garbage
 from asynckv.bench import protocol as p
 from asynckv.bench.memory import Pool
-from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.layouts import model_layout
@@ -74,6 +75,8 @@ class Worker:
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
         self.is_cancelled = False
+        self.stopping = asyncio.Event()
+        self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
 
     async def lend(self, works: list[p.Work]) -> None:
@@ -81,11 +84,20 @@ class Worker:
             await anyio.to_thread.run_sync(self._fill, works)
         self.lent = [(work, self.engine.lend(work.params)) for work in works]
         garbage.settle()
-        self.sampler.start()
+        if not self.setup.pulls:
+            self.sampler.start()
 
     def _fill(self, works: list[p.Work]) -> None:
+        filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
         for work in works:
-            self.pool.fill(work.number, work.lists, work.tokens)
+            # What requests share is written once.
+            new = [
+                (first, [None if b in there else b for b in blocks])
+                for there, (first, blocks) in zip(filled, work.lists, strict=True)
+            ]
+            for there, (_, blocks) in zip(filled, work.lists, strict=True):
+                there.update(b for b in blocks if b is not None)
+            self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
 
     async def prepare(self, works: list[p.Work]) -> None:
         self.works, self.outcomes = works, []
@@ -97,22 +109,19 @@ class Worker:
             self.pool.poison(work.lists)
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
-        """Pull the wave in a closed loop."""
-        queue = iter(self.works)
+        """Pull the wave: in a closed loop, or when each request arrives."""
         garbage.settle()
         self.sampler.start()
         cpu, start = time.process_time(), time.perf_counter()
-
-        async def reader() -> None:
-            for work in queue:
-                if self.is_cancelled:
-                    return
-                self.outcomes.append(await self._pull(work))
-
         async with anyio.create_task_group() as group:
-            for _ in range(min(concurrency, len(self.works))):
-                group.start_soon(reader)
+            if concurrency:
+                queue = iter(self.works)
+                for _ in range(min(concurrency, len(self.works))):
+                    group.start_soon(self._reader, queue)
+            else:
+                await self._arrive(group, start)
         window_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        lags = self.sampler.stop()
         if self.is_cancelled:
             # What was never pulled will never be: say so, or its leases run to their end.
             pulled = {outcome.number for outcome in self.outcomes}
@@ -120,35 +129,76 @@ class Worker:
                 if work.number not in pulled:
                     self.engine.announce(f"decode-{work.number}", work.params)
                     self.engine.cancel(f"decode-{work.number}")
-        pipe.write(p.Pulled(window_s, cpu_s, self.sampler.stop(), self.outcomes))
+        pipe.write(p.Pulled(window_s, cpu_s, lags, self.outcomes, await self._returned()))
 
-    async def _pull(self, work: p.Work) -> p.Outcome:
-        start = time.perf_counter()
+    async def _reader(self, queue: Iterator[p.Work]) -> None:
+        for work in queue:
+            if self.is_cancelled:
+                return
+            self.outcomes.append(await self._pull(work, time.perf_counter()))
+
+    async def _arrive(self, group: anyio.abc.TaskGroup, start: float) -> None:
+        """Begin every pull at its time, however many are under way: who waits for nobody omits nothing."""
+
+        async def pull(work: p.Work) -> None:
+            self.outcomes.append(await self._pull(work, start + work.arrival_s))
+
+        for work in self.works:
+            if (ahead := start + work.arrival_s - time.perf_counter()) > 0:
+                with anyio.move_on_after(ahead):
+                    await self.stopping.wait()
+            if self.is_cancelled:
+                return
+            group.start_soon(pull, work)
+
+    async def _pull(self, work: p.Work, due: float) -> p.Outcome:
+        late = time.perf_counter() - due
+        request_id = f"decode-{work.number}"
+        cancel = None
+        if work.cancel_s is not None:
+            cancel = asyncio.get_running_loop().call_later(work.cancel_s, self.engine.cancel, request_id)
         try:
-            result = await self.engine.pull(
-                f"decode-{work.number}", work.lists, work.params, timeout_s=self.setup.timeout_s
-            )
+            result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.setup.timeout_s)
         except PullError as exc:
-            return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - start)
+            if exc.held:
+                self.held.append((exc, asyncio.ensure_future(exc.returned())))
+            return p.Outcome(work.number, str(exc), exc.reason, time.perf_counter() - due, late)
         except AsyncKVError as exc:
-            return p.Outcome(work.number, str(exc), type(exc).__name__, time.perf_counter() - start)
+            return p.Outcome(work.number, str(exc), type(exc).__name__, time.perf_counter() - due, late)
+        finally:
+            if cancel is not None:
+                cancel.cancel()
         return p.Outcome(
             work.number,
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - due,
+            late=late,
             num_bytes=result.num_bytes,
             planned=result.descriptors_planned,
             posted=result.descriptors_posted,
             phases=dict(result.phases),
         )
 
+    async def _returned(self) -> int:
+        """Wait until no failed pull's blocks can be written any more; how many still can be."""
+        held, self.held = self.held, []
+        if held:
+            await asyncio.wait([task for _, task in held], timeout=self.setup.timeout_s)
+        leaked = 0
+        for exc, task in held:
+            if not task.done() or task.exception() is not None:
+                task.cancel()
+                leaked += sum(map(len, exc.held.values()))
+        return leaked
+
     def cancel(self) -> None:
         self.is_cancelled = True
+        self.stopping.set()
         for work in self.works:
             self.engine.cancel(f"decode-{work.number}")
 
-    def verify(self) -> p.Verified:
+    def verify(self, without: list[int]) -> p.Verified:
         """Compare every token, or those in a sample of blocks that holds each request's first and last."""
-        done = {o.number for o in self.outcomes if not o.error}
+        done = {o.number for o in self.outcomes if not o.error}.difference(without)
         compared = wanted = wrong = 0
         bad = []
         for work in self.works:
@@ -158,7 +208,8 @@ class Worker:
             if self.setup.verify == "off":
                 continue
             every = SAMPLE if self.setup.verify == "sample" else 1
-            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, every=every)
+            prefix = work.chunk_tokens, work.chunks
+            looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
             compared += looked_at
             wrong += found
             if found:
@@ -177,7 +228,8 @@ class Worker:
                 leaked += sum(b is not None for _, blocks in work.lists for b in blocks)
                 causes["leaked"] += 1
         self.lent = []
-        return p.Ended(dict(causes), leaked, self.sampler.stop(), time.process_time())
+        lags = [] if self.setup.pulls else self.sampler.stop()
+        return p.Ended(dict(causes), leaked, lags, time.process_time())
 
     async def stop(self) -> p.Report:
         await self.engine.drain(self.setup.timeout_s)
@@ -220,7 +272,10 @@ async def _run(pipe: p.Pipe) -> None:
         pool = Pool(layout, setup.seed)
         engine = Engine(
             EngineConfig(
-                engine_id=setup.role,
+                engine_id=setup.engine_id,
+                bind=setup.bind,
+                allow_insecure=setup.allow_insecure,
+                keys=KeysConfig(secret=setup.secret, authorized=setup.authorized) if setup.secret else None,
                 lease=LeaseConfig(lease_s=setup.lease_s, grant_s=min(10.0, setup.lease_s)),
                 pull=PullConfig(timeout_s=setup.timeout_s),
             ),
@@ -258,8 +313,8 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> None:
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
             case p.Cancel():
                 worker.cancel()
-            case p.Verify():
-                pipe.write(await anyio.to_thread.run_sync(worker.verify))
+            case p.Verify(without):
+                pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
             case p.Finish(patience_s):
                 pipe.write(await worker.finish(patience_s))
             case p.Stop():

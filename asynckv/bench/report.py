@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.bench.driver import Measured, Options
+from asynckv.bench.schedule import Engines, Request
 from asynckv.layouts import model_groups
 from asynckv.observe.console import printable
 
@@ -25,16 +26,24 @@ PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "re
 
 def make(options: Options, found: Measured) -> dict[str, Any]:
     """Build the JSON report. A request is complete only if every decode rank completed it."""
+    schedule = options.schedule()
     complete: list[float] = []
-    failed = cancelled = 0
-    for outcomes in found.outcomes.values():
+    calls: list[float] = []
+    failed = cancelled = cut = 0
+    asked = {r.number for r in schedule if r.cancel_s is not None}
+    for number, outcomes in found.outcomes.items():
         errors = [o.reason for o in outcomes if o.error]
-        if len(outcomes) == options.num_decode and not errors:
+        is_whole = len(outcomes) == options.num_ranks(number)
+        if is_whole and not errors:
             complete.append(max(o.seconds for o in outcomes))
+            calls.append(max(o.seconds - o.late for o in outcomes))
+        elif is_whole and number in asked and set(errors) == {"cancelled"}:
+            cut += 1
         elif found.interrupted and (not errors or set(errors) <= {"cancelled", "EngineClosed"}):
             cancelled += 1
         else:
             failed += 1
+    planned = sum(found.planned_s)
     good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
     window = sum(found.windows_s)
     moved = sum(o.num_bytes for o in good)
@@ -58,12 +67,25 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "requests": len(options.workload.prompt_tokens),
             "prompt_tokens": options.workload.source,
             "prompts_capped": options.workload.num_capped,
-            "prompts_wholly_cached": sum(options.cached(n) == n for n in options.workload.prompt_tokens),
+            "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
             "verify": options.verify,
             "seed": options.seed,
             "lease_s": options.lease_s,
             "timeout_s": options.timeout_s,
             "transport": options.transport,
+            "net_device": options.net_device,
+            "memory": options.memory,
+            "engines": {
+                "prefill": options.engines.prefill,
+                "decode": options.engines.decode,
+                "both_ways": options.engines.both_ways,
+            },
+            "arrivals": options.arrivals.kind,
+            "rate": options.arrivals.rate,
+            "speed": options.arrivals.speed,
+            "cancel": options.cancel,
+            "cancel_within_s": options.cancel_within_s,
+            "prefix_cache": options.prefix_cache if options.workload.chunks else None,
         },
         "environment": {
             "asynckv": version("asynckv"),
@@ -84,6 +106,12 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "failed": failed,
             "cancelled": cancelled,
         },
+        "cancellations": {
+            "asked": len(asked),
+            "cancelled": cut,
+            "too_late": sum(n in asked for n, o in found.outcomes.items() if not any(x.error for x in o)),
+        },
+        "prefix": _prefix(options, found, schedule),
         "bytes": {
             "moved": moved,
             "wanted": found.bytes_wanted,
@@ -100,6 +128,15 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "requests_per_s": len(complete) / window if window else 0.0,
         },
         "latency_s": _quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "pull_s": _quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "schedule": {
+            "clock": "scheduled arrival" if options.arrivals.is_open else "call of pull",
+            "scheduled_per_s": found.submitted / planned if planned else 0.0,
+            "achieved_per_s": len(complete) / window if window else 0.0,
+            "late_s": _quantiles(
+                [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
+            ),
+        },
         "phases_s": {name: _quantiles(values, p50=0.5, p99=0.99) for name, values in phases.items()},
         "cpu_s": found.cpu_s,
         "loop_lag_s": _quantiles(found.lags, p99=0.99, max=1.0),
@@ -114,10 +151,10 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
 
 
 def is_good(report: dict[str, Any]) -> bool:
-    """Everything that was asked for completed, every compared byte was right, and nothing leaked."""
+    """Everything completed but what was to be cancelled, every compared byte was right, and nothing leaked."""
     moved, wanted, verified = (report["bytes"][k] for k in ("moved", "wanted", "verified"))
     return (
-        report["requests"]["completed"] == report["config"]["requests"]
+        report["requests"]["completed"] + report["cancellations"]["cancelled"] == report["config"]["requests"]
         and report["bytes"]["wrong"] == 0
         and (report["config"]["verify"] != "full" or verified == wanted)
         and moved >= wanted
@@ -136,6 +173,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     requests, moved, latency = report["requests"], report["bytes"], report["latency_s"]
     verified = f"{moved['verified'] / moved['wanted']:.1%} of them verified" if moved["wanted"] else "none wanted"
     ms = {k: f"{v * 1e3:.2f} ms" for k, v in latency.items()}
+    clock = report["schedule"]["clock"]
     rows = [
         (
             "model",
@@ -148,8 +186,10 @@ def show(report: dict[str, Any], console: Console) -> None:
         (
             "requests",
             f"{requests['completed']} of {report['config']['requests']} completed, {requests['failed']} failed, "
-            f"{requests['cancelled']} cancelled",
+            f"{requests['cancelled']} cancelled by Ctrl-C",
         ),
+        *_cancellations(report["cancellations"]),
+        *_shared(report["prefix"]),
         (
             "bytes",
             f"{_bytes(moved['moved'])} moved, {_bytes(moved['wanted'])} wanted, {verified}, "
@@ -164,12 +204,13 @@ def show(report: dict[str, Any], console: Console) -> None:
         ("throughput", "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"])),
         (
             "warm-up",
-            f"{report['config']['warmup']} before the clock ran, the slowest pull took "
+            f"{report['config']['warmup']} between every two engines before the clock ran, the slowest pull took "
             f"{report['warmup']['max_latency_s'] * 1e3:.2f} ms; {report['warmup']['failed']} failed"
             if report["config"]["warmup"]
             else "none: the latencies hold the first connections",
         ),
-        ("latency", f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}"),
+        ("latency", f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}, from the {clock}"),
+        *_schedule(report),
         (
             "phases (p50)",
             ", ".join(f"{name} {q['p50'] * 1e3:.2f} ms" for name, q in report["phases_s"].items()),
@@ -196,10 +237,68 @@ def show(report: dict[str, Any], console: Console) -> None:
 def _workload(config: dict[str, Any]) -> str:
     whole = config["prompts_wholly_cached"]
     cached = f"; {whole} of {config['requests']} are cached whole, so nothing of them is read" if whole else ""
+    hit = "" if config["prefix_cache"] is not None else f", prefix hit {config['prefix_hit']}"
+    match config["arrivals"]:
+        case "closed":
+            load = f"{config['concurrency']} in flight"
+        case "trace":
+            load = f"arrivals of the trace at speed {config['speed']:g}"
+        case kind:
+            load = f"{kind} arrivals at {config['rate']:g}/s"
+    engines = config["engines"]
+    many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
+    who = f"; {Engines(**engines)} engines" if many else ""
     return (
-        f"{config['prompt_tokens']} tokens, prefix hit {config['prefix_hit']}{cached}; "
-        f"{config['concurrency']} in flight, blocks {config['block_order']}, seed {config['seed']}"
+        f"{config['prompt_tokens']} tokens{hit}{cached}; {load}{who}, blocks {config['block_order']}, "
+        f"seed {config['seed']}"
     )
+
+
+def _prefix(options: Options, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
+    """What the readers' modelled caches held, and what was lent to several requests at a time."""
+    tokens, hit = sum(r.tokens for r in schedule), sum(r.cached for r in schedule)
+    return {
+        "shared": bool(options.workload.chunks),
+        "chunk_tokens": options.workload.chunk_tokens if options.workload.chunks else None,
+        "prompt_tokens": tokens,
+        "hit_tokens": hit,
+        "hit_rate": hit / tokens if tokens else 0.0,
+        "lent_blocks": found.lent_places,
+        "lent_shared": found.shared_places,
+    }
+
+
+def _shared(prefix: dict[str, Any]) -> list[tuple[str, str]]:
+    if not prefix["shared"]:
+        return []
+    return [
+        (
+            "prefixes",
+            f"{prefix['hit_rate']:.1%} of {prefix['prompt_tokens']:,} prompt tokens were cached at the reader; "
+            f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request as well",
+        )
+    ]
+
+
+def _cancellations(found: dict[str, int]) -> list[tuple[str, str]]:
+    if not found["asked"]:
+        return []
+    return [("to be cancelled", "{asked}: {cancelled} were, {too_late} had completed before".format(**found))]
+
+
+def _schedule(report: dict[str, Any]) -> list[tuple[str, str]]:
+    if report["config"]["arrivals"] == "closed":
+        return []
+    it, pull = report["schedule"], {k: f"{v * 1e3:.2f} ms" for k, v in report["pull_s"].items()}
+    late = {k: f"{v * 1e3:.2f} ms" for k, v in it["late_s"].items()}
+    return [
+        ("", f"p50 {pull['p50']}, p90 {pull['p90']}, p99 {pull['p99']}, max {pull['max']}, from the call of pull"),
+        (
+            "schedule",
+            f"{it['scheduled_per_s']:.1f} requests/s scheduled, {it['achieved_per_s']:.1f} achieved; pull was called "
+            f"late by p50 {late['p50']}, p99 {late['p99']}, max {late['max']}",
+        ),
+    ]
 
 
 def _bytes(number: float) -> str:

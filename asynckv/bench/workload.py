@@ -1,10 +1,15 @@
-"""Prompt lengths: fixed, drawn uniformly, or taken from a trace."""
+"""What is asked for: prompt lengths, what prompts have in common, and when a trace's requests arrived.
+
+Two prompts have a prefix in common where they name the same *chunks*: pieces of `chunk_tokens` tokens, each
+standing for all tokens before it as well, as `hash_ids` do in Mooncake's traces.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from itertools import islice
+import math
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,15 @@ import numpy as np
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Workload", "cached_tokens", "drawn", "traced"]
+__all__ = ["Workload", "cached_tokens", "drawn", "share_of", "traced"]
+
+TRACE_CHUNK_TOKENS = 512
+"""Tokens that one of a trace's `hash_ids` stands for."""
+SHARED_CHUNK_TOKENS = 16
 
 _LENGTH_KEYS = ("input_length", "prompt_tokens")
 _MOST_TOKENS = 1 << 30
+_MOST_ID = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +36,66 @@ class Workload:
         source: For the report.
         prompt_tokens: Length of every request's prompt.
         num_capped: How many of them `--max-prompt-tokens` shortened.
+        chunks: Per request the ids of its leading chunks; what follows them is its own. Empty if nobody shares.
+        chunk_tokens: Tokens per chunk.
+        arrivals_s: When each request arrived, from the first one on; empty if nobody noted it.
     """
 
     source: str
     prompt_tokens: tuple[int, ...]
     num_capped: int = 0
+    chunks: tuple[tuple[int, ...], ...] = ()
+    chunk_tokens: int = TRACE_CHUNK_TOKENS
+    arrivals_s: tuple[float, ...] = ()
 
     def capped(self, most: int | None) -> Workload:
         """Shorten the prompts that are longer than `most` tokens."""
         if most is None:
             return self
-        return Workload(
-            self.source,
-            tuple(min(n, most) for n in self.prompt_tokens),
-            sum(n > most for n in self.prompt_tokens),
+        lengths = tuple(min(n, most) for n in self.prompt_tokens)
+        return replace(
+            self,
+            prompt_tokens=lengths,
+            num_capped=sum(n > most for n in self.prompt_tokens),
+            chunks=tuple(c[: -(-n // self.chunk_tokens)] for c, n in zip(self.chunks, lengths, strict=False)),
+        )
+
+    def sharing(self, tokens: int, groups: int, seed: int) -> Workload:
+        """Let every prompt begin with one of so many prefixes of `tokens` tokens, drawn at random.
+
+        Raises:
+            ConfigError: The trace says already what its prompts share, or a number is out of range.
+        """
+        if any(self.chunks):
+            raise ConfigError(
+                "--shared-prefix was given with a trace whose hash_ids say already what its prompts share; leave it out"
+            )
+        if not 1 <= tokens <= _MOST_TOKENS:
+            raise ConfigError(f"--shared-prefix {tokens} is outside 1 ... {_MOST_TOKENS} tokens")
+        if not 1 <= groups <= _MOST_TOKENS:
+            raise ConfigError(f"--prefix-groups {groups} is outside 1 ... {_MOST_TOKENS}")
+        size = math.gcd(tokens, SHARED_CHUNK_TOKENS)
+        longest = min(tokens, max(self.prompt_tokens, default=0)) // size
+        drawn = np.random.default_rng([seed, 1]).integers(0, groups, len(self.prompt_tokens)).tolist()
+        return replace(
+            self,
+            source=f"{self.source}, the first {tokens} tokens one of {groups} prefixes",
+            chunks=tuple(
+                tuple(range(g * longest, g * longest + min(tokens, n) // size))
+                for g, n in zip(drawn, self.prompt_tokens, strict=True)
+            ),
+            chunk_tokens=size,
         )
 
 
 def drawn(spec: str, requests: int, seed: int) -> Workload:
-    """Make requests of one length (`1024`), or of lengths drawn from a range (`128:4096`).
+    """Make requests of one length (`1024`), of a range (`128:4096`), or of a mix (`128:0.8,8192:0.2`).
 
     Raises:
-        ConfigError: The range is empty or malformed.
+        ConfigError: It is none of these.
     """
+    if "," in spec:
+        return _mixed(spec, requests, seed)
     low, _, high = spec.partition(":")
     try:
         lo, hi = int(low), int(high or low)
@@ -56,8 +103,8 @@ def drawn(spec: str, requests: int, seed: int) -> Workload:
         lo, hi = 0, 0
     if not 1 <= lo <= hi <= _MOST_TOKENS:
         raise ConfigError(
-            f"--prompt-tokens {spec!r} is neither a length such as 1024 nor a range such as 128:4096 "
-            f"(1 ... {_MOST_TOKENS})"
+            f"--prompt-tokens {spec!r} is neither a length such as 1024 nor a range such as 128:4096, nor a mix such "
+            f"as 128:0.8,8192:0.2 (1 ... {_MOST_TOKENS} tokens)"
         )
     if lo == hi:
         return Workload(f"fixed {lo}", (lo,) * requests)
@@ -65,8 +112,32 @@ def drawn(spec: str, requests: int, seed: int) -> Workload:
     return Workload(f"uniform {lo}:{hi}", tuple(lengths.tolist()))
 
 
+def _mixed(spec: str, requests: int, seed: int) -> Workload:
+    lengths, weights = [], []
+    for part in spec.split(","):
+        length, _, weight = part.partition(":")
+        try:
+            lengths.append(int(length))
+            weights.append(float(weight))
+        except ValueError:
+            lengths.append(0)
+        if not 1 <= lengths[-1] <= _MOST_TOKENS or not 0 < weights[-1] < math.inf:
+            raise ConfigError(
+                f"--prompt-tokens {spec!r}: {part!r} is no length and weight such as 128:0.8 (1 ... {_MOST_TOKENS} "
+                f"tokens, a weight above 0); they make a mix such as 128:0.8,8192:0.2"
+            )
+    shares = np.array(weights) / sum(weights)
+    if not np.isfinite(shares).all():
+        raise ConfigError(f"--prompt-tokens {spec!r}: the weights add up to {sum(weights)}; use smaller ones")
+    found = np.random.default_rng(seed).choice(np.array(lengths), requests, p=shares)
+    return Workload(f"mix {spec}", tuple(found.tolist()))
+
+
 def traced(path: Path, requests: int | None) -> Workload:
-    """Read the first requests of a trace: one JSON object with an `input_length` per line.
+    """Read the first requests of a trace in Mooncake's format: one JSON object per line.
+
+    `input_length` (or `prompt_tokens`) has to be there. `timestamp` (milliseconds) and `hash_ids` (one per 512
+    tokens, the last one of what is left) are read where they are.
 
     Raises:
         ConfigError: Names the file, the line and what is wrong with it.
@@ -74,16 +145,46 @@ def traced(path: Path, requests: int | None) -> Workload:
     try:
         with path.open(encoding="utf-8") as file:
             lines = ((i, line) for i, line in enumerate(file, 1) if line.strip())
-            lengths = tuple(_length(path, i, line) for i, line in islice(lines, requests))
+            entries = [_entry(path, i, line) for i, line in islice(lines, requests)]
     except OSError as exc:
         raise ConfigError(f"--trace {path}: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"--trace {path}: is not UTF-8 text: {exc}") from exc
-    if not lengths:
+    if not entries:
         raise ConfigError(f"--trace {path}: holds no requests")
-    if requests is not None and len(lengths) < requests:
-        raise ConfigError(f"--trace {path}: holds {len(lengths)} requests, fewer than --requests {requests}")
-    return Workload(f"trace {path.name}", lengths)
+    if requests is not None and len(entries) < requests:
+        raise ConfigError(f"--trace {path}: holds {len(entries)} requests, fewer than --requests {requests}")
+    times = [e.milliseconds for e in entries if e.milliseconds is not None]
+    if times and len(times) < len(entries):
+        line = next(e.line for e in entries if e.milliseconds is None)
+        raise ConfigError(f"--trace {path} line {line}: has no timestamp, though others have; give all of them one")
+    for (before, after), entry in zip(pairwise(times), entries[1:], strict=False):
+        if after < before:
+            raise ConfigError(
+                f"--trace {path} line {entry.line}: timestamp {after:g} is before {before:g} of the line above; sort "
+                f"the file by timestamp"
+            )
+    return Workload(
+        f"trace {path.name}",
+        tuple(e.tokens for e in entries),
+        chunks=tuple(e.chunks for e in entries) if any(e.chunks for e in entries) else (),
+        arrivals_s=tuple((t - times[0]) / 1e3 for t in times),
+    )
+
+
+def share_of(option: str, text: str) -> float:
+    """Return a share given as `5%` or `0.05`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"{option} {text!r} is no share such as 5% or 0.05")
+    return share
 
 
 def cached_tokens(text: str, tokens: int) -> int:
@@ -102,7 +203,15 @@ def cached_tokens(text: str, tokens: int) -> int:
     return min(hit, tokens)
 
 
-def _length(path: Path, number: int, line: str) -> int:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    line: int
+    tokens: int
+    milliseconds: float | None
+    chunks: tuple[int, ...]
+
+
+def _entry(path: Path, number: int, line: str) -> _Entry:
     where = f"--trace {path} line {number}"
     try:
         entry: Any = json.loads(line)
@@ -113,7 +222,18 @@ def _length(path: Path, number: int, line: str) -> int:
     key = next((k for k in _LENGTH_KEYS if k in entry), None)
     if key is None:
         raise ConfigError(f"{where}: has neither {' nor '.join(_LENGTH_KEYS)}")
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: {key} is {value!r}, not a number of tokens of 1 or more")
-    return value
+    tokens = entry[key]
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= _MOST_TOKENS:
+        raise ConfigError(f"{where}: {key} is {tokens!r:.80}, not a number of tokens of 1 or more")
+    time = entry.get("timestamp")
+    if time is not None and (isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15):
+        raise ConfigError(f"{where}: timestamp is {time!r:.80}, not a number of milliseconds of 0 or more")
+    ids = entry.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < _MOST_ID for i in ids):
+        raise ConfigError(f"{where}: hash_ids is {ids!r:.80}, not a list of numbers from 0 to 2^62")
+    if ids and len(ids) != (need := -(-tokens // TRACE_CHUNK_TOKENS)):
+        raise ConfigError(
+            f"{where}: hash_ids has {len(ids)} entries, but {tokens} tokens need {need}: one per {TRACE_CHUNK_TOKENS} "
+            f"tokens, and one for what is left"
+        )
+    return _Entry(number, tokens, None if time is None else float(time), tuple(ids))
