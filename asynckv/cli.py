@@ -44,6 +44,10 @@ EPILOG = """
 
   asynckv bench --prompt-tokens 128:0.8,8192:0.2 --shared-prefix 1024 --prefix-groups 8 --rate 200 --cancel 5%
 
+  asynckv bench --role prefill --bind 10.0.0.1:9000 --secret keys/prefill.key_secret --authorized authorized
+
+  asynckv bench --role decode --connect 10.0.0.1:9000#prefill --secret keys/decode.key_secret --authorized authorized
+
 [bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
 """
 
@@ -90,6 +94,11 @@ class MemoryKind(StrEnum):
     cuda = "cuda"
 
 
+class Role(StrEnum):
+    prefill = "prefill"
+    decode = "decode"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -111,7 +120,7 @@ MOST_DRAWN = 32
 MOST_WRITTEN = 1 << 17
 """Layers of all ranks in one layout file."""
 DEFAULT_MODEL = "llama-3.1-8b"
-GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
+GEOMETRY, WORK, RUN, APART, OUT = "Geometry", "Workload", "Run", "Two machines", "Output"
 
 
 # What `bench` and `layout` both ask for.
@@ -325,6 +334,40 @@ def bench(
     memory: Annotated[
         MemoryKind, typer.Option(help="Where the pools lie: host memory, or a GPU's.", rich_help_panel=RUN)
     ] = MemoryKind.host,
+    role: Annotated[
+        Role | None,
+        typer.Option(
+            help="Run only these engines here, and the others on another machine, where the same command has the other "
+            "--role. One of the two has --bind, the other one --connect: that one drives, and reports.",
+            rich_help_panel=APART,
+        ),
+    ] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="Where to wait for the other half.", rich_help_panel=APART, metavar="HOST:PORT")
+    ] = None,
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the other half waits; with keys, its public one or the name of its file in --authorized.",
+            rich_help_panel=APART,
+            metavar="HOST:PORT[#KEY]",
+        ),
+    ] = None,
+    secret: Annotated[
+        str | None,
+        typer.Option(
+            help="This half's own keys (asynckv keygen), for its engines and for what the halves say to each other.",
+            rich_help_panel=APART,
+            metavar="NAME.key_secret",
+        ),
+    ] = None,
+    authorized: Annotated[
+        str | None,
+        typer.Option(help="Directory with the .key files of both halves.", rich_help_panel=APART, metavar="DIR"),
+    ] = None,
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", help="Go without keys, in a trusted network.", rich_help_panel=APART)
+    ] = False,
     json: Annotated[
         str | None, typer.Option(help="Write the report there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = None,
@@ -411,7 +454,12 @@ def bench(
         log_path=_log_path(log),
         log_level=(log_level or (LogLevel.info if log else LogLevel.error)).value,
     )
-    raise typer.Exit(_bench(options, json))
+    half = _half(role, bind, connect, secret, authorized, allow_insecure)
+    if half is not None and half.bind:
+        if json is not None:
+            raise ConfigError(f"--json {json}: the half with --connect has the report; leave it out here")
+        raise typer.Exit(_serve(options, half))
+    raise typer.Exit(_bench(options, json, half))
 
 
 LAYOUT_EPILOG = """
@@ -729,14 +777,62 @@ def _log_path(target: str | None) -> str:
     return str(path.resolve())
 
 
-def _bench(options: Any, json: str | None) -> int:
+def _half(
+    role: str | None,
+    bind: str | None,
+    connect: str | None,
+    secret: str | None,
+    authorized: str | None,
+    allow_insecure: bool,
+) -> Any:
+    from asynckv.bench.remote import Half
+
+    others = {"--bind": bind, "--connect": connect, "--secret": secret, "--authorized": authorized}
+    if role is None:
+        given = [f"{k} {v}" for k, v in others.items() if v is not None] + ["--allow-insecure"] * allow_insecure
+        if given:
+            raise ConfigError(
+                f"{given[0]} is for a benchmark on two machines; give --role prefill or --role decode as well"
+            )
+        return None
+    return Half(
+        role=str(role),
+        bind=bind or "",
+        connect=connect or "",
+        secret=secret or "",
+        authorized=authorized or "",
+        allow_insecure=allow_insecure,
+    )
+
+
+def _logs(options: Any) -> Any:
+    from asynckv.observe.log import configure
+
+    stream = open(options.log_path, "a", buffering=1, encoding="utf-8") if options.log_path else sys.stderr  # noqa: SIM115
+    configure(options.log_level, stream=stream)
+    return stream
+
+
+def _serve(options: Any, half: Any) -> int:
+    from asynckv.bench import remote
+
+    _logs(options)
+    return asyncio.run(remote.serve(options, half, lambda text: _say(half.role, text)))
+
+
+def _say(role: str, text: str) -> None:
+    from asynckv.observe.console import without_control
+
+    print(f"asynckv: {role} half: {without_control(text)}", file=sys.stderr, flush=True)
+
+
+def _bench(options: Any, json: str | None, half: Any = None) -> int:
     import msgspec
     import structlog
     from rich.console import Console
     from rich.progress import Progress
 
-    from asynckv.bench import driver, report
-    from asynckv.observe.log import configure
+    from asynckv.bench import driver, remote, report
 
     if json not in (None, "-"):
         try:
@@ -744,18 +840,21 @@ def _bench(options: Any, json: str | None) -> int:
         except OSError as exc:
             raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
     errors = Console(stderr=True)
-    stream = open(options.log_path, "a", buffering=1, encoding="utf-8") if options.log_path else sys.stderr  # noqa: SIM115
-    configure(options.log_level, stream=stream)
+    stream = _logs(options)
+    log = structlog.get_logger("asynckv.bench")
     with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("requests", total=len(options.workload.prompt_tokens))
-        found = asyncio.run(
-            driver.run(
-                options,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-                log=structlog.get_logger("asynckv.bench"),
-            )
-        )
-    result = report.make(options, found)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        async def measure() -> tuple[Any, dict[str, Any]]:
+            if half is None:
+                found = await driver.run(options, progress=progress, log=log)
+                return found, report.make(options, found)
+            return await remote.measure(options, half, lambda text: _say(half.role, text), progress, log)
+
+        found, result = asyncio.run(measure())
     text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
     if json == "-":
         sys.stdout.write(text)
@@ -765,9 +864,7 @@ def _bench(options: Any, json: str | None) -> int:
     report.show(result, errors if json == "-" else Console())
     if stream is not sys.stderr:
         stream.close()
-    if found.interrupted:
-        return 130
-    return 0 if report.is_good(result) else 1
+    return report.status(found, result)
 
 
 def main() -> None:

@@ -371,7 +371,7 @@ class _Run:
                 worker = self._link.worker(name)
                 self.engines[place].append(worker)
                 continue
-            worker = await Child.spawn(name, env if place.role == "prefill" else env | self._ucx_env)
+            worker = await Child.spawn(name, env | self._ucx_env if options.engines.pulls(place) else env)
             self.engines[place].append(worker)
             self.found.pids[name] = worker.pid
             worker.tell(setup)
@@ -627,6 +627,8 @@ async def run(
     """
     it = _Run(options, progress, reach or Reach(), link)
     loop = asyncio.get_running_loop()
+    if link is not None:
+        link.on_interrupt = it.interrupt
     loop.add_signal_handler(signal.SIGINT, it.interrupt)
     loop.add_signal_handler(signal.SIGTERM, it.interrupt)
     started = time.monotonic()

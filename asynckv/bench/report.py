@@ -18,7 +18,7 @@ from asynckv.bench.schedule import Engines, Request
 from asynckv.layouts import model_groups
 from asynckv.observe.console import printable
 
-__all__ = ["SCHEMA", "is_good", "make", "show"]
+__all__ = ["SCHEMA", "is_good", "make", "show", "status"]
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -146,7 +146,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
         "processes": found.pids,
         "problems": found.problems,
-        "errors": _errors(found),
+        "errors": _errors(found, asked),
     }
 
 
@@ -162,6 +162,11 @@ def is_good(report: dict[str, Any]) -> bool:
         and not any(report["blocks"].values())
         and not report["problems"]
     )
+
+
+def status(found: Measured, report: dict[str, Any]) -> int:
+    """Return the exit status of a run."""
+    return 130 if found.interrupted else 0 if is_good(report) else 1
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -320,13 +325,13 @@ def _quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
     return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}
 
 
-def _errors(found: Measured) -> dict[str, int]:
-    """The first message of every reason, and how often the reason occurred."""
+def _errors(found: Measured, asked: set[int]) -> dict[str, int]:
+    """The first message of every reason, and how often it occurred, but for those that were asked to be cancelled."""
     first: dict[str, str] = {}
     counts: dict[str, int] = {}
     for outcomes in found.outcomes.values():
         for outcome in outcomes:
-            if outcome.error:
+            if outcome.error and not (outcome.number in asked and outcome.reason == "cancelled"):
                 text = first.setdefault(outcome.reason, f"{outcome.reason}: {outcome.error}"[:400])
                 counts[text] = counts.get(text, 0) + 1
     return counts

@@ -79,7 +79,7 @@ class Workload:
         drawn = np.random.default_rng([seed, 1]).integers(0, groups, len(self.prompt_tokens)).tolist()
         return replace(
             self,
-            source=f"{self.source}, the first {tokens} tokens one of {groups} prefixes",
+            source=f"{self.source} sharing {groups} prefixes of {tokens}",
             chunks=tuple(
                 tuple(range(g * longest, g * longest + min(tokens, n) // size))
                 for g, n in zip(drawn, self.prompt_tokens, strict=True)
