@@ -91,3 +91,18 @@ def test_other_blocks_stay_untouched() -> None:
     it.fill(3, others, 30)
     it.fill(4, LISTS, TOKENS)
     assert it.check(3, others, 30)[1] == 0
+
+
+@pytest.mark.parametrize("order", ["nhd", "cross-hnd"])
+def test_requests_that_share_chunks_share_their_tokens_and_nothing_else(order: str) -> None:
+    one = Model("one", (Heads(4, 16), STATE))
+    it = Pool(model_layout(one, num_blocks=8, order=order), 1)
+    mine, theirs = (16, [7, 8]), (16, [7, 9])
+    it.fill(3, [(0, [1, 2, 3]), (0, [5])], TOKENS, mine)
+    it.fill(4, [(0, [None, 4, 6]), (0, [7])], TOKENS, theirs)
+    # The first block is the same for both; the second is another chunk, and the third everybody's own.
+    assert it.check(4, [(0, [1, 4, 6]), (0, [7])], TOKENS, theirs)[1] == 0
+    assert it.check(3, [(0, [1, 2, 3]), (0, [5])], TOKENS, mine)[1] == 0
+    for blocks, state in (([1, 2, 6], 7), ([1, 4, 3], 7), ([1, 4, 6], 5)):
+        assert it.check(4, [(0, blocks), (0, [state])], TOKENS, theirs)[1] > 500
+    assert it.check(3, [(0, [1, 2, 3]), (0, [5])], TOKENS)[1] > 500

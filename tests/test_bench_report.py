@@ -12,6 +12,7 @@ from rich.console import Console
 from asynckv.bench import report
 from asynckv.bench.driver import Measured, Options
 from asynckv.bench.protocol import Outcome, Side
+from asynckv.bench.schedule import Arrivals, Engines
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
 from asynckv.models import Heads, Model
@@ -121,3 +122,58 @@ def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
 def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
     with pytest.raises(ConfigError, match=r"--max-prompt-tokens.*--layers.*--pool-mb"):
         Options(model=MODEL, workload=Workload("x", (1 << 20,)), pool_mb=1).num_blocks()
+
+
+def test_what_was_to_be_cancelled_is_neither_an_error_nor_a_latency() -> None:
+    cut = outcome(1, 9.0, error="cancelled", reason="cancelled")
+    wanted = options(cancel=1.0)
+    assert [r.cancel_s is not None for r in wanted.schedule()] == [True, True]
+    result = report.make(wanted, measured(outcome(0), cut, bytes_verified=100, bytes_wanted=100))
+    assert result["cancellations"] == {"asked": 2, "cancelled": 1, "too_late": 1}
+    assert result["requests"] == {"submitted": 2, "completed": 1, "failed": 0, "cancelled": 0}
+    assert result["latency_s"]["max"] == 0.1
+    assert result["errors"] == {}
+    assert report.is_good(result)
+
+
+def test_a_pull_that_failed_otherwise_is_a_failure_though_it_was_to_be_cancelled() -> None:
+    lost = outcome(1, error="lost", reason="peer_lost")
+    result = report.make(options(cancel=1.0), measured(outcome(0), lost, bytes_verified=100, bytes_wanted=100))
+    assert result["requests"]["failed"] == 1
+    assert result["errors"] == {"peer_lost: lost": 1}
+    assert not report.is_good(result)
+
+
+def test_nobody_asked_for_this_cancellation() -> None:
+    cut = outcome(1, error="cancelled", reason="cancelled")
+    assert report.make(options(), measured(outcome(0), cut))["requests"]["failed"] == 1
+
+
+def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
+    found = measured(outcome(0, 0.5, late=0.2), outcome(1, 0.25, late=0.0), planned_s=[0.1, 0.15])
+    result = report.make(options(arrivals=Arrivals("uniform", 10.0)), found)
+    assert result["schedule"]["clock"] == "scheduled arrival"
+    assert result["schedule"]["scheduled_per_s"] == pytest.approx(8.0)
+    assert result["schedule"]["achieved_per_s"] == pytest.approx(2.0)
+    assert result["schedule"]["late_s"]["max"] == 0.2
+    assert result["latency_s"]["max"] == 0.5
+    assert result["pull_s"]["max"] == pytest.approx(0.3)
+    stream = io.StringIO()
+    report.show(result, Console(file=stream, width=200))
+    assert "from the scheduled arrival" in stream.getvalue()
+    assert "8.0 requests/s scheduled, 2.0 achieved; pull was called late by p50" in stream.getvalue()
+
+
+def test_both_ways_the_reader_of_every_second_request_is_the_prefill_engine() -> None:
+    both = options(tp=2, engines=Engines(both_ways=True))
+    assert [both.num_ranks(n) for n in range(4)] == [2, 1, 2, 1]
+
+
+def test_what_was_cached_and_shared_is_reported() -> None:
+    work = Workload("fixed 32", (32, 32)).sharing(16, 1, 0)
+    wanted = Options(model=MODEL, workload=work)
+    result = report.make(wanted, measured(outcome(0), outcome(1), lent_places=4, shared_places=1))
+    assert result["prefix"]["hit_rate"] == 0.25
+    stream = io.StringIO()
+    report.show(result, Console(file=stream, width=200))
+    assert "25.0% of 64 prompt tokens were cached at the reader; 1 of 4 lent blocks" in stream.getvalue()

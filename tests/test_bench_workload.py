@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.bench.workload import drawn, traced
+from asynckv.bench.workload import cached_tokens, drawn, share_of, traced
 from asynckv.errors import ConfigError
 
 
@@ -55,6 +55,13 @@ def test_a_trace_gives_its_first_requests(tmp_path: Path) -> None:
         ('{"input_length": 0}', "line 2: input_length is 0"),
         ('{"input_length": true}', "line 2: input_length is True"),
         ('{"input_length": "5"}', "line 2: input_length is '5'"),
+        ('{"input_length": 5, "timestamp": "now"}', "line 2: timestamp is 'now'"),
+        ('{"input_length": 5, "timestamp": NaN}', "line 2: timestamp is nan"),
+        ('{"input_length": 5, "timestamp": 3}', "line 1: has no timestamp, though others have"),
+        ('{"input_length": 5, "hash_ids": 7}', "line 2: hash_ids is 7"),
+        ('{"input_length": 5, "hash_ids": [true]}', "line 2: hash_ids is [True]"),
+        ('{"input_length": 5, "hash_ids": [-1]}', "line 2: hash_ids is [-1]"),
+        ('{"input_length": 513, "hash_ids": [1]}', "line 2: hash_ids has 1 entries, but 513 tokens need 2"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
@@ -71,3 +78,52 @@ def test_a_trace_that_is_none(tmp_path: Path) -> None:
     for name, complaint in (("empty", "no requests"), ("binary", "UTF-8"), ("none", "No such file")):
         with pytest.raises(ConfigError, match=complaint):
             traced(tmp_path / name, None)
+
+
+def test_a_mix_has_its_lengths_in_their_shares() -> None:
+    work = drawn("128:3,8192:1", 4000, 1)
+    assert set(work.prompt_tokens) == {128, 8192}
+    assert 0.22 < work.prompt_tokens.count(8192) / 4000 < 0.28
+    assert drawn("128:3,8192:1", 50, 1).prompt_tokens == drawn("128:0.75,8192:0.25", 50, 1).prompt_tokens
+
+
+def test_a_trace_brings_its_arrivals_and_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(
+        '{"timestamp": 500, "input_length": 600, "output_length": 1, "hash_ids": [0, 1]}\n'
+        '{"timestamp": 500, "input_length": 512, "hash_ids": [0]}\n'
+        '{"timestamp": 3500, "input_length": 1100, "hash_ids": [0, 4, 5]}\n'
+    )
+    work = traced(path, None)
+    assert work.arrivals_s == (0.0, 0.0, 3.0)
+    assert work.chunks == ((0, 1), (0,), (0, 4, 5))
+    assert work.capped(700).chunks == ((0, 1), (0,), (0, 4))
+    with pytest.raises(ConfigError, match="--shared-prefix was given with a trace whose hash_ids"):
+        work.sharing(5, 1, 0)
+
+
+def test_a_trace_that_goes_back_in_time_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 5, "input_length": 6}\n\n{"timestamp": 4, "input_length": 6}\n')
+    with pytest.raises(ConfigError, match="line 3: timestamp 4 is before 5 of the line above; sort the file"):
+        traced(path, None)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1024, 16), (100, 4), (7, 1)])
+def test_shared_prefixes_are_cut_so_that_they_end_with_a_chunk(tokens: int, size: int) -> None:
+    work = drawn("64:0.5,2048:0.5", 50, 0).sharing(tokens, 2, 0)
+    assert work.chunk_tokens == size
+    for length, chunks in zip(work.prompt_tokens, work.chunks, strict=True):
+        assert len(chunks) == min(tokens, length) // size
+    longest = {c for c in work.chunks if len(c) == tokens // size}
+    assert len(longest) == 2
+    first, second = longest
+    assert not set(first) & set(second)
+    assert all(c == first[: len(c)] or c == second[: len(c)] for c in work.chunks)
+
+
+def test_shares() -> None:
+    assert (share_of("--cancel", "5%"), share_of("--cancel", "0.5"), cached_tokens("50%", 9)) == (0.05, 0.5, 4)
+    for text in ("", "%", "101%", "-1", "nan", "x"):
+        with pytest.raises(ConfigError, match="--cancel"):
+            share_of("--cancel", text)

@@ -13,7 +13,7 @@ import math
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -406,7 +406,7 @@ class _Run:
         await self._warm_up(groups)
         done, begun_s = 0, 0.0
         while done < len(self.schedule) and not self._stop.is_set():
-            wave = self._allocate(self.schedule[done:])
+            wave = self._allocate(self.schedule[i] for i in range(done, len(self.schedule)))
             # A window begins when the request before its first one came: no gap of the schedule is lost.
             await self._wave(groups, wave, begun_s)
             done, begun_s = done + len(wave), wave[-1].request.arrival_s
@@ -490,7 +490,7 @@ class _Run:
         await self._verify(wave, patience)
         await self._finish()
 
-    def _allocate(self, requests: Sequence[Request]) -> list[Allocation]:
+    def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
         """Give the first requests their blocks, as many as fit at once."""
         options, out = self.options, []
         allocator = Allocator(
@@ -625,7 +625,7 @@ async def run(
         ConfigError: The input cannot be run.
         AsyncKVError: A worker cannot go on.
     """
-    it = _Run(options, progress, reach or Reach(), link)
+    it = await asyncio.to_thread(_Run, options, progress, reach or Reach(), link)
     loop = asyncio.get_running_loop()
     if link is not None:
         link.on_interrupt = it.interrupt

@@ -18,6 +18,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,15 +33,14 @@ from asynckv.bench.driver import Measured, Options, memory_available, run
 from asynckv.config import KeysConfig
 from asynckv.core.types import Address, Route
 from asynckv.errors import AsyncKVError, ConfigError
-from asynckv.ports import ControlPlane
 
 __all__ = ["Half", "Leader", "facts", "lead", "measure", "serve"]
 
 PIECE = 96 << 10
 CONNECT_S = 60.0
-BEAT_S = 1.0
-SILENCE_S = 10.0
-"""A half that says nothing for so long is gone; it says something every second."""
+BEAT_S = 0.5
+SILENCE_S = 6.0
+"""A half that says nothing for so long is gone; it says something every half second."""
 END_S = 90.0
 """How long the following half waits for the other to end in order, after Ctrl-C."""
 FULL_S = 0.02
@@ -230,6 +230,7 @@ def facts(options: Options) -> dict[str, str]:
     model = hashlib.sha256(msgspec.json.encode(options.model)).hexdigest()[:12]
     return {
         "version": version("asynckv"),
+        "--seed": str(options.seed),
         "model": f"{options.model.name}, {len(options.model.layers)} layers, {options.model.dtype} ({model})",
         "prefill side": str(msgspec.to_builtins(options.prefill)),
         "decode side": str(msgspec.to_builtins(options.decode)),
@@ -243,7 +244,6 @@ def facts(options: Options) -> dict[str, str]:
         "--warmup": str(options.warmup),
         "--block-order": options.block_order,
         "--verify": options.verify,
-        "--seed": str(options.seed),
         "--lease-s": f"{options.lease_s:g}",
         "--timeout-s": f"{options.timeout_s:g}",
         "--pool-mb": str(options.pool_mb),
@@ -268,14 +268,13 @@ class Conversation:
     """Messages to and from one other half, whole and in order, or not at all.
 
     Args:
-        plane: Carries the pieces.
-        to: The other half.
+        send: Sends a packet to the other half, or returns False if there is no room.
         session: Sixteen bytes that no other conversation has.
     """
 
-    def __init__(self, plane: ControlPlane, to: Address | Route, session: bytes) -> None:
+    def __init__(self, send: Callable[[bytes], bool], session: bytes) -> None:
         self.session = session
-        self._plane, self._to = plane, to
+        self._send = send
         self._loop = asyncio.get_running_loop()
         self._sent = self._taken = 0
         self._unsent: deque[bytes] = deque()
@@ -287,7 +286,7 @@ class Conversation:
         self._beat: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Say something every second from here on, and expect the same."""
+        """Say something twice a second from here on, and expect the same."""
         self._heard_at = self._loop.time()
         self._tick()
 
@@ -305,11 +304,6 @@ class Conversation:
             self._unsent.append(_encoder.encode(piece))
             self._sent += 1
         self._flush()
-
-    @property
-    def is_flushed(self) -> bool:
-        """Everything is with the plane."""
-        return not self._unsent
 
     async def receive(self, timeout_s: float | None = None) -> Message:
         """Wait for a message.
@@ -350,7 +344,7 @@ class Conversation:
         self._inbox.put_nowait(Broken(why))
 
     def _flush(self) -> None:
-        while self._unsent and self._plane.send(self._to, self._unsent[0]):
+        while self._unsent and self._send(self._unsent[0]):
             self._unsent.popleft()
         if self._retry is not None:
             self._retry.cancel()
@@ -505,7 +499,7 @@ async def lead(options: Options, half: Half, say: Callable[[str], None]) -> Asyn
 
     await plane.start(on_packet, on_refused)
     try:
-        talk = Conversation(plane, target, session)
+        talk = Conversation(partial(plane.send, target), session)
         talk.send(Hello(facts(options), half.role))
         say(f"waiting for the other half at {where}")
         memory = await _welcomed(talk, where)
@@ -561,7 +555,8 @@ async def measure(
     async with lead(options, half, say) as link:
         try:
             found = await run(options, progress=progress, log=log, reach=half.reach(lends), link=link)
-            result = report.make(options, found)
+            # In a thread, like all that may take long: the other half expects to hear from us.
+            result = await asyncio.to_thread(report.make, options, found)
         except AsyncKVError as exc:
             await link.farewell(2 if isinstance(exc, ConfigError) else 1, str(exc))
             raise
@@ -587,7 +582,7 @@ async def serve(options: Options, half: Half, say: Callable[[str], None]) -> int
     from asynckv.edges.zmq import ZmqPlane
 
     plane = ZmqPlane(f"tcp://{half.address[0]}", allow_insecure=half.allow_insecure, keys=half.keys)
-    follower = _Follower(options, half, plane, say)
+    follower = _Follower(options, half, plane.send, say)
     loop = asyncio.get_running_loop()
     await plane.start(follower.on_packet, lambda cause, who: say(f"turned a connection away: {cause} {who}".rstrip()))
     try:
@@ -602,8 +597,10 @@ async def serve(options: Options, half: Half, say: Callable[[str], None]) -> int
 
 
 class _Follower:
-    def __init__(self, options: Options, half: Half, plane: ControlPlane, say: Callable[[str], None]) -> None:
-        self._options, self._half, self._plane, self._say = options, half, plane, say
+    def __init__(
+        self, options: Options, half: Half, send: Callable[[Route, bytes], bool], say: Callable[[str], None]
+    ) -> None:
+        self._options, self._half, self._send, self._say = options, half, send, say
         self._talk: Conversation | None = None
         self._peer: Route | None = None
         self._came: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
@@ -613,7 +610,7 @@ class _Follower:
 
     def on_packet(self, origin: Address | Route, data: bytes) -> None:
         """Take a piece; whatever does not belong to the one conversation is dropped."""
-        if not isinstance(origin, bytes):
+        if isinstance(origin, str):
             return
         try:
             piece = _pieces.decode(data)
@@ -623,7 +620,7 @@ class _Follower:
             if origin == self._peer and piece.session == self._talk.session:
                 self._talk.take(piece)
             elif piece.number == 0:
-                Conversation(self._plane, origin, piece.session).send(Bye(2, "it serves somebody else already"))
+                Conversation(partial(self._send, origin), piece.session).send(Bye(2, "it serves somebody else already"))
             return
         # Who begins has to say who he is, in one piece.
         try:
@@ -631,7 +628,8 @@ class _Follower:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         if isinstance(message, Hello):
-            self._peer, self._talk = origin, Conversation(self._plane, origin, piece.session)
+            self._peer = origin
+            self._talk = Conversation(partial(self._send, origin), piece.session)
             self._talk.take(piece)
             if not self._came.done():
                 self._came.set_result(message)

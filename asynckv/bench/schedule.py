@@ -98,6 +98,10 @@ class Arrivals:
             if value is not None and not 1e-6 <= value <= MOST_RATE:
                 raise ConfigError(f"{option} {value:g} is outside 1e-06 ... {MOST_RATE:g}")
 
+    def __str__(self) -> str:
+        at = f" at {self.rate:g}/s" if self.rate is not None else f" at speed {self.speed:g}" * (self.kind == "trace")
+        return self.kind + at
+
     @property
     def is_open(self) -> bool:
         """Requests come by the clock."""

@@ -126,10 +126,9 @@ def _mixed(spec: str, requests: int, seed: int) -> Workload:
                 f"--prompt-tokens {spec!r}: {part!r} is no length and weight such as 128:0.8 (1 ... {_MOST_TOKENS} "
                 f"tokens, a weight above 0); they make a mix such as 128:0.8,8192:0.2"
             )
-    shares = np.array(weights) / sum(weights)
-    if not np.isfinite(shares).all():
-        raise ConfigError(f"--prompt-tokens {spec!r}: the weights add up to {sum(weights)}; use smaller ones")
-    found = np.random.default_rng(seed).choice(np.array(lengths), requests, p=shares)
+    if math.isinf(total := sum(weights)):
+        raise ConfigError(f"--prompt-tokens {spec!r}: the weights add up to {total}; use smaller ones")
+    found = np.random.default_rng(seed).choice(np.array(lengths), requests, p=np.array(weights) / total)
     return Workload(f"mix {spec}", tuple(found.tolist()))
 
 

@@ -1,0 +1,359 @@
+"""The two halves of the benchmark: what they agree on, what they do not believe, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv.bench import remote
+from asynckv.bench.driver import Options
+from asynckv.bench.remote import Conversation, Half
+from asynckv.bench.workload import Workload
+from asynckv.core.types import Route
+from asynckv.errors import ConfigError
+from asynckv.models import Heads, Model
+
+MODEL = Model("tiny", (Heads(4, 16),) * 2)
+SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4", "--lease-s", "3"]
+SESSION = bytes(16)
+
+
+def options(**changes: Any) -> Options:
+    return Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), **changes)
+
+
+# -- what they agree on --------------------------------------------------------------------------------
+
+
+def test_equal_halves_agree() -> None:
+    assert remote.difference(remote.facts(options()), remote.facts(options()), "prefill", "decode") == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"seed": 7}, "differ in --seed: 0 on the prefill half, 7 on the decode half; give both the same"),
+        ({"verify": "off"}, "differ in --verify: full on the prefill half, off on the decode half"),
+        ({"cancel": 0.5}, "differ in --cancel: 0 within 0.05 s on the prefill half, 0.5 within 0.05 s"),
+    ],
+)
+def test_a_difference_names_both_values(theirs: dict[str, Any], says: str) -> None:
+    assert says in remote.difference(remote.facts(options()), remote.facts(options(**theirs)), "prefill", "decode")
+
+
+def test_another_version_or_workload_of_the_same_name_is_a_difference() -> None:
+    mine = remote.facts(options())
+    assert "differ in version" in remote.difference(mine, mine | {"version": "0.0.1"}, "prefill", "decode")
+    assert "differ in workload" in remote.difference(
+        mine, remote.facts(Options(model=MODEL, workload=Workload("fixed 32", (32, 33)))), "prefill", "decode"
+    )
+    assert "differ in extra: nothing on the" in remote.difference(mine, mine | {"extra": "1"}, "prefill", "decode")
+
+
+def test_a_key_may_be_named_by_its_file(tmp_path: Path) -> None:
+    from asynckv.edges.zmq import make_pair
+    from asynckv.keys import write_pair
+
+    pair = make_pair()
+    write_pair(tmp_path, "prefill-0", pair)
+    half: dict[str, Any] = {"role": "decode", "secret": "x", "authorized": str(tmp_path)}
+    named = Half(connect="10.0.0.1:9000#prefill-0", **half)
+    assert named.target() == Half(connect=f"10.0.0.1:9000#{pair.public.hex()}", **half).target()
+    for key, says in (("", "names no key"), ("#none", "cannot be read"), ("#../prefill-0", "neither a key nor a name")):
+        with pytest.raises(ConfigError, match=says):
+            Half(connect=f"10.0.0.1:9000{key}", **half).target()
+
+
+# -- what they do not believe --------------------------------------------------------------------------
+
+
+class Wire:
+    """Keeps what is sent, as far as there is room."""
+
+    def __init__(self, room: int = 1 << 20) -> None:
+        self.sent: list[bytes] = []
+        self.room = room
+        self.has_six = asyncio.Event()
+
+    def send(self, packet: bytes) -> bool:
+        if len(self.sent) >= self.room:
+            return False
+        self.sent.append(packet)
+        if len(self.sent) == 6:
+            self.has_six.set()
+        return True
+
+
+def pieces(message: remote.Message) -> list[remote.Piece]:
+    wire = Wire()
+    Conversation(wire.send, SESSION).send(message)
+    return [remote._pieces.decode(packet) for packet in wire.sent]
+
+
+@pytest.mark.anyio
+async def test_a_large_message_arrives_whole_and_in_small_pieces() -> None:
+    message = remote.Tell("prefill/tp0", bytes(range(256)) * 2000)
+    cut = pieces(message)
+    assert len(cut) == 6
+    listener = Conversation(Wire().send, SESSION)
+    for piece in cut:
+        listener.take(piece)
+    assert await listener.receive(5) == message
+
+
+@pytest.mark.anyio
+async def test_what_finds_no_room_goes_when_there_is_some() -> None:
+    wire = Wire(room=2)
+    talk = Conversation(wire.send, SESSION)
+    talk.send(remote.Tell("prefill/tp0", bytes(500_000)))
+    assert len(wire.sent) == 2
+    wire.room = 100
+    await asyncio.wait_for(wire.has_six.wait(), 5)
+    assert [remote._pieces.decode(p).number for p in wire.sent] == list(range(6))
+    talk.end()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lost", [0, 3])
+async def test_a_lost_piece_ends_the_conversation(lost: int) -> None:
+    cut = pieces(remote.Tell("prefill/tp0", bytes(500_000)))
+    listener = Conversation(Wire().send, SESSION)
+    for piece in cut[:lost] + cut[lost + 1 :]:
+        listener.take(piece)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(remote.Broken, match=f"piece {lost} of the conversation was lost"):
+            await listener.receive(5)
+
+
+@pytest.mark.anyio
+async def test_mutated_messages_break_the_conversation_or_are_messages() -> None:
+    rng = random.Random(0)
+    samples: list[remote.Message] = [
+        remote.Hello(remote.facts(options()), "decode"),
+        remote.Begin({"prefill": [5, 6], "decode": [7]}),
+        remote.Tell("prefill/tp0", b"{}"),
+        remote.Gone("prefill/tp0", "was killed"),
+        remote.Bye(0, "all good"),
+    ]
+    broken = 0
+    for _ in range(3000):
+        data = bytearray(remote._encoder.encode(rng.choice(samples)))
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        listener = Conversation(Wire().send, SESSION)
+        listener.take(remote.Piece(SESSION, 0, True, bytes(data)))
+        try:
+            await asyncio.wait_for(listener.receive(), 0.5) if not listener._inbox.empty() else None
+        except remote.Broken:
+            broken += 1
+    assert broken > 500
+
+
+@pytest.mark.anyio
+async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
+    wire = Wire()
+    half = Half(role="prefill", bind="127.0.0.1:0")
+    follower = remote._Follower(options(), half, lambda to, packet: wire.send(packet), lambda text: None)
+    for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(SESSION, 0, True, b"junk"))):
+        follower.on_packet(Route(b"a"), data)
+    for piece in (*pieces(remote.Bye(0, "")), *pieces(remote.Tell("prefill/tp0", b"{}"))):
+        follower.on_packet(Route(b"a"), remote._encoder.encode(piece))
+    assert not follower._came.done()
+    assert wire.sent == []
+    (hello,) = pieces(remote.Hello(remote.facts(options()), "decode"))
+    follower.on_packet(Route(b"b"), remote._encoder.encode(hello))
+    assert follower._came.done()
+    follower.on_packet(Route(b"c"), remote._encoder.encode(hello))
+    (answer,) = wire.sent
+    assert remote._messages.decode(remote._pieces.decode(answer).data) == remote.Bye(
+        2, "it serves somebody else already"
+    )
+
+
+# -- real halves ---------------------------------------------------------------------------------------
+
+
+class Running:
+    """One half as a process; its stderr is read as it comes."""
+
+    def __init__(self, *argv: str, before: tuple[str, ...] = ()) -> None:
+        command = [*before, sys.executable, "-m", "asynckv.cli", *argv]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        self.said = ""
+
+    def until(self, is_there: Callable[[str], bool], what: str) -> str:
+        """Read stderr until something is there."""
+        assert self.process.stderr is not None
+        deadline = time.monotonic() + 40
+        while not is_there(self.said):
+            ready, _, _ = select.select([self.process.stderr], [], [], max(deadline - time.monotonic(), 0))
+            data = os.read(self.process.stderr.fileno(), 1 << 16) if ready else b""
+            assert data, f"{what} was not said, but: {self.said}"
+            self.said += data.decode()
+        return self.said
+
+    def end(self) -> int:
+        """Wait for the end, and return the exit status."""
+        assert self.process.stderr is not None
+        self.said += self.process.stderr.read().decode()
+        status = self.process.wait(40)
+        assert "Traceback" not in self.said
+        return status
+
+
+@contextmanager
+def halves(
+    follow: list[str], lead: list[str], *, host: str = "127.0.0.1", spaces: tuple[str, str] | None = None
+) -> Iterator[tuple[Running, Running]]:
+    """Start the prefill half on a port from the system, and the decode half once it listens."""
+    inside: list[tuple[str, ...]] = [("ip", "netns", "exec", s) for s in spaces or ()] or [(), ()]
+    first = Running(*SMALL, *follow, "--role", "prefill", "--bind", f"{host}:0", before=inside[0])
+    started = [first]
+    try:
+        said = first.until(lambda text: "--connect " in text and text.endswith("\n"), "where it listens")
+        where = said.split("--connect ")[1].split()[0]
+        started.append(Running(*SMALL, *lead, "--role", "decode", "--connect", where, before=inside[1]))
+        yield first, started[1]
+    finally:
+        for each in started:
+            if each.process.poll() is None:
+                each.process.kill()
+                each.process.wait()
+            if each.process.stderr is not None:
+                each.process.stderr.close()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 40
+    for pid in pids:
+        while os.path.exists(f"/proc/{pid}"):
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            try:
+                handle = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            select.select([handle], [], [], 1)
+            os.close(handle)
+
+
+@contextmanager
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them: 10.231.7.1 at `akv0`, 10.231.7.2 at `akv1`."""
+    names = f"akv{os.getpid()}a", f"akv{os.getpid()}b"
+
+    def ip(*argv: str) -> None:
+        subprocess.run(["ip", *argv], check=True, capture_output=True, timeout=20)
+
+    made = []
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                made.append(name)
+            ip("link", "add", "akv0", "netns", names[0], "type", "veth", "peer", "name", "akv1", "netns", names[1])
+            for i, name in enumerate(names):
+                ip("-n", name, "addr", "add", f"10.231.7.{i + 1}/24", "dev", f"akv{i}")
+                ip("-n", name, "link", "set", f"akv{i}", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.CalledProcessError) as exc:
+            why = exc.stderr.decode().strip() if isinstance(exc, subprocess.CalledProcessError) else str(exc)
+            pytest.skip(f"network namespaces cannot be made here: {why}")
+        yield names
+    finally:
+        for name in made:
+            ip("netns", "del", name)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_two_halves_in_two_networks_move_every_byte(tmp_path: Path) -> None:
+    for name in ("prefill", "decode"):
+        argv = [sys.executable, "-m", "asynckv.cli", "keygen", name, "--dir", str(tmp_path / "keys")]
+        subprocess.run(argv, check=True, capture_output=True, timeout=30)
+    (tmp_path / "authorized").mkdir()
+    for path in (tmp_path / "keys").glob("*.key"):
+        path.rename(tmp_path / "authorized" / path.name)
+    report = tmp_path / "report.json"
+    common = ["--requests", "30", "--transport", "tcp", "--both-ways", "--authorized", str(tmp_path / "authorized")]
+    ways = [
+        [*common, "--net-device", f"akv{i}", "--secret", str(tmp_path / f"keys/{name}.key_secret")]
+        for i, name in enumerate(("prefill", "decode"))
+    ]
+    with (
+        namespaces() as spaces,
+        halves(ways[0], [*ways[1], "--json", str(report)], host="10.231.7.1", spaces=spaces) as (first, second),
+    ):
+        assert (second.end(), first.end()) == (0, 0), first.said + second.said
+    found = json.loads(report.read_text())
+    assert found["requests"] == {"submitted": 30, "completed": 30, "failed": 0, "cancelled": 0}
+    assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
+    assert found["bytes"]["wrong"] == 0
+    assert not any(found["blocks"].values())
+    assert found["environment"]["ucx_transports"].startswith("tcp/akv1")
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_other_options_are_refused_on_both_sides() -> None:
+    with halves(["--seed", "1"], ["--seed", "2"]) as (first, second):
+        assert (second.end(), first.end()) == (2, 2)
+    for each in (first, second):
+        assert "differ in --seed: 1 on the prefill half, 2 on the decode half" in each.said
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_end_of_one_half_is_the_end_of_the_other(number: signal.Signals, tmp_path: Path) -> None:
+    logs, long = [tmp_path / "0", tmp_path / "1"], ["--requests", "100000"]
+    with (
+        halves(long, [*long, "--log", str(logs[0])]) as headless,
+        halves(long, [*long, "--log", str(logs[1])]) as tailless,
+    ):
+        workers = []
+        for both, log in ((headless, logs[0]), (tailless, logs[1])):
+            both[0].until(lambda text: "half is here" in text, "that the other half came")
+            wait_for_a_pull(log, both[1])
+            workers += [pid for each in both for pid in children_of(each.process.pid)]
+        assert len(workers) == 4
+        headless[1].process.send_signal(number)
+        tailless[0].process.send_signal(number)
+        ends = [tuple(each.end() for each in both) for both in (headless, tailless)]
+        wait_until_gone(workers)
+    if number is signal.SIGKILL:
+        assert ends == [(1, -number), (-number, 1)]
+        assert "the decode half is gone: it has said nothing for 6 s; ended this half's workers" in headless[0].said
+    else:
+        assert ends == [(130, 130)] * 2
+        assert "interrupted; the other half ends the run" in tailless[0].said
+        for first, _ in (headless, tailless):
+            assert "the decode half has ended the run: interrupted" in first.said
+
+
+def wait_for_a_pull(log: Path, half: Running) -> None:
+    """Wait until a request was logged, so that the run is under way."""
+    while half.process.poll() is None:
+        if log.exists() and '"pull_ended"' in log.read_text():
+            return
+        try:
+            half.process.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError(f"the decode half ended too early: {half.end()} {half.said}")
