@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from asynckv.core.node import Hold
     from asynckv.core.types import Endpoint, Params
-    from asynckv.edges.torch import TensorPart, register_parts, register_tensors
+    from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
         AsyncKVError,
@@ -61,7 +61,7 @@ _HOMES = {
     "asynckv.core.node": "Hold",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
-    "asynckv.edges.torch": "TensorPart register_parts register_tensors",
+    "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
@@ -129,6 +129,7 @@ __all__ = [
     "register_parts",
     "register_tensors",
     "shard",
+    "written",
 ]
 
 

@@ -154,6 +154,66 @@ def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_pat
     assert all(not os.path.exists(f"/proc/{pid}") for pid in started["pids"].values())
 
 
+def trace_of_three_conversations(path: Path) -> Path:
+    """Thirty requests 20 ms apart; every one is 100 tokens longer than the one before in its conversation."""
+    lines = []
+    for i in range(30):
+        who, tokens = i % 3, 400 + 100 * (i // 3)
+        chunks = [1000 * who + j for j in range(tokens // 512)] + [100_000 + i] * (tokens % 512 > 0)
+        lines.append(json.dumps({"timestamp": 20 * i, "input_length": tokens, "output_length": 1, "hash_ids": chunks}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_a_trace_is_played_with_its_times_and_prefixes(tmp_path: Path) -> None:
+    trace = trace_of_three_conversations(tmp_path / "trace.jsonl")
+    argv = ["--trace", str(trace), "--arrivals", "trace", "--speed", "2", "--prefill-engines", "3", "--json", "-"]
+    done = asynckv("bench", "--layers", "2", *argv)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["requests"]["completed"] == 30
+    assert report["bytes"]["verified"] == report["bytes"]["wanted"]
+    # Prompts of 600 to 1,000 tokens begin with one full chunk, those of 1,100 to 1,300 with two; each is new once.
+    assert report["prefix"]["hit_tokens"] == 3 * 512 * ((5 - 1) + 1 + (3 - 1) * 2)
+    assert report["prefix"]["lent_shared"] > 0
+    assert report["schedule"]["scheduled_per_s"] == pytest.approx(30 / 0.29)
+    assert report["windows"]["seconds"] >= 0.29
+    assert report["latency_s"]["p50"] >= report["pull_s"]["p50"]
+    assert len(report["processes"]) == 4
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_cancelled_pulls_leak_nothing_and_the_others_are_whole() -> None:
+    argv = ["--both-ways", "--decode-tp", "2", "--shared-prefix", "100", "--cancel", "30%", "--cancel-within-s", "0.02"]
+    done = asynckv(*SMALL[:3], "--requests", "60", "--prompt-tokens", "256:0.5,2048:0.5", *argv, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    cut = report["cancellations"]
+    assert cut["asked"] == 18 == cut["cancelled"] + cut["too_late"]
+    assert report["requests"] == {
+        "submitted": 60,
+        "completed": 60 - cut["cancelled"],
+        "failed": 0,
+        "cancelled": 0,
+    }
+    assert report["bytes"]["verified"] == report["bytes"]["wanted"] > 0
+    assert not any(report["blocks"].values())
+    assert report["errors"] == {}
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_not_there_is_bad_input() -> None:
+    done = asynckv("bench", "--layers", "2", "--memory", "cuda")
+    if done.returncode == 0:
+        pytest.skip("there is a CUDA device")
+    assert done.returncode == 2
+    assert "finds no CUDA device here; use --memory host" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.nixl
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["prefill/tp0", "decode/tp0"])

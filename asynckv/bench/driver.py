@@ -524,6 +524,9 @@ class _Run:
                 found.lags += pulled.lags
                 found.decode_leaked += pulled.held
                 for outcome in pulled.outcomes:
+                    if outcome.number not in found.outcomes:
+                        self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
+                        continue
                     found.outcomes[outcome.number].append(outcome)
         found.windows_s.append(max(windows, default=0.0))
 
@@ -582,10 +585,11 @@ class _Run:
             found.pool_bytes[child.name] = report.pool_bytes
             found.release_s += report.release_s
             if child in self.lenders:
-                found.prefill_leaked += report.gauges["blocks_lent"]
+                found.prefill_leaked += report.gauges.get("blocks_lent", 0)
             if child in self.readers:
-                found.quarantined += report.gauges["blocks_quarantined"]
-                found.decode_leaked += report.gauges["blocks_writing"] - report.gauges["blocks_quarantined"]
+                quarantined = report.gauges.get("blocks_quarantined", 0)
+                found.quarantined += quarantined
+                found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
             if report.integrity:
                 found.problems.append(f"{child.name}: {report.integrity}")
 
@@ -600,7 +604,8 @@ class _Run:
         return [worker for worker in workers if not worker.is_lost]
 
     def _lost(self, what: str) -> None:
-        self.found.problems.append(what)
+        if what not in self.found.problems:
+            self.found.problems.append(what)
         self._stop.set()
 
 

@@ -15,14 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from asynckv.core.layout import TOKEN, Group, Layout, Part, View
+from asynckv.edges.torch import CudaMirror, written
 from asynckv.layouts import with_addresses
 from asynckv.registration import Registration, register_memory
 
-__all__ = ["NOTHING_SHARED", "Lists", "Pool", "Prefix"]
+__all__ = ["NOTHING_SHARED", "CudaPool", "Lists", "Pool", "Prefix"]
 
 Lists = Sequence[tuple[int, Sequence[int | None]]]
 """Per group the first token and the blocks from the one on that holds it, as the engines give them."""
@@ -69,14 +71,27 @@ class Pool:
     """
 
     def __init__(self, layout: Layout, seed: int) -> None:
+        raw = self._raw(layout)
+        self.registration: Registration = register_memory(self._placed(layout, raw), (raw, self))
+        self._layout, self._seed = self.registration.layout, seed
+        self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
+
+    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
+        """Make the memory, as this process sees it."""
         self._maps = [mmap.mmap(-1, m.length) for m in layout.memories]
         raw = [np.frombuffer(m, np.uint8) for m in self._maps]
         for array in raw:
             array[::4096] = 0  # touched now, not under the clock
-        layout = with_addresses(layout, [r.ctypes.data for r in raw])
-        self.registration: Registration = register_memory(layout, (raw, self._maps))
-        self._layout, self._seed = layout, seed
-        self._fields = [_field(layout, v, p, raw[v.memory]) for v in layout.views for p in v.parts]
+        return raw
+
+    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
+        return with_addresses(layout, [r.ctypes.data for r in raw])
+
+    async def publish(self) -> None:
+        """Wait until what was filled and poisoned can be read by others."""
+
+    def fetch(self) -> None:
+        """Look at what others have written."""
 
     def fill(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> None:
         """Write a request's pattern for all tokens, and the states after the last."""
@@ -166,6 +181,25 @@ class Pool:
                 bounds = _clip(first - at, size), _clip(tokens - at, size)
                 expected = values.astype(it.array.dtype, copy=False)
                 yield it, ids[lo : lo + step], _clip(begin - at, size), bounds, expected
+
+
+class CudaPool(Pool):
+    """The same in the memory of a GPU: filled and compared in a copy on the host."""
+
+    def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
+        self._mirror = CudaMirror([m.length for m in layout.memories])
+        return self._mirror.arrays
+
+    def _placed(self, layout: Layout, raw: list[npt.NDArray[np.uint8]]) -> Layout:
+        placed = with_addresses(layout, self._mirror.bases)
+        memories = (msgspec.structs.replace(m, kind="cuda", device=self._mirror.device) for m in placed.memories)
+        return msgspec.structs.replace(placed, memories=tuple(memories))
+
+    async def publish(self) -> None:
+        await written(self._mirror.upload())
+
+    def fetch(self) -> None:
+        self._mirror.download()
 
 
 def _clip(places: Int64s, size: int) -> Int64s:

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import os
 import sys
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from asynckv.core.types import Endpoint
 from asynckv.models import Model
@@ -80,13 +80,13 @@ class Ready(Struct, tag=True):
 class Work(Struct):
     """One request of a wave, as one side sees it."""
 
-    number: int
-    lists: list[tuple[int, list[int | None]]]
+    number: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    lists: list[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], list[int | None]]]
     """Per group the first token and the blocks."""
-    tokens: int
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
     params: dict[str, Any]
-    chunk_tokens: int = 1
-    chunks: list[int] = []
+    chunk_tokens: Annotated[int, Meta(ge=1, lt=1 << 40)] = 1
+    chunks: list[Annotated[int, Meta(ge=0, lt=1 << 62)]] = []
     """Ids of the leading chunks, by which their tokens' pattern is known."""
     arrival_s: float = 0.0
     """When it comes, from the opening of the window; open loop only."""

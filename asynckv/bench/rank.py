@@ -22,7 +22,7 @@ import anyio.to_thread
 
 from asynckv.bench import garbage
 from asynckv.bench import protocol as p
-from asynckv.bench.memory import Pool
+from asynckv.bench.memory import CudaPool, Pool
 from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
@@ -80,12 +80,28 @@ class Worker:
         self.window: asyncio.Task[None] | None = None
 
     async def lend(self, works: list[p.Work]) -> None:
+        self._check(works)
         if self.setup.verify != "off":
             await anyio.to_thread.run_sync(self._fill, works)
+            await self.pool.publish()
         self.lent = [(work, self.engine.lend(work.params)) for work in works]
         garbage.settle()
         if not self.setup.pulls:
             self.sampler.start()
+
+    def _check(self, works: list[p.Work]) -> None:
+        """Believe no block id: the driver may be on another machine.
+
+        Raises:
+            AsyncKVError: A list does not fit the pools.
+        """
+        sizes = self.setup.num_blocks
+        for work in works:
+            for size, (_, blocks) in zip(sizes, work.lists, strict=False):
+                if any(b is not None and not 0 <= b < size for b in blocks):
+                    raise AsyncKVError(f"request {work.number}: a block is outside its pool of {size}")
+            if len(work.lists) != len(sizes):
+                raise AsyncKVError(f"request {work.number}: {len(work.lists)} lists of blocks for {len(sizes)} groups")
 
     def _fill(self, works: list[p.Work]) -> None:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
@@ -101,8 +117,10 @@ class Worker:
 
     async def prepare(self, works: list[p.Work]) -> None:
         self.works, self.outcomes = works, []
+        self._check(works)
         if self.setup.verify != "off":
             await anyio.to_thread.run_sync(self._poison, works)
+            await self.pool.publish()
 
     def _poison(self, works: list[p.Work]) -> None:
         for work in works:
@@ -200,6 +218,8 @@ class Worker:
         """Compare every token, or those in a sample of blocks that holds each request's first and last."""
         done = {o.number for o in self.outcomes if not o.error}.difference(without)
         compared = wanted = wrong = 0
+        if self.setup.verify != "off":
+            self.pool.fetch()
         bad = []
         for work in self.works:
             if work.number not in done:
@@ -269,7 +289,7 @@ async def _run(pipe: p.Pipe) -> None:
             order=side.order,
             conv_order=side.conv_order,
         )
-        pool = Pool(layout, setup.seed)
+        pool = (CudaPool if setup.memory == "cuda" else Pool)(layout, setup.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.engine_id,

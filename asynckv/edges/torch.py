@@ -1,19 +1,93 @@
-"""Tensors as registered memory: the only file that knows torch, and it loads it on first use."""
+"""Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
+
+It loads torch on first use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import anyio.to_thread
 
 from asynckv.core.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
-from asynckv.errors import LayoutError
+from asynckv.errors import ConfigError, LayoutError
 from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TensorPart", "register_parts", "register_tensors"]
+__all__ = ["CudaMirror", "Event", "TensorPart", "register_parts", "register_tensors", "written"]
+
+
+class Event(Protocol):
+    """What `torch.cuda.Event` can do."""
+
+    def query(self) -> bool:
+        """Say whether everything before it is done."""
+
+    def synchronize(self) -> None:
+        """Block until everything before it is done."""
+
+
+async def written(*events: Event) -> None:
+    """Wait until a GPU has passed these events, without holding the loop: `await written(event); engine.lend(...)`.
+
+    Record one on every stream whose kernels write the blocks. NIXL reads the memory without asking any stream.
+    Make them with `torch.cuda.Event(blocking=True)`: then the thread that waits sleeps.
+    """
+    for event in events:
+        if not event.query():
+            await anyio.to_thread.run_sync(event.synchronize, abandon_on_cancel=True)
+
+
+class CudaMirror:
+    """A GPU's memory with a copy on the host, for whoever fills and compares it with the host's means.
+
+    Args:
+        lengths: Bytes of each piece.
+
+    Attributes:
+        arrays: The copies, as numpy arrays of bytes.
+        bases: Addresses of the pieces on the GPU.
+        device: Index of the GPU.
+
+    Raises:
+        ConfigError: There is no GPU, or its memory does not suffice.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                f"--memory cuda: torch {torch.__version__} finds no CUDA device here; use --memory host, or a host "
+                f"with a GPU and a torch that was built for it"
+            )
+        self._torch = torch
+        self.device = torch.cuda.current_device()
+        try:
+            self._pieces = [torch.zeros(n, dtype=torch.uint8, device="cuda") for n in lengths]
+            self._copies = [torch.zeros(n, dtype=torch.uint8, pin_memory=True) for n in lengths]
+        except torch.OutOfMemoryError as exc:
+            raise ConfigError(f"--memory cuda: no room for a pool of {sum(lengths)} bytes; lower --pool-mb") from exc
+        self.arrays: list[Any] = [t.numpy() for t in self._copies]
+        self.bases = [t.data_ptr() for t in self._pieces]
+
+    def upload(self) -> Event:
+        """Begin to copy everything to the GPU; the event says when it is there."""
+        for piece, copy in zip(self._pieces, self._copies, strict=True):
+            piece.copy_(copy, non_blocking=True)
+        event = self._torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def download(self) -> None:
+        """Copy everything from the GPU, after whatever was asked of it before."""
+        self._torch.cuda.synchronize()
+        for piece, copy in zip(self._pieces, self._copies, strict=True):
+            copy.copy_(piece)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,165 @@
+"""GPU memory: lent after the event that wrote it, read in order. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import asynckv
+from asynckv.edges.torch import CudaMirror, written
+from asynckv.errors import ConfigError
+
+
+class ThreadEvent:
+    """What `torch.cuda.Event` does, set by hand."""
+
+    def __init__(self, is_done: bool) -> None:
+        self._done = threading.Event()
+        self.waits = 0
+        if is_done:
+            self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def record(self) -> None:
+        self._done.set()
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self._done.wait(10)
+
+
+@pytest.mark.anyio
+async def test_waiting_for_an_event_leaves_the_loop_free() -> None:
+    first, second = ThreadEvent(True), ThreadEvent(False)
+    waiting = asyncio.create_task(written(first, second))
+    turned = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turned.set)
+    await asyncio.wait_for(turned.wait(), 5)
+    assert not waiting.done()
+    second.record()
+    await asyncio.wait_for(waiting, 5)
+    assert (first.waits, second.waits) == (0, 1)
+
+
+@pytest.mark.anyio
+async def test_whoever_waits_for_an_event_may_be_cancelled() -> None:
+    event = ThreadEvent(False)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(written(event), 0.01)
+    event.record()
+
+
+def test_without_a_gpu_the_remedy_is_named() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match="finds no CUDA device here; use --memory host"):
+        CudaMirror([4096])
+
+
+@pytest.fixture
+def torch_cuda() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} finds no CUDA device")
+    return torch
+
+
+@pytest.mark.gpu
+def test_a_mirror_brings_bytes_there_and_back(torch_cuda: Any) -> None:
+    mirror = CudaMirror([4096, 512])
+    mirror.arrays[0][:] = 7
+    mirror.upload().synchronize()
+    mirror.arrays[0][:] = 0
+    mirror.download()
+    assert (mirror.arrays[0] == 7).all()
+    assert (mirror.arrays[1] == 0).all()
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_are_registered_as_such(torch_cuda: Any) -> None:
+    tensor = torch_cuda.zeros(2, 8, 4, 2, 16, dtype=torch_cuda.bfloat16, device="cuda")
+    registration = asynckv.register_tensors(
+        {"layers.0": tensor},
+        order=("kv", "block", "token", "head", "dim"),
+        block_size=4,
+        num_blocks=8,
+        heads=(0, 2),
+        num_heads=2,
+    )
+    (memory,) = registration.layout.memories
+    assert (memory.kind, memory.device, memory.base) == ("cuda", tensor.device.index, tensor.data_ptr())
+
+
+@pytest.mark.gpu
+@pytest.mark.nixl
+def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: Any) -> None:
+    async def run() -> None:
+        tensors, engines = [], []
+        for engine_id in ("prefill", "decode"):
+            tensor = torch_cuda.zeros(2, 64, 16, 8, 128, dtype=torch_cuda.float32, device="cuda")
+            registration = asynckv.register_tensors(
+                {"layers.0": tensor},
+                order=("kv", "block", "token", "head", "dim"),
+                block_size=16,
+                num_blocks=64,
+                heads=(0, 8),
+                num_heads=8,
+            )
+            tensors.append(tensor)
+            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id), registration))
+        prefill, decode = engines
+        async with prefill, decode:
+            group = asynckv.PrefillGroup("prefill", [prefill.endpoint])
+            for turn in range(1, 21):
+                blocks = [(0, list(range(64)))]
+                params = group.make_params(f"prefill-{turn}", blocks, 1024)
+                pulling = asyncio.create_task(decode.pull(f"decode-{turn}", blocks, params))
+                tensors[0].fill_(-turn)
+                for _ in range(50):  # keeps the stream busy behind the call
+                    tensors[0].mul_(1.0)
+                tensors[0].mul_(-1.0)
+                event = torch_cuda.cuda.Event(blocking=True)
+                event.record()
+                await written(event)
+                lent = prefill.lend(params)
+                await pulling
+                # The first kernel after the pull sees what was read.
+                assert bool((tensors[1] == turn).all())
+                await lent.wait_released()
+
+    asyncio.run(run())
+
+
+@pytest.mark.gpu
+@pytest.mark.nixl
+def test_a_benchmark_between_gpu_pools_verifies_every_byte(torch_cuda: Any) -> None:
+    argv = [
+        "bench",
+        "--layers",
+        "2",
+        "--prompt-tokens",
+        "64:300",
+        "--requests",
+        "30",
+        "--memory",
+        "cuda",
+        "--json",
+        "-",
+    ]
+    command = [sys.executable, "-m", "asynckv.cli", *argv]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["bytes"]["verified"] == report["bytes"]["wanted"] > 0
+    assert report["bytes"]["wrong"] == 0
