@@ -150,7 +150,7 @@ def test_nobody_asked_for_this_cancellation() -> None:
 
 
 def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
-    found = measured(outcome(0, 0.5, late=0.2), outcome(1, 0.25, late=0.0), planned_s=[0.1, 0.15])
+    found = measured(outcome(0, 0.5, late=0.2), outcome(1, 0.25, late=0.0), scheduled_s=0.25)
     result = report.make(options(arrivals=Arrivals("uniform", 10.0)), found)
     assert result["schedule"]["clock"] == "scheduled arrival"
     assert result["schedule"]["scheduled_per_s"] == pytest.approx(8.0)

@@ -51,8 +51,8 @@ MOST_S = 86_400.0
 MOST_CACHE = 1 << 40
 PROCESS_BYTES = 600 * MiB
 """What a process may use beside its pool."""
-OPEN_BYTES = 512 * MiB
-"""A pool's size in an open loop, if the schedule needs more."""
+OPEN_BYTES = 2048 * MiB
+"""A pool's size in an open loop, if the schedule needs more: every window's end costs the time of its last pulls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ class Options:
     def num_blocks(self, available: int | None = None) -> dict[str, list[int]]:
         """Size of every engine's pools per group, by role: twice the concurrency's blocks, as far as memory goes.
 
-        In an open loop as many as the schedule needs, or as fit into `OPEN_BYTES`: a wave is then long.
+        In an open loop as many as the schedule needs, or as fit into `pool_mb` (`OPEN_BYTES`): waves are then few.
 
         Args:
             available: Bytes of memory that may be used; what this host has if left out.
@@ -275,7 +275,8 @@ class Options:
         """Blocks that one engine's pool of one group had better have, given what its requests need, largest first."""
         size = max(block_bytes, 1)
         if self.arrivals.is_open:
-            return min(sum(needs), max(needs[0], OPEN_BYTES // size))
+            room = OPEN_BYTES if self.pool_mb is None else self.pool_mb * MiB
+            return min(sum(needs), max(needs[0], room // size))
         return min(max(2 * sum(needs[: self.concurrency]), 64 * MiB // size), sum(needs))
 
     def _pool(self, role: str, blocks: Sequence[int]) -> int:
@@ -298,8 +299,8 @@ class Measured:
     outcomes: dict[int, list[p.Outcome]] = field(default_factory=dict)
     warmup: list[p.Outcome] = field(default_factory=list)
     windows_s: list[float] = field(default_factory=list)
-    planned_s: list[float] = field(default_factory=list)
-    """Per window, how long its slice of the schedule is."""
+    scheduled_s: float = 0.0
+    """When the last request that was submitted should have come."""
     lent_places: int = 0
     shared_places: int = 0
     bytes_verified: int = 0
@@ -404,12 +405,15 @@ class _Run:
     async def waves(self, groups: Groups) -> None:
         """Run all requests."""
         await self._warm_up(groups)
-        done, begun_s = 0, 0.0
+        done, clock_s = 0, 0.0
         while done < len(self.schedule) and not self._stop.is_set():
             wave = self._allocate(self.schedule[i] for i in range(done, len(self.schedule)))
-            # A window begins when the request before its first one came: no gap of the schedule is lost.
-            await self._wave(groups, wave, begun_s)
-            done, begun_s = done + len(wave), wave[-1].request.arrival_s
+            await self._wave(groups, wave, clock_s)
+            # The schedule's clock stands still between windows, and goes on where the last one closed: who would
+            # have waited behind a window that took too long is late by that much.
+            clock_s += self.found.windows_s[-1]
+            self.found.scheduled_s = wave[-1].request.arrival_s
+            done += len(wave)
             self.progress(self.found.submitted, len(self.schedule))
 
     async def _warm_up(self, groups: Groups) -> None:
@@ -430,11 +434,11 @@ class _Run:
                 found.warmup += found.outcomes.pop(request.number)
         found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
         found.lent_places = found.shared_places = 0
-        found.windows_s, found.planned_s, found.lags, found.lease_ends = [], [], [], {}
+        found.windows_s, found.lags, found.lease_ends = [], [], {}
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(
-        self, groups: Groups, wave: Sequence[Allocation], begun_s: float, *, is_open: bool | None = None
+        self, groups: Groups, wave: Sequence[Allocation], clock_s: float, *, is_open: bool | None = None
     ) -> None:
         options, found = self.options, self.found
         if is_open is None:
@@ -453,7 +457,7 @@ class _Run:
                     params,
                     options.workload.chunk_tokens,
                     chunks,
-                    r.arrival_s - begun_s if is_open else 0.0,
+                    r.arrival_s - clock_s if is_open else 0.0,
                     r.cancel_s,
                 )
             )
@@ -483,8 +487,7 @@ class _Run:
             found.outcomes[request.number] = []
         for worker in self.readers:
             worker.tell(p.Go(0 if is_open else options.concurrency))
-        span_s = wave[-1].request.arrival_s - begun_s if is_open else 0.0
-        found.planned_s.append(span_s)
+        span_s = max(wave[-1].request.arrival_s - clock_s, 0.0) if is_open else 0.0
         rounds = 1 if is_open else -(-len(wave) // options.concurrency)
         await self._collect(span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience)
         await self._verify(wave, patience)

@@ -89,7 +89,7 @@ class Work(Struct):
     chunks: list[Annotated[int, Meta(ge=0, lt=1 << 62)]] = []
     """Ids of the leading chunks, by which their tokens' pattern is known."""
     arrival_s: float = 0.0
-    """When it comes, from the opening of the window; open loop only."""
+    """When it comes, from the opening of the window, or came, if negative; open loop only."""
     cancel_s: float | None = None
     """How long after its pull began it is cancelled."""
 

@@ -43,7 +43,6 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             cancelled += 1
         else:
             failed += 1
-    planned = sum(found.planned_s)
     good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
     window = sum(found.windows_s)
     moved = sum(o.num_bytes for o in good)
@@ -131,7 +130,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "pull_s": _quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
             "clock": "scheduled arrival" if options.arrivals.is_open else "call of pull",
-            "scheduled_per_s": found.submitted / planned if planned else 0.0,
+            "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": len(complete) / window if window else 0.0,
             "late_s": _quantiles(
                 [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
