@@ -320,31 +320,37 @@ def test_other_options_are_refused_on_both_sides() -> None:
 
 @pytest.mark.nixl
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_end_of_one_half_is_the_end_of_the_other(number: signal.Signals, tmp_path: Path) -> None:
-    logs, long = [tmp_path / "0", tmp_path / "1"], ["--requests", "100000"]
-    with (
-        halves(long, [*long, "--log", str(logs[0])]) as headless,
-        halves(long, [*long, "--log", str(logs[1])]) as tailless,
-    ):
-        workers = []
-        for both, log in ((headless, logs[0]), (tailless, logs[1])):
-            both[0].until(lambda text: "half is here" in text, "that the other half came")
-            wait_for_a_pull(log, both[1])
-            workers += [pid for each in both for pid in children_of(each.process.pid)]
+def test_the_death_of_one_half_is_the_end_of_the_other(tmp_path: Path) -> None:
+    with long_run(tmp_path / "0") as headless, long_run(tmp_path / "1") as tailless:
+        workers = [pid for each in (*headless, *tailless) for pid in children_of(each.process.pid)]
         assert len(workers) == 4
-        headless[1].process.send_signal(number)
-        tailless[0].process.send_signal(number)
-        ends = [tuple(each.end() for each in both) for both in (headless, tailless)]
+        headless[1].process.kill()
+        tailless[0].process.kill()
+        assert [each.end() for each in (*headless, *tailless)] == [1, -signal.SIGKILL, -signal.SIGKILL, 1]
         wait_until_gone(workers)
-    if number is signal.SIGKILL:
-        assert ends == [(1, -number), (-number, 1)]
-        assert "the decode half is gone: it has said nothing for 6 s; ended this half's workers" in headless[0].said
-    else:
-        assert ends == [(130, 130)] * 2
-        assert "interrupted; the other half ends the run" in tailless[0].said
-        for first, _ in (headless, tailless):
-            assert "the decode half has ended the run: interrupted" in first.said
+    assert "the decode half is gone: it has said nothing for 6 s; ended this half's workers" in headless[0].said
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_ctrl_c_on_the_half_that_follows_ends_both_in_order(tmp_path: Path) -> None:
+    with long_run(tmp_path / "0") as (first, second):
+        workers = [pid for each in (first, second) for pid in children_of(each.process.pid)]
+        first.process.send_signal(signal.SIGINT)
+        assert (first.end(), second.end()) == (130, 130)
+        wait_until_gone(workers)
+    assert "interrupted; the other half ends the run" in first.said
+    assert "the decode half has ended the run: interrupted" in first.said
+
+
+@contextmanager
+def long_run(log: Path) -> Iterator[tuple[Running, Running]]:
+    """Both halves of a run that is under way, and far from its end."""
+    long = ["--requests", "100000"]
+    with halves(long, [*long, "--log", str(log)]) as (first, second):
+        first.until(lambda text: "half is here" in text, "that the other half came")
+        wait_for_a_pull(log, second)
+        yield first, second
 
 
 def wait_for_a_pull(log: Path, half: Running) -> None:

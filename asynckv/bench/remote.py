@@ -44,6 +44,8 @@ SILENCE_S = 6.0
 END_S = 90.0
 """How long the following half waits for the other to end in order, after Ctrl-C."""
 FULL_S = 0.02
+MOST_NAMED = 10
+"""How many connections that were turned away are worth a line."""
 NAME = 200
 
 Name = Annotated[str, Meta(max_length=NAME)]
@@ -584,7 +586,14 @@ async def serve(options: Options, half: Half, say: Callable[[str], None]) -> int
     plane = ZmqPlane(f"tcp://{half.address[0]}", allow_insecure=half.allow_insecure, keys=half.keys)
     follower = _Follower(options, half, plane.send, say)
     loop = asyncio.get_running_loop()
-    await plane.start(follower.on_packet, lambda cause, who: say(f"turned a connection away: {cause} {who}".rstrip()))
+    turned_away: set[tuple[str, str]] = set()
+
+    def on_refused(cause: str, who: str) -> None:
+        if (cause, who) not in turned_away and len(turned_away) < MOST_NAMED:
+            turned_away.add((cause, who))
+            say(f"turned a connection away: {cause} {who}".rstrip())
+
+    await plane.start(follower.on_packet, on_refused)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, follower.interrupt)
@@ -620,7 +629,9 @@ class _Follower:
             if origin == self._peer and piece.session == self._talk.session:
                 self._talk.take(piece)
             elif piece.number == 0:
-                Conversation(partial(self._send, origin), piece.session).send(Bye(2, "it serves somebody else already"))
+                # Once, whether or not there is room: whoever asks often costs no more.
+                busy = _encoder.encode(Bye(2, "it serves somebody else already"))
+                self._send(origin, _encoder.encode(Piece(piece.session, 0, True, busy)))
             return
         # Who begins has to say who he is, in one piece.
         try:

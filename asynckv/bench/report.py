@@ -251,10 +251,10 @@ def _workload(config: dict[str, Any]) -> str:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
     many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
-    who = f"; {Engines(**engines)} engines" if many else ""
+    who = f"; engines: {Engines(**engines)}" if many else ""
     return (
-        f"{config['prompt_tokens']} tokens{hit}{cached}; {load}{who}, blocks {config['block_order']}, "
-        f"seed {config['seed']}"
+        f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
+        f"{config['seed']}{who}"
     )
 
 
