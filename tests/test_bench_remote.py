@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.bench import remote
+from asynckv.bench.children import Reach, setups
 from asynckv.bench.driver import Options
+from asynckv.bench.protocol import encode
 from asynckv.bench.remote import Conversation, Half
 from asynckv.bench.workload import Workload
 from asynckv.core.types import Route
@@ -181,6 +184,17 @@ async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
     assert remote._messages.decode(remote._pieces.decode(answer).data) == remote.Bye(
         2, "it serves somebody else already"
     )
+
+
+@pytest.mark.anyio
+async def test_the_waiting_half_lets_nobody_set_its_workers_up() -> None:
+    half = Half(role="prefill", bind="127.0.0.1:0")
+    follower = remote._Follower(options(), half, lambda to, packet: True, lambda text: None)
+    ((name, _, setup),) = setups(options(), ("prefill",), {"prefill": [4], "decode": [4]}, Reach())
+    stranger = msgspec.structs.replace(setup, log_path="/etc/passwd", bind="tcp://0.0.0.0:1")
+    for line, says in ((encode(stranger), "tried to set a worker up"), (b"{", "malformed"), (b"\xff", "malformed")):
+        with pytest.raises(remote.Broken, match=says):
+            follower._pass_on(name, line)
 
 
 # -- real halves ---------------------------------------------------------------------------------------
