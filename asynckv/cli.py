@@ -99,6 +99,12 @@ class Role(StrEnum):
     decode = "decode"
 
 
+class Loop(StrEnum):
+    auto = "auto"
+    asyncio = "asyncio"
+    uvloop = "uvloop"
+
+
 class LogLevel(StrEnum):
     debug = "debug"
     info = "info"
@@ -327,6 +333,18 @@ def bench(
             rich_help_panel=RUN,
         ),
     ] = Transport.auto,
+    announced: Annotated[
+        bool,
+        typer.Option(
+            "--announced",
+            help="Announce every request, and have its claim granted, before its window opens: as where the decode "
+            "engine hears of a request when its prefill begins.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    loop: Annotated[
+        Loop, typer.Option(help="Event loop of the workers: uvloop where it is installed.", rich_help_panel=RUN)
+    ] = Loop.auto,
     net_device: Annotated[
         str,
         typer.Option(help="Network device that UCX may use, such as eth0.", rich_help_panel=RUN, metavar="DEVICE"),
@@ -444,6 +462,8 @@ def bench(
         timeout_s=timeout_s,
         pool_mb=pool_mb,
         transport=transport.value,
+        announced=announced,
+        loop=loop.value,
         engines=Engines(prefill_engines, decode_engines, both_ways),
         arrivals=Arrivals(kind.value, rate, speed),
         prefix_cache=prefix_cache,

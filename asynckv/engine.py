@@ -796,8 +796,8 @@ class Engine:
         self._arm(node.next_at)
 
     def _work(self, node: Node) -> None:
-        is_all, self._has_waited = self._has_waited, False
-        self._do(node, is_all=is_all)
+        has_waited, self._has_waited = self._has_waited, False
+        self._do(node, is_all=False)
         clock = self._clock
         started = began = clock.now()
         while True:
@@ -817,9 +817,9 @@ class Engine:
             if now - started > POST_SLICE_S:
                 self._soon()
                 break
-        self._do(node, is_all=False)
+        # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
+        self._do(node, is_all=has_waited)
         if node.desk.has_messages:
-            # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
             self._has_waited = True
             self._soon()
 

@@ -192,6 +192,7 @@ def setups(
                     authorized=reach.authorized,
                     allow_insecure=reach.allow_insecure,
                     memory=options.memory,
+                    announced=options.announced,
                     log_path=options.log_path,
                     log_level=options.log_level,
                 )
@@ -202,6 +203,8 @@ def environment(options: Options) -> dict[str, str]:
     """Make the environment of a worker process."""
     env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(x for x in (str(Path(__file__).parents[2]), env.get("PYTHONPATH")) if x)
+    if options.loop != "auto":
+        env["ASYNCKV_BENCH_LOOP"] = options.loop
     if options.transport == "tcp":
         env |= {"UCX_TLS": "tcp,cuda_copy" if options.memory == "cuda" else "tcp"}
         env |= {"UCX_NET_DEVICES": options.net_device or "lo"}

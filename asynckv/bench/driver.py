@@ -67,6 +67,8 @@ class Options:
         prefix_cache: Tokens that each reader's prefix cache holds, as it is modelled where prompts share chunks.
         cancel: Share of the requests that are cancelled.
         cancel_within_s: Those are, at a random moment of so many seconds after their pull began.
+        announced: Requests are announced, and their claims granted, before their window opens.
+        loop: `asyncio`, `uvloop`, or `auto`: uvloop where it is installed.
         memory: Where the pools lie.
         net_device: What UCX may use of the network, such as `eth0`; empty for its choice.
     """
@@ -85,6 +87,8 @@ class Options:
     timeout_s: float = 30.0
     pool_mb: int | None = None
     transport: str = "auto"
+    announced: bool = False
+    loop: str = "auto"
     engines: Engines = field(default_factory=Engines)
     arrivals: Arrivals = field(default_factory=Arrivals)
     prefix_cache: int = 1 << 20

@@ -65,6 +65,7 @@ class Setup(Struct, tag=True, kw_only=True):
     authorized: str = ""
     allow_insecure: bool = False
     memory: Literal["host", "cuda"] = "host"
+    announced: bool = False
     log_path: str
     log_level: Literal["debug", "info", "warning", "error"]
 

@@ -7,6 +7,7 @@ but the engine and a sampler of the loop's lag.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import resource
 import signal
@@ -115,6 +116,14 @@ class Worker:
                 there.update(b for b in blocks if b is not None)
             self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
 
+    async def announce(self) -> None:
+        """Announce the wave, and wait until every rank has granted it."""
+        for work in self.works:
+            self.engine.announce(f"decode-{work.number}", work.params, wait_s=self.setup.timeout_s)
+        with anyio.move_on_after(self.setup.timeout_s):
+            while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.001)
+
     async def prepare(self, works: list[p.Work]) -> None:
         self.works, self.outcomes = works, []
         self._check(works)
@@ -128,6 +137,8 @@ class Worker:
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave: in a closed loop, or when each request arrives."""
+        if self.setup.announced:
+            await self.announce()
         garbage.settle()
         self.sampler.start()
         cpu, start = time.process_time(), time.perf_counter()
@@ -311,7 +322,8 @@ async def _run(pipe: p.Pipe) -> None:
             pool.registration,
         )
         async with engine:
-            pipe.write(p.Ready(os.getpid(), engine.endpoint, engine.describe()))
+            loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
+            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
             await _serve(pipe, Worker(setup, pool, engine))
     except AsyncKVError as exc:
         pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
@@ -365,7 +377,13 @@ def main() -> None:
     async def run() -> None:
         await _run(await p.Pipe.open())
 
-    asyncio.run(run())
+    chosen = os.environ.get("ASYNCKV_BENCH_LOOP", "auto")
+    if chosen == "uvloop" or (chosen == "auto" and importlib.util.find_spec("uvloop") is not None):
+        import uvloop
+
+        uvloop.run(run())
+    else:
+        asyncio.run(run())
 
 
 if __name__ == "__main__":

@@ -250,6 +250,7 @@ def facts(options: Options) -> dict[str, str]:
         "--timeout-s": f"{options.timeout_s:g}",
         "--pool-mb": str(options.pool_mb),
         "--transport": options.transport,
+        "--announced": str(options.announced),
         "--memory": options.memory,
     }
 

@@ -680,6 +680,7 @@ class Node:
             "parked": self.lending.num_parked,
             "pulls": len(pulls),
             "pulls_waiting": len(self.pulling.by_request),
+            "pulls_unanswered": sum(not pull.is_told and not pull.is_answered for pull in pulls),
             "pulls_queued": self.pulling.admission.num_waiting,
             "pulls_admitted": self.pulling.admission.num_admitted,
             "bytes_in_flight": self.pulling.window.num_bytes,

@@ -353,6 +353,11 @@ class Pull:
                 return True
         return False
 
+    @property
+    def is_answered(self) -> bool:
+        """Every rank that is to be read has granted the request."""
+        return all(leg.covered_until > -math.inf for leg in self.legs if leg.reads)
+
     def may_post(self, leg: Leg) -> bool:
         """This rank has something to post now."""
         return leg.next_post is not None and not leg.is_not_yet and self.state is S.READING
