@@ -1,0 +1,561 @@
+"""What the pure core costs, alone: no sockets, no NIXL, no event loop. `python -m scripts.bench_core --help`.
+
+Two kinds of figures. *Time* is CPU time of this process (median over the rounds, with the quartiles), both sides of
+every pull together, each message encoded and decoded. *Instructions* are what one operation takes in user space
+(`perf stat`, else `valgrind`), found as the difference between a longer and a shorter run, so that start-up drops out.
+They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower. Everything takes
+three minutes.
+
+    python -m scripts.bench_core --json old.json           # before a change
+    python -m scripts.bench_core --compare old.json        # after it; status 1 if anything takes 5 % more
+    python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
+from asynckv.core.commands import LoadPeer, PullEnded
+from asynckv.core.group import PrefillGroup
+from asynckv.core.layout import Layout, runs_of
+from asynckv.core.ledger import Ledger
+from asynckv.core.messages import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.core.node import Identity, Node
+from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
+from asynckv.core.pulling import News
+from asynckv.core.sources import assign
+from asynckv.core.types import Address, BlockRuns, Cohort, Endpoint, Outcome, Params, Route, decode_params
+from asynckv.layouts import model_layout
+from asynckv.models import Heads, Model
+
+SCHEMA = 1
+TURN = 32
+"""Posts and plans per turn: what the engine fits into its slice."""
+
+Work = Callable[[int], None]
+"""Does an operation so many times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something to measure.
+
+    Attributes:
+        number: Operations per round.
+        make: Prepares so many operations; what it returns does some of them.
+    """
+
+    name: str
+    what: str
+    number: int
+    make: Callable[[int], Work]
+
+
+class Side:
+    """One node, and the packets that wait for it."""
+
+    def __init__(self, name: str, layout: Layout, config: EngineConfig) -> None:
+        self.address, self.route = Address(f"core://{name}"), Route(name.encode())
+        identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
+        self.node = Node(identity, config)
+        self.inbox: deque[tuple[Address | Route, bytes]] = deque()
+
+
+class Pulls:
+    """A decode rank that pulls from prefill ranks, in a closed loop; transfers end inside the post, as on one host.
+
+    Args:
+        requests: How many are prepared.
+        in_flight: How many were asked for and have no outcome, at any time.
+        peers: Prefill engines, taken in turn.
+        announced: Every request is announced a round of the loop before it is pulled.
+        blocks, layers: Of one request, each block its own piece in every layer.
+    """
+
+    def __init__(
+        self,
+        requests: int,
+        *,
+        in_flight: int,
+        peers: int = 1,
+        announced: bool = False,
+        blocks: int = 1,
+        layers: int = 1,
+    ) -> None:
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        self._announced, self._in_flight = announced, in_flight
+        limits = LimitsConfig(messages_per_s=1e9, message_burst=1 << 30)
+        model = Model("core", (Heads(2, 32),) * layers)
+        layout = model_layout(model, num_blocks=(in_flight + 1) * blocks)
+
+        def config(name: str) -> EngineConfig:
+            return EngineConfig(engine_id=name, limits=limits, lease=LeaseConfig(lease_s=3600.0, max_lease_s=7200.0))
+
+        self.decode = Side("decode", layout, config("decode"))
+        self.prefill = [Side(f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
+        self._by_address = {side.address: side for side in self.prefill}
+        source = random.Random(0)  # the same keys in every run, for the same number of instructions
+        groups = [
+            PrefillGroup(
+                f"p{i}",
+                [Endpoint(0, side.address, side.node.identity.incarnation)],
+                token_hex=lambda size: source.randbytes(size).hex(),
+            )
+            for i, side in enumerate(self.prefill)
+        ]
+        # Blocks that do not touch, so that nothing is merged.
+        self._slots = [[(0, list(range(i, (in_flight + 1) * blocks, in_flight + 1)))] for i in range(in_flight)]
+        self._firsts = [decode_params(group.make_params("first", self._slots[0], 1)) for group in groups]
+        self._asked = [
+            (i % peers, decode_params(groups[i % peers].make_params(f"r{i}", self._slots[i % in_flight], 16 * blocks)))
+            for i in range(requests)
+        ]
+        self._next = self._announce_next = 0
+        self._free = deque(range(in_flight))
+        self._slot_of: dict[str, int] = {}
+        self._done = 0
+        self._meet()
+
+    def _meet(self) -> None:
+        """Shake hands with everybody, which no request is to pay for: pull one block of each, and drop it."""
+        for i, side in enumerate(self.prefill):
+            params = self._firsts[i]
+            side.node.lend(params, 1, self._time())
+            self._slot_of[f"first{i}"] = 0
+            self.decode.node.pull(f"first{i}", [(0, self._slots[0][0][1][:1])], params, "", 3600.0, self._time())
+            while self.decode.node.pulling.pulls:
+                self._turn()
+        self._free, self._done = deque(range(self._in_flight)), 0
+        self.counts.clear()
+        self.counts["messages"] = -self._num_sent()
+
+    def run(self, requests: int) -> None:
+        """Pull the next requests of those that were prepared."""
+        upto = self._next + requests
+        target = self._done + requests
+        while self._done < target:
+            while self._free and self._next < upto:
+                self._ask(upto)
+            self._turn()
+        while self.decode.node.pulling.pulls or any(side.inbox for side in self.prefill):
+            self._turn()
+
+    def _ask(self, upto: int) -> None:
+        node = self.decode.node
+        if self._announced:
+            # As a router does: the claim is under way before there are blocks.
+            while self._announce_next < min(upto, self._next + self._in_flight):
+                peer, params = self._asked[self._announce_next]
+                self.prefill[peer].node.lend(params, 1, self._time())
+                node.announce(params.request_id, params, "", 3600.0, self._time())
+                self.counts["events"] += 2
+                self._announce_next += 1
+        peer, params = self._asked[self._next]
+        if not self._announced:
+            self.prefill[peer].node.lend(params, 1, self._time())
+            self.counts["events"] += 1
+        slot = self._free.popleft()
+        self._slot_of[params.request_id] = slot
+        node.pull(params.request_id, self._slots[slot], params, "", 3600.0, self._time())
+        self.counts["events"] += 1
+        self._next += 1
+
+    def _time(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def _turn(self) -> None:
+        """One turn of every loop: what arrived, what is due, and then what the core wants."""
+        for side in (self.decode, *self.prefill):
+            inbox = side.inbox
+            if side is not self.decode and not inbox and side.node.next_at > self.now:
+                continue
+            while inbox:
+                origin, data = inbox.popleft()
+                side.node.receive(origin, data, self._time())
+                self.counts["events"] += 1
+            if side.node.next_at <= self.now:
+                side.node.tick(self._time())
+                self.counts["events"] += 1
+            self._settle(side)
+
+    def _settle(self, side: Side) -> None:
+        pulling = side.node.pulling
+        self._do(side)
+        if side is self.decode:
+            for _ in range(TURN):
+                if (read := pulling.next_post(self._time())) is not None:
+                    pulling.ended(News(read.transfer_id, True, False), 0.0, self._time())
+                    self.counts["events"] += 2
+                elif pulling.admit(self._time()) is not None:
+                    self.counts["events"] += 1
+                else:
+                    break
+            self._do(side)
+
+    def _do(self, side: Side) -> None:
+        node, counts = side.node, self.counts
+        for to, data in node.desk.take_packets():
+            counts["packets"] += 1
+            counts["bytes"] += len(data)
+            if isinstance(to, bytes):
+                self.decode.inbox.append((side.address, data))
+            else:
+                self._by_address[to].inbox.append((self.decode.route, data))
+        while commands := node.desk.take_commands():
+            for command in commands:
+                match command:
+                    case LoadPeer(peer, _):
+                        node.pulling.loaded(peer, self._time())
+                    case PullEnded(pull):
+                        assert pull.reason == "complete", pull.detail
+                        self._free.append(self._slot_of.pop(pull.request_id))
+                        self._done += 1
+                    case _:
+                        pass
+
+    def statistics(self) -> dict[str, int]:
+        """Count events (calls of a node), packets, their bytes, and messages."""
+        return {**self.counts, "messages": self.counts["messages"] + self._num_sent()}
+
+    def _num_sent(self) -> int:
+        sides = (self.decode, *self.prefill)
+        return sum(n for s in sides for name, n in s.node.desk.counters.items() if name.startswith("sent."))
+
+
+def _pulls(requests: int, **options: Any) -> Work:
+    return Pulls(requests, **options).run
+
+
+def _plan(number: int, *, blocks: int, layers: int, ranks: int, order: str, scattered: bool, theirs: int = 16) -> Work:
+    """From lists of ids to the plans of all remote ranks, and all of their posts."""
+    model = Model("m", (Heads(max(8, ranks), 128),) * layers)
+    here = model_layout(model, num_blocks=2 * blocks, order=order)
+    there = [
+        model_layout(model, tp_rank=r, tp_size=ranks, num_blocks=2 * blocks, order=order, block_size=theirs)
+        for r in range(ranks)
+    ]
+    shares = assign(here, there)
+    maps = [PeerMap(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
+    rng = np.random.default_rng(0)
+    remote_blocks = -(-16 * blocks // theirs)
+    local, remote = (
+        (rng.permutation(2 * blocks)[:n] if scattered else np.arange(n)).tolist() for n in (blocks, remote_blocks)
+    )
+    offer = [BlockRuns(0, runs_of(remote))]
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            lists = BlockLists(check_block_ids(here, [(0, local)]), offer, 16 * blocks)
+            for peer in maps:
+                for _post in plan_read(peer, lists).posts(4 << 20, 512):
+                    pass
+
+    return work
+
+
+def _params(blocks: int = 1) -> Params:
+    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+    return decode_params(group.make_params("cmpl-0123456789abcdef", [(0, list(range(0, 2 * blocks, 2)))], 16 * blocks))
+
+
+def _messages(number: int, *, per_packet: int) -> Work:
+    """A claim, its grant, a release and its receipt: each encoded once and decoded once."""
+    params, cohort = _params(), Cohort("decode")
+    digest = blocks_digest(params.groups, params.num_tokens, params.written)
+    key, request_id, pull_id = params.key, params.request_id, "0123456789abcdef-1"
+    kinds: list[Message] = [
+        Claim(key, request_id, cohort, pull_id, 1 << 40, digest, 30.0),
+        Granted(key, pull_id, 1 << 40, 10.0, 0.25),
+        Release(key, request_id, cohort, pull_id, Outcome.COMPLETE),
+        Ack(key, pull_id),
+    ]
+    packets = [[kind] * per_packet for kind in kinds]
+
+    def work(times: int) -> None:
+        for i in range(times // per_packet):
+            decode_packet(encode_packet("0" * 32, "1" * 32, packets[i % 4]))
+
+    return work
+
+
+def _ledger(number: int, *, blocks: int, others: int) -> Work:
+    """Blocks taken for writing and given back, beside others' holds."""
+    ledger = Ledger([blocks + others])
+    for i in range(others):
+        ledger.take(f"other{i}", "lent", f"o{i}", {0: [blocks + i]}, 0.0)
+    ids = {0: np.arange(blocks, dtype=np.int64)}
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            ledger.take("pull", "writing", "request", ids, 0.0)
+            ledger.drop("pull")
+
+    return work
+
+
+def _make_params(number: int, *, blocks: int) -> Work:
+    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+    ids = list(range(0, 2 * blocks, 2))
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            group.make_params("cmpl-0123456789abcdef", [(0, ids)], 16 * blocks)
+
+    return work
+
+
+def _decode_params(number: int, *, blocks: int) -> Work:
+    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:40001", "0" * 32)])
+    plain = group.make_params("cmpl-0123456789abcdef", [(0, list(range(0, 2 * blocks, 2)))], 16 * blocks)
+
+    def work(times: int) -> None:
+        for _ in range(times):
+            decode_params(plain)
+
+    return work
+
+
+def _geometry(**options: Any) -> Callable[[int], Work]:
+    return partial(_plan, **options)
+
+
+HND = {"order": "hnd", "scattered": True}
+CASES = (
+    *(
+        Case(
+            f"pull/{n}-in-flight",
+            f"a whole pull of one block, {n:,} asked for",
+            max(2000, 2 * n),
+            partial(_pulls, in_flight=n),
+        )
+        for n in (1, 64, 1024, 10_000)
+    ),
+    Case("pull/64-announced", "the same, announced ahead", 2000, partial(_pulls, in_flight=64, announced=True)),
+    Case("pull/256-of-1-peer", "256 in flight, all of one peer", 2560, partial(_pulls, in_flight=256)),
+    Case("pull/256-of-256-peers", "256 in flight, one of each peer", 2560, partial(_pulls, in_flight=256, peers=256)),
+    Case(
+        "pull/16x32-pieces",
+        "16 scattered blocks of 32 layers, 16 in flight",
+        1000,
+        partial(_pulls, in_flight=16, blocks=16, layers=32),
+    ),
+    Case("plan/1x1", "a plan: 1 block, 1 layer, 1 rank", 2000, _geometry(blocks=1, layers=1, ranks=1, **HND)),
+    Case("plan/16x32", "16 scattered blocks, 32 layers", 1000, _geometry(blocks=16, layers=32, ranks=1, **HND)),
+    Case("plan/1024x32", "1,024 scattered blocks, 32 layers", 50, _geometry(blocks=1024, layers=32, ranks=1, **HND)),
+    Case(
+        "plan/1024x32-runs",
+        "1,024 blocks in one run, 32 layers",
+        500,
+        _geometry(blocks=1024, layers=32, ranks=1, order="hnd", scattered=False),
+    ),
+    Case("plan/256x32-of-8", "256 scattered blocks of 8 ranks", 30, _geometry(blocks=256, layers=32, ranks=8, **HND)),
+    Case(
+        "plan/256x32-of-64-tokens",
+        "256 blocks of 16 tokens from blocks of 64",
+        60,
+        _geometry(blocks=256, layers=32, ranks=1, theirs=64, **HND),
+    ),
+    Case("message/alone", "one message, a packet of its own", 8000, partial(_messages, per_packet=1)),
+    Case("message/of-64", "one message of 64 in a packet", 64 * 256, partial(_messages, per_packet=64)),
+    Case("ledger/1", "1 block taken and given back", 4000, partial(_ledger, blocks=1, others=0)),
+    Case("ledger/1-beside-10000", "the same beside 10,000 holds", 4000, partial(_ledger, blocks=1, others=10_000)),
+    Case("ledger/1024", "1,024 blocks taken and given back", 2000, partial(_ledger, blocks=1024, others=0)),
+    Case("params/make-16", "params of 16 scattered blocks made", 2000, partial(_make_params, blocks=16)),
+    Case("params/decode-16", "and checked on arrival", 2000, partial(_decode_params, blocks=16)),
+    Case("params/decode-1024", "params of 1,024 scattered blocks checked", 200, partial(_decode_params, blocks=1024)),
+)
+
+
+def measure(case: Case, number: int, rounds: int) -> dict[str, Any]:
+    """Time a case: microseconds of CPU per operation, and for whole pulls what was counted."""
+    work = case.make(number * (rounds + 1))
+    work(number)
+    took = []
+    for _ in range(rounds):
+        gc.collect()
+        began = time.process_time()
+        work(number)
+        took.append((time.process_time() - began) / number * 1e6)
+    quartiles = statistics.quantiles(took, n=4) if rounds > 1 else [took[0]] * 3
+    found: dict[str, Any] = {"us": quartiles[1], "us_low": quartiles[0], "us_high": quartiles[2]}
+    if isinstance(pulls := getattr(work, "__self__", None), Pulls):
+        counts = pulls.statistics()
+        total = number * (rounds + 1)
+        found |= {name: counts[name] / total for name in ("events", "messages", "packets", "bytes")}
+        found["events_per_s"] = found["events"] / found["us"] * 1e6
+        found["messages_per_s"] = found["messages"] / found["us"] * 1e6
+    return found
+
+
+def child(name: str, prepared: int, number: int) -> None:
+    """Do some operations of a case and nothing else: what an outer counter looks at."""
+    case = next(c for c in CASES if c.name == name)
+    work = case.make(prepared)
+    gc.collect()
+    work(number)
+
+
+def counter() -> str:
+    """Name the tool that counts instructions here: `perf`, `valgrind`, or nothing."""
+    for tool in ("perf", "valgrind"):
+        if shutil.which(tool) and _counted(tool, [sys.executable, "-c", ""]) is not None:
+            return tool
+    return ""
+
+
+def instructions(tool: str, case: Case, number: int) -> float | None:
+    """Instructions per operation, in user space; None if they could not be counted."""
+    few, many = (
+        _counted(tool, [sys.executable, "-m", "scripts.bench_core", "--child", case.name, str(2 * number), str(n)])
+        for n in (number, 2 * number)
+    )
+    return None if few is None or many is None else (many - few) / number
+
+
+def _counted(tool: str, command: Sequence[str]) -> int | None:
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if shutil.which("setarch"):
+        # Where things lie decides how sets of objects are laid out.
+        command = ["setarch", "-R", *command]
+    if tool == "perf":
+        argv, pattern = ["perf", "stat", "-x,", "-e", "instructions:u", *command], r"^(\d+),[^,]*,instructions:u"
+    else:
+        out = "--callgrind-out-file=/dev/null"
+        argv, pattern = ["valgrind", "--tool=callgrind", out, *command], r"Collected : (\d+)"
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    found = re.search(pattern, done.stderr, re.MULTILINE)
+    return int(found[1]) if done.returncode == 0 and found else None
+
+
+def show(report: Mapping[str, Any], old: Mapping[str, Any] | None, console: Console) -> None:
+    """Print the table, beside an older one if there is one."""
+    table = Table(box=None, padding=(0, 2))
+    for title in ("case", "CPU µs", "quartiles", "instructions", "events", "messages", "packets", "what"):
+        table.add_column(title, justify="left" if title in ("case", "what") else "right", no_wrap=True)
+    if old is not None:
+        table.add_column("CPU, new/old", justify="right")
+        table.add_column("instructions, new/old", justify="right")
+    for name, row in report["cases"].items():
+        cells = [name, f"{row['us']:,.2f}", f"{row['us_low']:,.2f}–{row['us_high']:,.2f}", _whole(row["instructions"])]
+        cells += [f"{row[k]:.2f}" if k in row else "" for k in ("events", "messages", "packets")]
+        cells.append(row["what"])
+        if old is not None:
+            before = old["cases"].get(name, {})
+            for key in ("us", "instructions"):
+                was, now = before.get(key), row.get(key)
+                cells.append(f"{now / was:.3f}" if was and now else "")
+        table.add_row(*cells)
+    console.print(table)
+    counted = f"counted by {report['counter']}" if report["counter"] else "not counted (not asked for, or no perf here)"
+    console.print(f"Per operation, both sides of a pull together. Instructions {counted}.")
+
+
+def _whole(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def worse(report: Mapping[str, Any], old: Mapping[str, Any], percent: float) -> list[str]:
+    """Name the cases that take so much more instructions than before."""
+    found = []
+    for name, row in report["cases"].items():
+        was, now = old["cases"].get(name, {}).get("instructions"), row["instructions"]
+        if was and now and now > was * (1 + percent / 100):
+            found.append(f"{name} takes {now:,.0f} instructions, {now / was - 1:.1%} more than {was:,.0f}")
+    return found
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; what is wrong with it ends with status 2."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="*", metavar="GLOBS", help="which, comma-separated: 'pull/*,ledger/1' (all)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each (%(default)s)")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of each case's operations (%(default)s)")
+    parser.add_argument("--no-instructions", action="store_true", help="only the time")
+    parser.add_argument("--json", metavar="PATH", help="write the report; '-' is stdout, without the table")
+    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show ratios to an earlier report")
+    parser.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help="of --compare (%(default)s)")
+    parser.add_argument("--child", nargs=3, metavar=("CASE", "PREPARED", "NUMBER"), help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds} must be 1 or more")
+    if not 0 < given.scale <= 100:
+        parser.error(f"--scale {given.scale:g} is outside (0, 100]")
+    if not _chosen(given.cases):
+        parser.error(f"--cases {given.cases!r} matches none of {', '.join(c.name for c in CASES)}")
+    if given.compare is not None:
+        try:
+            given.compare = json.loads(given.compare.read_text())
+            if given.compare["schema"] != SCHEMA or not isinstance(given.compare["cases"], dict):
+                parser.error("--compare: the report is of another version; measure the old tree anew")
+            if given.compare["scale"] != given.scale:
+                parser.error(f"--compare: the report was made with --scale {given.compare['scale']:g}; give the same")
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            parser.error(f"--compare: this is no report of bench_core: {exc!r}")
+    return given
+
+
+def _chosen(globs: str) -> list[Case]:
+    return [c for c in CASES if any(fnmatch.fnmatchcase(c.name, g.strip()) for g in globs.split(","))]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, report, compare."""
+    given = parse(argv)
+    if given.child:
+        child(given.child[0], int(given.child[1]), int(given.child[2]))
+        return 0
+    errors = Console(stderr=True)
+    console = Console() if sys.stdout.isatty() else Console(width=200)  # nothing is cut off in a pipe
+    tool = "" if given.no_instructions else counter()
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "scale": given.scale,
+        "counter": tool,
+        "python": sys.version.split()[0],
+        "cases": {},
+    }
+    for case in _chosen(given.cases):
+        errors.print(f"{case.name} ...", style="dim", highlight=False)
+        number = max(64, int(case.number * given.scale))
+        row = measure(case, number, given.rounds) | {"what": case.what, "number": number}
+        row["instructions"] = instructions(tool, case, number) if tool else None
+        report["cases"][case.name] = row
+    if given.json == "-":
+        print(json.dumps(report, indent=2))
+    elif given.json:
+        Path(given.json).write_text(json.dumps(report, indent=2) + "\n")
+    if given.json != "-":
+        show(report, given.compare, console)
+    slower = worse(report, given.compare, given.tolerance) if given.compare else []
+    for text in slower:
+        errors.print(text, style="red", highlight=False)
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
