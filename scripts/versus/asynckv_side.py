@@ -1,0 +1,191 @@
+"""One process of asynckv on the workload of `scripts.versus.workload`. Run by `scripts.bench_vs_vllm`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from typing import Any
+
+from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
+from asynckv.config import LeaseConfig
+from asynckv.errors import AsyncKVError
+from asynckv.layouts import model_layout, with_addresses
+from asynckv.models import Heads, Model
+from scripts.versus.workload import (
+    BLOCK_TOKENS,
+    SERVE_S,
+    Board,
+    Checks,
+    Memory,
+    Pipe,
+    Setup,
+    Window,
+    lend_ahead,
+    numbers,
+    sources,
+)
+
+LOOK_S = 0.0002
+"""How often a loop without steps looks whether there is something to pull, if there was not."""
+
+
+class Side:
+    """An engine, its memory, and params that both processes make for themselves.
+
+    A router would carry the params; here both sides make the same ones before the clock runs, from the same seed.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.memory, self.board = setup, Memory(setup), Board(setup.folder)
+        heads, size = setup.heads
+        model = Model("versus", (Heads(heads, size),) * setup.layers, dtype="float16")
+        layout = model_layout(model, block_size=BLOCK_TOKENS, num_blocks=setup.num_blocks, order="block-hnd")
+        layout = with_addresses(layout, [array.ctypes.data for array in self.memory.arrays])
+        config = EngineConfig(engine_id=setup.role, lease=LeaseConfig(lease_s=600.0))
+        self.engine = Engine(config, register_memory(layout, (self.memory,)))
+        self._group: PrefillGroup | None = None
+
+    def meet(self, endpoint: dict[str, Any]) -> None:
+        """Take the prefill rank's endpoint, from which params are made."""
+        source = random.Random(self.setup.seed)
+        self._group = PrefillGroup(
+            "producer",
+            [endpoint],
+            lease=LeaseConfig(lease_s=600.0),
+            token_hex=lambda size: source.randbytes(size).hex(),
+        )
+
+    def params(self, window: Window, remote_blocks: int) -> dict[int, dict[str, Any]]:
+        """Params of all requests of a window, the same in both processes."""
+        assert self._group is not None
+        lists = sources(self.setup.seed, remote_blocks, window.blocks, window.order)
+        tokens = window.blocks * BLOCK_TOKENS
+        return {
+            i: self._group.make_params(f"p-{i}", [(0, lists[i % len(lists)])], tokens, written=True)
+            for i in numbers(window)
+        }
+
+    async def serve(self, window: Window) -> dict[str, Any]:
+        """Prefill: lend ahead of the reader until all was released."""
+        params = self.params(window, self.setup.num_blocks)
+        lent: deque[Any] = deque()
+        cpu, left = time.process_time(), window.requests
+        try:
+            async with asyncio.timeout(SERVE_S):
+                for i, each in params.items():
+                    if len(lent) >= lend_ahead(window):
+                        await lent.popleft().wait_released()
+                        left -= 1
+                    lent.append(self.engine.lend(each))
+                    self.board.admitted = i + 1
+                while lent:
+                    left -= (await lent.popleft().wait_released()).cause == "released"
+        except TimeoutError:
+            pass
+        return {"left": left, "cpu_s": time.process_time() - cpu}
+
+    async def pull(self, window: Window, remote_blocks: int) -> dict[str, Any]:
+        """Decode: a closed loop, by steps or without."""
+        pulls = _Pulls(self, window, remote_blocks)
+        if window.step_ms is None:
+            await pulls.freely()
+        else:
+            await pulls.by_steps(window.step_ms / 1e3)
+        return pulls.checks.result()
+
+
+class _Pulls:
+    """One window on the decode side."""
+
+    def __init__(self, side: Side, window: Window, remote_blocks: int) -> None:
+        self._engine, self._board, self._window = side.engine, side.board, window
+        self._params = side.params(window, remote_blocks)
+        self._todo = deque(numbers(window))
+        self._announced = window.first
+        self._done: list[tuple[int, list[int], float, float]] = []
+        self.checks = Checks(side.memory, window, remote_blocks)
+
+    async def by_steps(self, step_s: float) -> None:
+        """Submit at a step's begin, collect at its end; between them the engine's loop runs on its own."""
+        checks = self.checks
+        tasks: set[asyncio.Task[None]] = set()
+        while self._todo or tasks:
+            began = time.perf_counter()
+            while checks.free and self._may_pull():
+                number, local = self._todo.popleft(), checks.free.popleft()
+                task = asyncio.create_task(self._pull(number, local, time.perf_counter()))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.sleep(step_s)
+            now = time.perf_counter()
+            checks.steps.append(now - began)
+            done, self._done = self._done, []
+            for number, local, since, _ in done:
+                checks.done(number, local, now - since)
+
+    async def freely(self) -> None:
+        """As an asyncio application does it: a task per request in flight, each going on when it is told."""
+
+        async def reader() -> None:
+            while self._todo:
+                if not self._may_pull():
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                number, local = self._todo.popleft(), self.checks.free.popleft()
+                await self._pull(number, local, time.perf_counter())
+                for which, slot, since, until in self._done:
+                    self.checks.done(which, slot, until - since)
+                self._done.clear()
+
+        await asyncio.gather(*(reader() for _ in range(self._window.concurrency)))
+
+    def _may_pull(self) -> bool:
+        admitted = self._board.admitted
+        if self._window.announced:
+            ahead = min(admitted, self._window.first + self._window.requests)
+            if self._todo:
+                ahead = min(ahead, self._todo[0] + self._window.concurrency)
+            while self._announced < ahead:
+                self._engine.announce(f"d-{self._announced}", self._params[self._announced])
+                self._announced += 1
+        return bool(self._todo) and self._todo[0] < admitted
+
+    async def _pull(self, number: int, local: list[int], since: float) -> None:
+        try:
+            await self._engine.pull(f"d-{number}", [(0, local)], self._params[number])
+        except AsyncKVError:
+            self.checks.failed += 1
+        self._done.append((number, local, since, time.perf_counter()))
+
+
+async def run(pipe: Pipe) -> None:
+    """Obey until stdin ends."""
+    setup = pipe.setup()
+    side = Side(setup)
+    async with side.engine:
+        ready: dict[str, Any] = {"versions": side.engine.describe(), "num_blocks": setup.num_blocks}
+        endpoint = side.engine.endpoint
+        if setup.role == "producer":
+            side.memory.fill()
+            ready["endpoint"] = {
+                "tp_rank": endpoint.tp_rank,
+                "address": endpoint.address,
+                "incarnation": endpoint.incarnation,
+            }
+        pipe.write(ready)
+        peer = ready if setup.role == "producer" else await asyncio.to_thread(pipe.read)
+        if peer is None:
+            return
+        side.meet(peer["endpoint"])
+        while (command := await asyncio.to_thread(pipe.read)) is not None:
+            window = Window(**command)
+            if setup.role == "producer":
+                pipe.write(await side.serve(window))
+            else:
+                pipe.write(await side.pull(window, peer["num_blocks"]))
+
+
+if __name__ == "__main__":
+    asyncio.run(run(Pipe()))

@@ -1,0 +1,249 @@
+"""One process of vLLM's NixlConnector, as its model runner would drive it. Run by `scripts.bench_vs_vllm`.
+
+Real connector classes, their own ZMQ handshake and real NIXL, on CPU memory, without a model or a GPU. Only what
+vLLM's scheduler would put into the connector's metadata is made here. Needs vLLM's Python files, not its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.versus.workload import (
+    BLOCK_TOKENS,
+    SERVE_S,
+    Board,
+    Checks,
+    Memory,
+    Pipe,
+    Setup,
+    Window,
+    lend_ahead,
+    numbers,
+)
+
+LEASE_S = 3600.0
+POLL_S = 0.001
+"""How often the prefill process takes a step."""
+
+
+def free_port() -> int:
+    """A port that the system has just given out."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def write_config(setup: Setup) -> None:
+    """Write the configuration of a model with this geometry; there are no weights.
+
+    Once for both processes: they compare where their models lie.
+    """
+    heads, size = setup.heads
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "float16",
+        "num_hidden_layers": setup.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": size,
+        "hidden_size": heads * size,
+        "intermediate_size": 4 * heads * size,
+        "max_position_embeddings": 8192,
+        "vocab_size": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+    }
+    (Path(setup.folder) / "config.json").write_text(json.dumps(config))
+
+
+class Side:
+    """A worker's connector with its KV caches registered."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        import torch
+        from vllm.config import (
+            CacheConfig,
+            DeviceConfig,
+            KVTransferConfig,
+            ModelConfig,
+            SchedulerConfig,
+            VllmConfig,
+            set_current_vllm_config,
+        )
+        from vllm.distributed import parallel_state
+        from vllm.distributed.kv_transfer.kv_connector.v1 import nixl
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+        torch.set_num_threads(1)
+        heads, size = setup.heads
+        self.memory, self.board = Memory(setup), Board(setup.folder)
+        self.new_metadata = nixl.NixlConnectorMetadata
+        cache = CacheConfig(block_size=BLOCK_TOKENS, cache_dtype="auto", enable_prefix_caching=True)
+        cache.kv_cache_layout = "LBHNC"
+        config = VllmConfig(
+            model_config=ModelConfig(model=setup.folder, skip_tokenizer_init=True, dtype="float16", seed=0),
+            cache_config=cache,
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=256,
+                max_num_batched_tokens=8192,
+                max_model_len=8192,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="NixlConnector", kv_role=f"kv_{setup.role}", kv_buffer_device="cpu"
+            ),
+            device_config=DeviceConfig("cpu"),
+        )
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(setup.layers)]
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=heads, head_size=size, dtype=torch.float16)
+        assert spec.page_size_bytes == setup.block_bytes, (spec.page_size_bytes, setup.block_bytes)
+        groups = KVCacheConfig(
+            num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(names, spec)]
+        )
+        # Blocks first, keys and values side by side: a block of a layer is one piece of memory.
+        shape = (setup.num_blocks, heads, BLOCK_TOKENS, 2 * size)
+        caches = {
+            name: torch.frombuffer(array, dtype=torch.float16).view(shape)
+            for name, array in zip(names, self.memory.arrays, strict=True)
+        }
+        if not setup.progress_thread:
+            # vLLM has no switch for this; its code is the same otherwise.
+            base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
+        affinity = os.sched_getaffinity(0)
+        with set_current_vllm_config(config):
+            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
+            self.connector = nixl.NixlConnector(config, KVConnectorRole.WORKER, groups)
+            if not setup.keep_affinity:
+                os.sched_setaffinity(0, affinity)
+            self.connector.register_kv_caches(caches)
+        self.worker = self.connector.connector_worker
+        self._make_scheduler: Callable[[], Any] = lambda: nixl.NixlConnector(config, KVConnectorRole.SCHEDULER, groups)
+
+    def answer_handshakes(self) -> Any:
+        """Bring up the scheduler's half, which hands out this worker's metadata over ZMQ."""
+        scheduler = self._make_scheduler()
+        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.connector.get_handshake_metadata()})
+        return scheduler
+
+    def step(self, metadata: Any, seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """One step as the model runner makes it: loads begin, the model runs, what has finished is collected."""
+        self.connector.bind_connector_metadata(metadata)
+        self.connector.start_load_kv(None)
+        if seconds:
+            time.sleep(seconds)
+        sent, received = self.connector.get_finished(set())
+        self.connector.clear_connector_metadata()
+        return sent or set(), received or set()
+
+    def serve(self, window: Window) -> dict[str, Any]:
+        """Prefill: have requests ready ahead of the reader until all of them were read."""
+        ids = [f"p-{i}" for i in numbers(window)]
+        waiting, ready, cpu = set(ids), 0, time.process_time()
+        deadline = time.perf_counter() + SERVE_S
+        while waiting and time.perf_counter() < deadline:
+            metadata = self.new_metadata()
+            upto = min(len(ids), len(ids) - len(waiting) + lend_ahead(window))
+            for name in ids[ready:upto]:
+                metadata.reqs_in_batch.add(name)
+                metadata.reqs_to_send[name] = time.perf_counter() + LEASE_S
+            ready = max(ready, upto)
+            sent, _ = self.step(metadata)
+            # Only what the worker knows is offered: an unknown id in a notification is an error there.
+            self.board.admitted = window.first + ready
+            waiting -= sent
+            time.sleep(POLL_S)
+        return {"left": len(waiting), "cpu_s": time.process_time() - cpu}
+
+    def pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
+        """Decode: a closed loop of steps."""
+        checks = Checks(self.memory, window, peer["num_blocks"])
+        step_s, todo = (window.step_ms or 0.0) / 1e3, iter(numbers(window))
+        number = next(todo, None)
+        running: dict[str, tuple[int, list[int], float]] = {}
+        while number is not None or running:
+            metadata, began = self.new_metadata(), time.perf_counter()
+            while checks.free and number is not None and number < self.board.admitted:
+                local = checks.free.popleft()
+                metadata.add_new_req_to_recv(
+                    f"d-{number}",
+                    (local,),
+                    {
+                        "remote_block_ids": (checks.source(number),),
+                        "remote_engine_id": peer["engine_id"],
+                        "remote_request_id": f"p-{number}",
+                        "remote_host": "127.0.0.1",
+                        "remote_port": peer["port"],
+                        "tp_size": 1,
+                    },
+                    awaiting_kvs=True,
+                )
+                running[f"d-{number}"] = (number, local, time.perf_counter())
+                number = next(todo, None)
+            _, received = self.step(metadata, step_s)
+            now = time.perf_counter()
+            checks.steps.append(now - began)
+            for name in received:
+                which, local, since = running.pop(name)
+                checks.done(which, local, now - since)
+        found = checks.result()
+        statistics = self.worker.get_kv_connector_stats()
+        found["failed"] = len(statistics.data.get("num_failed_transfers", [])) if statistics else 0
+        return found
+
+
+def main() -> None:
+    """Obey until stdin ends."""
+    pipe = Pipe()
+    setup = pipe.setup()
+    port = free_port()
+    os.environ |= {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "0",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        side = Side(setup, Path(folder))
+        from vllm import __version__
+
+        ready = {"versions": {"vllm": __version__}, "num_blocks": setup.num_blocks}
+        if setup.role == "producer":
+            side.memory.fill()
+            scheduler = side.answer_handshakes()
+            ready |= {"engine_id": side.connector.engine_id, "port": port}
+        pipe.write(ready)
+        peer = (pipe.read() or {}) if setup.role == "consumer" else {}
+        while (command := pipe.read()) is not None:
+            window = Window(**command)
+            pipe.write(side.serve(window) if setup.role == "producer" else side.pull(window, peer))
+        if setup.role == "producer":
+            scheduler.shutdown()
+        side.connector.shutdown()
+    sys.stdout.flush()
+    # NIXL's threads outlive the interpreter's teardown otherwise.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

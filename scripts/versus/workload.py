@@ -1,0 +1,246 @@
+"""What both contenders share: the requests, the bytes, the clockwork. Standard library and numpy only.
+
+Each contender is two processes, prefill and decode, that obey JSON lines on stdin and answer on stdout: their set-up,
+for the decode process what the prefill process said of itself, and then windows. A *window* is a number of requests in
+a closed loop. Block ids, memory, pattern and checks are the same for both, to the byte.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_TOKENS = 32
+"""What vLLM's CPU platform wants a multiple of."""
+ITEM = 2
+NUM_SOURCES = 256
+"""Different lists of remote blocks; requests use them in turn, so that making them is not under the clock."""
+AHEAD = 64
+SERVE_S = 30.0
+"""How long the prefill side waits for the last request to be released."""
+
+LAYER_STEP = np.uint64(0x9E3779B97F4A7C15)
+BLOCK_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
+WORD_STEP = np.uint64(0x165667B19E3779F9)
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One process of a contender.
+
+    Attributes:
+        folder: Of both processes: the board, through which the prefill process says how many requests there are to
+            pull, and vLLM's description of the model.
+    """
+
+    role: str
+    layers: int
+    block_bytes: int
+    num_blocks: int
+    seed: int
+    folder: str
+    progress_thread: bool = True
+    keep_affinity: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Heads and elements per head such that keys and values of a block are `block_bytes`."""
+        per_token = self.block_bytes // (2 * BLOCK_TOKENS * ITEM)
+        return max(1, per_token // 128), min(per_token, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Requests to move.
+
+    Attributes:
+        first: Number of the first; every request has its own for ever.
+        step_ms: What a model step takes between `submit` and `collect`; 0 is a busy loop, None no steps at all.
+        check_all: Compare every request, not only the last of each slot.
+        announced: Tell the engine of requests a round of the loop ahead (asynckv only).
+    """
+
+    first: int
+    requests: int
+    blocks: int
+    concurrency: int
+    order: str = "random"
+    step_ms: float | None = 0.0
+    check_all: bool = False
+    announced: bool = False
+
+
+class Board:
+    """A number in shared memory: how many requests may be pulled."""
+
+    def __init__(self, folder: str) -> None:
+        with (Path(folder) / "board").open("r+b") as file:
+            self._words = np.frombuffer(mmap.mmap(file.fileno(), 8), np.int64)
+
+    @property
+    def admitted(self) -> int:
+        """Read it."""
+        return int(self._words[0])
+
+    @admitted.setter
+    def admitted(self, value: int) -> None:
+        self._words[0] = value
+
+    @staticmethod
+    def create(folder: Path) -> None:
+        """Make the file."""
+        (folder / "board").write_bytes(bytes(8))
+
+
+class Memory:
+    """One rank's blocks: a region per layer, plain pages, touched; word `w` of block `b` holds a known value."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._maps = [mmap.mmap(-1, setup.num_blocks * setup.block_bytes) for _ in range(setup.layers)]
+        self.arrays: list[Words] = [np.frombuffer(m, np.uint64).reshape(setup.num_blocks, -1) for m in self._maps]
+        for array in self.arrays:
+            array[:] = 0
+
+    def _expected(self, layer: int, blocks: list[int]) -> Words:
+        with np.errstate(over="ignore"):
+            base = np.uint64(layer + 1) * LAYER_STEP + (np.array(blocks, np.uint64) + np.uint64(1)) * BLOCK_STEP
+            words = np.arange(self.arrays[layer].shape[1], dtype=np.uint64) * WORD_STEP
+            return base[:, None] + words[None, :]
+
+    def fill(self) -> None:
+        """Write the pattern."""
+        for layer, array in enumerate(self.arrays):
+            for start in range(0, len(array), 256):
+                array[start : start + 256] = self._expected(layer, list(range(start, min(start + 256, len(array)))))
+
+    def poison(self, blocks: list[int]) -> None:
+        """Write what the pattern never holds."""
+        for array in self.arrays:
+            array[blocks] = ~np.uint64(0)
+
+    def is_right(self, local: list[int], remote: list[int]) -> bool:
+        """Whether every byte is the remote block's."""
+        return all(bool((array[local] == self._expected(i, remote)).all()) for i, array in enumerate(self.arrays))
+
+
+def sources(setup_seed: int, remote_blocks: int, blocks: int, order: str) -> list[list[int]]:
+    """Lists of remote blocks."""
+    rng = np.random.default_rng([setup_seed, blocks, 1])
+    if order == "contiguous":
+        starts = rng.integers(0, remote_blocks - blocks + 1, NUM_SOURCES).tolist()
+        return [list(range(start, start + blocks)) for start in starts]
+    return [rng.permutation(remote_blocks)[:blocks].tolist() for _ in range(NUM_SOURCES)]
+
+
+def slots(setup_seed: int, blocks: int, concurrency: int, order: str) -> deque[list[int]]:
+    """Local blocks: one list per request in flight."""
+    ids = np.arange(blocks * concurrency)
+    if order == "random":
+        np.random.default_rng([setup_seed, blocks, 2]).shuffle(ids)
+    return deque(ids[i : i + blocks].tolist() for i in range(0, len(ids), blocks))
+
+
+class Checks:
+    """Which requests are compared, and what came of it; and how long each took."""
+
+    def __init__(self, memory: Memory, window: Window, remote_blocks: int) -> None:
+        seed = memory.setup.seed
+        self.memory, self.window = memory, window
+        self.sources = sources(seed, remote_blocks, window.blocks, window.order)
+        self.free = slots(seed, window.blocks, window.concurrency, window.order)
+        self.latencies: list[float] = []
+        self.steps: list[float] = []
+        self.checked = self.wrong = self.failed = 0
+        self._last: dict[int, tuple[list[int], list[int]]] = {}
+        for local in self.free:
+            memory.poison(local)
+        # As a serving engine does once it is warm; the same for everybody.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        self._cpu, self._began = time.process_time(), time.perf_counter()
+
+    def source(self, number: int) -> list[int]:
+        """Remote blocks of a request."""
+        return self.sources[number % NUM_SOURCES]
+
+    def done(self, number: int, local: list[int], seconds: float) -> None:
+        """Take note of a request that is complete, and free its slot."""
+        self.latencies.append(seconds)
+        self._last[local[0]] = (local, self.source(number))
+        if self.window.check_all:
+            self._check(local, self.source(number))
+            self.memory.poison(local)
+            del self._last[local[0]]
+        self.free.append(local)
+
+    def result(self) -> dict[str, Any]:
+        """Stop the clock, compare the last request of each slot, and say what was found."""
+        wall_s, cpu_s = time.perf_counter() - self._began, time.process_time() - self._cpu
+        for local, remote in self._last.values():
+            self._check(local, remote)
+        took = np.array(self.latencies or [0.0])
+        number, setup = len(self.latencies), self.memory.setup
+        return {
+            "requests": number,
+            "wall_s": wall_s,
+            "requests_per_s": number / wall_s,
+            "gbytes_per_s": number * self.window.blocks * setup.layers * setup.block_bytes / wall_s / 1e9,
+            "p50_ms": float(np.quantile(took, 0.5, method="higher")) * 1e3,
+            "p99_ms": float(np.quantile(took, 0.99, method="higher")) * 1e3,
+            "cpu_us": cpu_s / max(number, 1) * 1e6,
+            "step_p99_ms": float(np.quantile(self.steps, 0.99)) * 1e3 if self.steps else 0.0,
+            "checked": self.checked,
+            "wrong": self.wrong,
+            "failed": self.failed,
+        }
+
+    def _check(self, local: list[int], remote: list[int]) -> None:
+        self.checked += 1
+        self.wrong += not self.memory.is_right(local, remote)
+
+
+class Pipe:
+    """A process's end of the conversation; what libraries print goes to stderr."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def read(self) -> dict[str, Any] | None:
+        """Wait for a line; None at the end."""
+        line = sys.stdin.readline()
+        found: dict[str, Any] | None = json.loads(line) if line else None
+        return found
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Answer."""
+        self._out.write(json.dumps(answer) + "\n")
+
+    def setup(self) -> Setup:
+        """Read who we are."""
+        return Setup(**(self.read() or sys.exit(0)))
+
+
+def numbers(window: Window) -> range:
+    """All requests of a window."""
+    return range(window.first, window.first + window.requests)
+
+
+def lend_ahead(window: Window) -> int:
+    """How many requests the prefill side has ready beyond those that were released."""
+    return 2 * window.concurrency + AHEAD

@@ -1,0 +1,89 @@
+"""Side by side with vLLM: what both sides share is checked here, and asynckv's side runs; vLLM's needs vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import bench_vs_vllm
+from scripts.versus.workload import Board, Checks, Memory, Setup, Window, slots, sources
+
+
+def a_setup(folder: str = "", blocks: int = 16) -> Setup:
+    return Setup(role="consumer", layers=2, block_bytes=4096, num_blocks=blocks, seed=3, folder=folder)
+
+
+def test_both_sides_get_the_same_requests() -> None:
+    assert sources(3, 64, 4, "random") == sources(3, 64, 4, "random") != sources(4, 64, 4, "random")
+    for ids in sources(3, 64, 4, "random"):
+        assert len(set(ids)) == 4
+        assert all(0 <= i < 64 for i in ids)
+    assert all(np.all(np.diff(ids) == 1) for ids in sources(3, 64, 4, "contiguous"))
+    shuffled = slots(3, 4, 5, "random")
+    assert sorted(i for ids in shuffled for i in ids) == list(range(20))
+    assert list(slots(3, 2, 2, "contiguous")) == [[0, 1], [2, 3]]
+
+
+def test_a_wrong_byte_is_seen() -> None:
+    memory, remote = Memory(a_setup()), Memory(a_setup(blocks=64))
+    remote.fill()
+    window = Window(first=0, requests=3, blocks=2, concurrency=3)
+    checks = Checks(memory, window, remote_blocks=64)
+    for number in range(3):
+        local = checks.free.popleft()
+        for mine, theirs in zip(memory.arrays, remote.arrays, strict=True):
+            mine[local] = theirs[checks.source(number)]
+        if number == 1:
+            memory.arrays[1][local[1], 7] ^= np.uint64(1)
+        checks.done(number, local, 0.5)
+    found = checks.result()
+    assert (found["requests"], found["checked"], found["wrong"]) == (3, 3, 1)
+    assert found["p50_ms"] == 500.0
+
+
+def test_the_board_is_shared(tmp_path: Path) -> None:
+    Board.create(tmp_path)
+    writer, reader = Board(str(tmp_path)), Board(str(tmp_path))
+    writer.admitted = 77
+    assert reader.admitted == 77
+
+
+@pytest.mark.parametrize("text", ["32x16384:16", "0x4096:1:1", "1x4097:1:1", "1x4096:2000:1", "1x4096:1:1:sorted", "x"])
+def test_cases_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_vs_vllm.main(["--cases", text, "--contenders", "asynckv"])
+    assert caught.value.code == 2
+    assert "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("python", [[], ["--vllm-python", "/nowhere/python"], ["--vllm-python", "python3"]])
+def test_without_vllm_it_says_how_to_get_it(python: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_vs_vllm.main(python)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("bench_vs_vllm: ")
+    assert "To install it beside" in said
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_asynckvs_side_moves_the_right_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    contenders = "asynckv,asynckv-announced,asynckv-asyncio"
+    argv = ["--contenders", contenders, "--cases", "2x4096:3:4,2x4096:2:1:contiguous", "--steps-ms", "0,1"]
+    assert bench_vs_vllm.main([*argv, "--rounds", "2", "--seconds", "0.02", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["case"], row["step_ms"]) for row in rows] == [
+        ("2x4096:3:4", 0.0),
+        ("2x4096:3:4", 1.0),
+        ("2x4096:2:1:contiguous", 0.0),
+        ("2x4096:2:1:contiguous", 1.0),
+    ]
+    assert set(rows[0]["figures"]) == set(contenders.split(","))
+    for row in rows:
+        for each in row["rounds"]:
+            assert all(found["wrong"] == found["failed"] == 0 < found["checked"] for found in each.values())
