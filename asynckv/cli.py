@@ -40,6 +40,8 @@ EPILOG = """
 
   asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
 
+  asynckv bench --layers 4 --requests 400 --floor
+
   asynckv bench --trace trace.jsonl --arrivals trace --speed 10 --requests 500 --layers 2 --prefill-engines 3
 
   asynckv bench --prompt-tokens 128:0.8,8192:0.2 --shared-prefix 1024 --prefix-groups 8 --rate 200 --cancel 5%
@@ -345,6 +347,23 @@ def bench(
     loop: Annotated[
         Loop, typer.Option(help="Event loop of the workers: uvloop where it is installed.", rich_help_panel=RUN)
     ] = Loop.auto,
+    floor: Annotated[
+        bool,
+        typer.Option(
+            help="With every wave move the same bytes without the engine (memory copy, process_vm_readv or a TCP "
+            "socket, and a raw NIXL loop) and report how much of that the engine reaches.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            "--rounds",
+            "--floor-rounds",
+            help="With --floor: how many waves the requests are cut into. (A sweep has --rounds of its own.)",
+            rich_help_panel=RUN,
+        ),
+    ] = 10,
     net_device: Annotated[
         str,
         typer.Option(help="Network device that UCX may use, such as eth0.", rich_help_panel=RUN, metavar="DEVICE"),
@@ -464,6 +483,8 @@ def bench(
         transport=transport.value,
         announced=announced,
         loop=loop.value,
+        floor=floor,
+        rounds=rounds,
         engines=Engines(prefill_engines, decode_engines, both_ways),
         arrivals=Arrivals(kind.value, rate, speed),
         prefix_cache=prefix_cache,

@@ -22,7 +22,7 @@ import pytest
 from asynckv.bench import remote
 from asynckv.bench.children import Reach, setups
 from asynckv.bench.driver import Options
-from asynckv.bench.protocol import encode
+from asynckv.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
 from asynckv.bench.remote import Conversation, Half
 from asynckv.bench.workload import Workload
 from asynckv.core.types import Route
@@ -195,6 +195,17 @@ async def test_the_waiting_half_lets_nobody_set_its_workers_up() -> None:
     for line, says in ((encode(stranger), "tried to set a worker up"), (b"{", "malformed"), (b"\xff", "malformed")):
         with pytest.raises(remote.Broken, match=says):
             follower._pass_on(name, line)
+
+
+@pytest.mark.anyio
+async def test_the_waiting_half_measures_no_floor() -> None:
+    # Those commands read the memory of whatever process they name.
+    half = Half(role="prefill", bind="127.0.0.1:0")
+    follower = remote._Follower(options(), half, lambda to, packet: True, lambda text: None)
+    opened = Opened(1, "agent", b"", options().layout("prefill", 0, 0), 1)
+    for command in (Open(), Connect(opened), Serve(True), Measure(["process_vm_readv"], 1)):
+        with pytest.raises(remote.Broken, match="the floor, which is for one machine"):
+            follower._pass_on("prefill/tp0", encode(command))
 
 
 # -- real halves ---------------------------------------------------------------------------------------

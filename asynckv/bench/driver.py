@@ -24,6 +24,7 @@ from asynckv.bench import protocol as p
 from asynckv.bench import ucx
 from asynckv.bench.blocks import Allocation, Allocator
 from asynckv.bench.children import Child, Reach, Worker, WorkerLost, environment, setups
+from asynckv.bench.floor import KINDS, Round
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload, cached_tokens
 from asynckv.config import MIN_LEASE_S, LeaseConfig
@@ -71,6 +72,8 @@ class Options:
         loop: `asyncio`, `uvloop`, or `auto`: uvloop where it is installed.
         memory: Where the pools lie.
         net_device: What UCX may use of the network, such as `eth0`; empty for its choice.
+        floor: Measure the floor before or after every wave.
+        rounds: With `floor`, how many waves at least.
     """
 
     model: Model
@@ -98,6 +101,8 @@ class Options:
     net_device: str = ""
     log_path: str = ""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    floor: bool = False
+    rounds: int = 10
 
     def __post_init__(self) -> None:
         if self.concurrency < 1:
@@ -132,9 +137,26 @@ class Options:
                 f"--prefix-hit {self.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
+        if self.floor:
+            self._check_floor()
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)
+
+    def _check_floor(self) -> None:
+        requests = len(self.workload.prompt_tokens)
+        ranks = [side.tp * side.pp for side in self.sides.values()]
+        if max(ranks) > 1 or len(self.engines.places) > 2 or self.engines.both_ways:
+            raise ConfigError(
+                "--floor compares one decode rank with one prefill rank; leave out --tp, --pp, --prefill-engines, "
+                "--decode-engines and --both-ways"
+            )
+        if self.arrivals.is_open or self.cancel or self.memory != "host":
+            raise ConfigError(
+                "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
+            )
+        if not 1 <= self.rounds <= requests:
+            raise ConfigError(f"--rounds {self.rounds} is outside 1 ... {requests} (--requests): each has one at least")
 
     @property
     def sides(self) -> dict[str, p.Side]:
@@ -324,6 +346,7 @@ class Measured:
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     pids: dict[str, int] = field(default_factory=dict)
+    floor: list[Round] = field(default_factory=list)
 
 
 class _Run:
@@ -337,6 +360,10 @@ class _Run:
         self.engines: dict[Place, list[Worker]] = {place: [] for place in options.engines.places}
         self.schedule = options.schedule()
         self._reach, self._link = reach, link
+        if options.floor and link is not None:
+            raise ConfigError(
+                "--floor is measured on one machine: it reads the other process's memory; leave out --role"
+            )
         available = None if link is None else min(memory_available(), link.memory_available)
         self.num_blocks = options.num_blocks(available)
         self._stop = asyncio.Event()
@@ -408,10 +435,13 @@ class _Run:
 
     async def waves(self, groups: Groups) -> None:
         """Run all requests."""
+        if self.options.floor:
+            await self._open_floor()
         await self._warm_up(groups)
-        done, clock_s = 0, 0.0
-        while done < len(self.schedule) and not self._stop.is_set():
-            wave = self._allocate(self.schedule[i] for i in range(done, len(self.schedule)))
+        done, clock_s, total = 0, 0.0, len(self.schedule)
+        most = -(-total // self.options.rounds) if self.options.floor else total
+        while done < total and not self._stop.is_set():
+            wave = self._allocate(self.schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s)
             # The schedule's clock stands still between windows, and goes on where the last one closed: who would
             # have waited behind a window that took too long is late by that much.
@@ -438,7 +468,7 @@ class _Run:
                 found.warmup += found.outcomes.pop(request.number)
         found.submitted, found.bytes_verified, found.bytes_wanted = 0, 0, 0
         found.lent_places = found.shared_places = 0
-        found.windows_s, found.lags, found.lease_ends = [], [], {}
+        found.windows_s, found.lags, found.lease_ends, found.floor = [], [], {}, []
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(
@@ -486,16 +516,47 @@ class _Run:
                     self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
                 if options.engines.pulls(place):
                     await worker.hear(p.Done, patience)
+        samples: list[p.Sample] = []
+        if options.floor and len(found.floor) % 2:
+            samples = await self._measure_floor(patience)
+            (reader,) = self.readers
+            reader.tell(p.Prepare(pull[Place("decode", 0)]))
+            await reader.hear(p.Done, patience)
         found.submitted += len(wave)
         for request, _, _ in wave:
             found.outcomes[request.number] = []
         for worker in self.readers:
             worker.tell(p.Go(0 if is_open else options.concurrency))
         span_s = max(wave[-1].request.arrival_s - clock_s, 0.0) if is_open else 0.0
-        rounds = 1 if is_open else -(-len(wave) // options.concurrency)
+        rounds, cpu_s = 1 if is_open else -(-len(wave) // options.concurrency), found.cpu_s["decode"]
         await self._collect(span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience)
+        cpu_s = found.cpu_s["decode"] - cpu_s
         await self._verify(wave, patience)
         await self._finish()
+        if options.floor and not self._stop.is_set():
+            samples = samples or await self._measure_floor(patience)
+            good = [o for request, _, _ in wave for o in found.outcomes[request.number] if not o.error]
+            seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
+            found.floor.append(Round(found.windows_s[-1], seconds, moved, cpu_s, options.concurrency, samples))
+
+    async def _open_floor(self) -> None:
+        (lender,), (reader,) = self.lenders, self.readers
+        lender.tell(p.Open())
+        reader.tell(p.Connect(await lender.hear(p.Opened, START_S)))
+        await reader.hear(p.Done, START_S)
+
+    async def _measure_floor(self, patience_s: float) -> list[p.Sample]:
+        """Move the wave without the engine; another kind goes first each time."""
+        (lender,), (reader,) = self.lenders, self.readers
+        kinds = KINDS[self.options.transport]
+        turn = len(self.found.floor) % len(kinds)
+        lender.tell(p.Serve(True))
+        await lender.hear(p.Done, GRACE_S)
+        reader.tell(p.Measure([*kinds[turn:], *kinds[:turn]], self.options.concurrency))
+        samples = (await reader.hear(p.Floored, 4 * patience_s)).samples
+        lender.tell(p.Serve(False))
+        await lender.hear(p.Done, GRACE_S)
+        return sorted(samples, key=lambda sample: kinds.index(sample.kind))
 
     def _allocate(self, requests: Iterable[Request]) -> list[Allocation]:
         """Give the first requests their blocks, as many as fit at once."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.core.layout import Layout
 from asynckv.core.types import Endpoint
 from asynckv.models import Model
 
@@ -196,6 +197,63 @@ class Report(Struct, tag=True):
     pool_bytes: int
 
 
+class Open(Struct, tag=True):
+    """Let this side's memory be read with nothing around it (`asynckv.bench.floor`)."""
+
+
+class Opened(Struct, tag=True):
+    """How to get at it."""
+
+    pid: int
+    agent_name: str
+    metadata: bytes
+    layout: Layout
+    port: int
+
+
+class Connect(Struct, tag=True):
+    """Get ready to read it."""
+
+    opened: Opened
+
+
+class Serve(Struct, tag=True):
+    """Make progress for the floor's reader, or stop."""
+
+    on: bool
+
+
+class Measure(Struct, tag=True):
+    """Move the wave's requests again, with nothing around it, in each of these ways."""
+
+    kinds: list[str]
+    concurrency: int
+
+
+class Sample(Struct):
+    """One way of moving a wave.
+
+    Attributes:
+        ends: When each request was complete, in seconds after the start.
+        wrong: Bytes that differ.
+        error: Why it cannot be done here.
+    """
+
+    kind: str
+    ends: list[float]
+    window_s: float
+    num_bytes: int
+    cpu_s: float
+    wrong: int
+    error: str = ""
+
+
+class Floored(Struct, tag=True):
+    """What `Measure` found."""
+
+    samples: list[Sample]
+
+
 class Failed(Struct, tag=True):
     """The worker cannot go on; `config` says that the input is to blame."""
 
@@ -203,8 +261,9 @@ class Failed(Struct, tag=True):
     config: bool
 
 
-Command = Setup | Lend | Prepare | Go | Verify | Finish | Cancel | Stop
-Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed
+FloorCommand = Open | Connect | Serve | Measure
+Command = Setup | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
+Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
 
 _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

@@ -23,6 +23,7 @@ import anyio.to_thread
 
 from asynckv.bench import garbage
 from asynckv.bench import protocol as p
+from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
 from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
@@ -79,6 +80,7 @@ class Worker:
         self.stopping = threading.Event()
         self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
+        self.floor = Floor(pool, setup.verify != "off", engine.config.pull)
 
     async def lend(self, works: list[p.Work]) -> None:
         self._check(works)
@@ -272,6 +274,7 @@ class Worker:
         return p.Ended(dict(causes), leaked, lags, time.process_time())
 
     async def stop(self) -> p.Report:
+        self.floor.close()
         await self.engine.drain(self.setup.timeout_s)
         integrity = ""
         try:
@@ -358,6 +361,8 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> None:
                 pipe.write(await anyio.to_thread.run_sync(worker.verify, without))
             case p.Finish(patience_s):
                 pipe.write(await worker.finish(patience_s))
+            case p.Open() | p.Connect() | p.Serve() | p.Measure():
+                pipe.write(await worker.floor.obey(command, worker.works))
             case p.Stop():
                 pipe.write(await worker.stop())
                 return

@@ -742,6 +742,9 @@ class _Follower:
         if isinstance(command, p.Setup):
             # Who a worker is, where it listens and what it writes is said by its own half's command line.
             raise Broken("it tried to set a worker up")
+        if isinstance(command, p.FloorCommand):
+            # It reads other processes' memory where it is told to: only a driver on this machine may say where.
+            raise Broken("it tried to measure the floor, which is for one machine")
         self._children[name].tell(command)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from asynckv.bench import floor
 from asynckv.bench.driver import Measured, Options
 from asynckv.bench.schedule import Engines, Request
 from asynckv.layouts import model_groups
@@ -145,8 +146,9 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "leases": found.lease_ends,
         "memory": {"pool_bytes_per_rank": found.pool_bytes, "peak_rss_bytes": found.peak_rss},
         "processes": found.pids,
-        "problems": found.problems,
+        "problems": found.problems + floor.faults(found.floor),
         "errors": _errors(found, asked),
+        **floor.summary(found.floor),
     }
 
 
@@ -232,6 +234,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     ]
     if report["config"]["prompts_capped"]:
         rows.insert(1, ("capped", f"{report['config']['prompts_capped']} prompts were cut by --max-prompt-tokens"))
+    rows += floor.lines(report)
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

@@ -1,0 +1,463 @@
+"""The floor: the same bytes between the same buffers with nothing around the copying, measured beside the engine.
+
+Before or after each window of the engine, in turn, the decode worker moves the wave's requests by each of `KINDS`: the
+same pieces in the same order, cut into posts as the engine cuts them. Everything is worked out before the clock runs,
+and what lands is compared with the pattern after it has stopped.
+
+The prefill worker only serves: its addresses for `process_vm_readv`, a socket, and a second NIXL agent over the same
+memory, so that nothing of the engine is in the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.bench import garbage
+from asynckv.bench import protocol as p
+from asynckv.bench.memory import Pool
+from asynckv.bench.rounds import median_of
+from asynckv.config import NixlConfig, PullConfig
+from asynckv.core.layout import Layout
+from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
+from asynckv.core.sources import assign
+from asynckv.core.types import decode_params
+from asynckv.errors import AsyncKVError, BackendError
+
+if TYPE_CHECKING:
+    from asynckv.edges.nixl_raw import RawLoop
+
+__all__ = ["KINDS", "Floor", "Probe", "Round", "Server", "faults", "latencies", "lines", "pieces_of", "summary"]
+
+KINDS = {
+    "auto": ("memory_copy", "process_vm_readv", "raw_nixl"),
+    "tcp": ("memory_copy", "tcp_socket", "raw_nixl"),
+}
+"""Transport -> what is measured."""
+
+IOV_MAX = 1024
+SCRATCH = 256 << 20
+"""Bytes that the memory copy reads from, in turn: far more than a cache holds."""
+
+COUNT = struct.Struct("<q")
+Uint64s = npt.NDArray[np.uint64]
+Pieces = npt.NDArray[np.uint64]
+"""`[pieces, 3]`: address here, address there, bytes."""
+
+
+class Round(msgspec.Struct):
+    """One window of the engine and what followed it.
+
+    Attributes:
+        window_s, seconds, num_bytes, cpu_s: The engine's: the window, every request's latency, what was moved, CPU
+            of the decode process.
+        samples: The floor's.
+    """
+
+    window_s: float
+    seconds: list[float]
+    num_bytes: int
+    cpu_s: float
+    concurrency: int
+    samples: list[p.Sample]
+
+
+def _start_raw(pool: Pool, name: str) -> RawLoop:
+    from asynckv.edges.nixl_raw import RawLoop
+
+    plane = RawLoop(NixlConfig(), f"floor-{name}-{os.getpid()}")
+    # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
+    plane.start(lambda: _progress(plane))
+    plane.register(pool.registration.layout.memories)
+    return plane
+
+
+def _progress(plane: RawLoop) -> None:
+    plane.poll()
+
+
+class Server:
+    """The prefill worker's part."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._layout = pool.registration.layout
+        self._plane = _start_raw(pool, "prefill")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def opened(self) -> p.Opened:
+        """Say how to get at the memory."""
+        port: int = self._listener.getsockname()[1]
+        return p.Opened(os.getpid(), self._plane.agent_name, self._plane.metadata(), self._layout, port)
+
+    def serve(self, on: bool) -> None:
+        """Make progress for the raw loop from now on, or only when woken."""
+        self._plane.watch(on)
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        self._listener.close()
+        self._plane.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with connection:
+                    self._send(connection)
+
+    def _send(self, connection: socket.socket) -> None:
+        """Send the pieces that are asked for, once the reader says go."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        (count,) = COUNT.unpack(_receive(connection, COUNT.size))
+        rows = np.frombuffer(_receive(connection, 16 * count), np.uint64).reshape(-1, 2)
+        bounds = [(m.base, m.base + m.length) for m in self._layout.memories]
+        inside = np.zeros(len(rows), np.bool_)
+        for lo, hi in bounds:
+            inside |= (rows[:, 0] >= lo) & (rows[:, 0] + rows[:, 1] <= hi)
+        if not inside.all():
+            return
+        views = _views(rows)
+        connection.sendall(b"r")
+        _receive(connection, 1)
+        for i in range(0, len(views), IOV_MAX):
+            some = views[i : i + IOV_MAX]
+            sent = connection.sendmsg(some)
+            for view in some:  # a signal cut it short
+                if sent < len(view):
+                    connection.sendall(view[sent:])
+                sent = max(0, sent - len(view))
+
+
+class Probe:
+    """The decode worker's part.
+
+    Args:
+        pool: This side's memory.
+        opened: What the prefill worker said.
+    """
+
+    def __init__(self, pool: Pool, opened: p.Opened, config: PullConfig) -> None:
+        self._pool, self._opened, self._config = pool, opened, config
+        self._here, self._there = pool.registration.layout, opened.layout
+        (share,) = assign(self._here, [self._there])
+        self._map = PeerMap(self._here, self._there, share, itertools.count(1))
+        self._plane = _start_raw(pool, "decode")
+        self._known: set[int] = set()
+        self._scratch = mmap.mmap(-1, SCRATCH)
+        raw = np.frombuffer(self._scratch, np.uint8)
+        raw[::4096] = 1
+        self._scratch_base = raw.ctypes.data
+
+    async def connect(self) -> None:
+        """Load the prefill worker's agent."""
+        await self._plane.prepare_peer(self._opened.agent_name, self._opened.metadata)
+
+    def close(self) -> None:
+        """Let go of the agent."""
+        self._plane.close()
+
+    async def measure(self, kind: str, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
+        """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
+        plans = [self._plan(work) for work in works]
+        num_bytes = sum(plan.num_bytes for plan in plans)
+        if verify:
+            await anyio.to_thread.run_sync(self._poison, works)
+        move = await anyio.to_thread.run_sync(self._prepared(kind), plans, concurrency)
+        garbage.settle()
+        cpu, began = time.process_time(), time.perf_counter()
+        try:
+            ends = move()
+        except (OSError, AsyncKVError) as exc:
+            return p.Sample(kind, [], 0.0, num_bytes, 0.0, 0, str(exc))
+        window_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+        wrong = await anyio.to_thread.run_sync(self._wrong, works) if verify and kind != "memory_copy" else 0
+        return p.Sample(kind, ends, window_s, num_bytes, cpu_s, wrong)
+
+    def _plan(self, work: p.Work) -> Plan:
+        params = decode_params(work.params)
+        mine = check_block_ids(self._here, work.lists, params.num_tokens)
+        plan = plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
+        for table in (section.table for section in plan.sections):
+            if table.table_id not in self._known:
+                self._known.add(table.table_id)
+                self._plane.add_table(self._opened.agent_name, table, self._here.memories, self._there.memories)
+        return plan
+
+    def _poison(self, works: Sequence[p.Work]) -> None:
+        for work in works:
+            self._pool.poison(work.lists)
+
+    def _wrong(self, works: Sequence[p.Work]) -> int:
+        return sum(
+            self._pool.check(work.number, work.lists, work.tokens, (work.chunk_tokens, work.chunks))[1]
+            for work in works
+        )
+
+    def _prepared(self, kind: str) -> Callable[[Sequence[Plan], int], Callable[[], list[float]]]:
+        return {
+            "memory_copy": self._memory_copy,
+            "process_vm_readv": self._process_vm_readv,
+            "tcp_socket": self._tcp_socket,
+            "raw_nixl": self._raw_nixl,
+        }[kind]
+
+    def _raw_nixl(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        config = self._config
+        requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
+        return lambda: self._plane.read_all(
+            self._opened.agent_name,
+            requests,
+            concurrency=concurrency,
+            window_bytes=config.window_bytes,
+            window_descriptors=config.window_descriptors,
+        )
+
+    def _pieces(self, plan: Plan) -> Pieces:
+        return pieces_of(plan, self._here, self._there, self._config)
+
+    def _memory_copy(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        requests, at = [], 0
+        for plan in plans:
+            calls = []
+            for local, _, size in self._pieces(plan).tolist():
+                while size:
+                    at = 0 if at == SCRATCH else at
+                    part = min(size, SCRATCH - at)
+                    calls.append((local, self._scratch_base + at, part))
+                    local, at, size = local + part, at + part, size - part
+            requests.append(calls)
+        memmove = ctypes.memmove
+
+        def move() -> list[float]:
+            ends, began = [], time.perf_counter()
+            for calls in requests:
+                for to, source, size in calls:
+                    memmove(to, source, size)
+                ends.append(time.perf_counter() - began)
+            return ends
+
+        return move
+
+    def _process_vm_readv(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        call = libc.process_vm_readv
+        call.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        ]
+        call.restype = ctypes.c_ssize_t
+        pid, requests = self._opened.pid, []
+        for plan in plans:
+            calls = []
+            pieces = self._pieces(plan)
+            for lo in range(0, len(pieces), IOV_MAX):
+                some = pieces[lo : lo + IOV_MAX]
+                mine, theirs = (np.ascontiguousarray(some[:, [side, 2]]) for side in (0, 1))
+                arguments = pid, mine.ctypes.data, len(some), theirs.ctypes.data, len(some), 0
+                calls.append((arguments, int(some[:, 2].sum()), (mine, theirs)))  # the arrays have to live
+            requests.append(calls)
+
+        def move() -> list[float]:
+            ends, began = [], time.perf_counter()
+            for calls in requests:
+                for arguments, size, _ in calls:
+                    if call(*arguments) != size:
+                        code = ctypes.get_errno()
+                        raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
+                ends.append(time.perf_counter() - began)
+            return ends
+
+        return move
+
+    def _tcp_socket(self, plans: Sequence[Plan], concurrency: int) -> Callable[[], list[float]]:
+        found = [self._pieces(plan) for plan in plans]
+        every = np.concatenate(found) if found else np.zeros((0, 3), np.uint64)
+        requests = [_views(pieces[:, [0, 2]]) for pieces in found]
+        connection = socket.create_connection(("127.0.0.1", self._opened.port), timeout=30.0)
+        connection.sendall(COUNT.pack(len(every)) + np.ascontiguousarray(every[:, 1:]).tobytes())
+        _receive(connection, 1)
+        connection.settimeout(None)
+
+        def move() -> list[float]:
+            ends, began = [], time.perf_counter()
+            with connection:
+                connection.sendall(b"g")
+                for views in requests:
+                    for lo in range(0, len(views), IOV_MAX):
+                        some = views[lo : lo + IOV_MAX]
+                        size = sum(map(len, some))
+                        if connection.recvmsg_into(some, 0, socket.MSG_WAITALL)[0] != size:
+                            raise BackendError("the raw TCP stream ended early")
+                    ends.append(time.perf_counter() - began)
+            return ends
+
+        return move
+
+
+def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pieces:
+    """List what a plan copies, in the order of its posts; what touches on both sides is one piece."""
+    out = [np.zeros((0, 3), np.uint64)]
+    tables = {section.table.table_id: section.table for section in plan.sections}
+    for post in plan.posts(config.max_post_bytes, config.max_post_descriptors):
+        table = tables[post.table_id]
+        rows = np.empty((len(post.local), 3), np.uint64)
+        sides = (
+            (0, post.local, table.local_blocks, table.local, here),
+            (1, post.remote, table.remote_blocks, table.remote, there),
+        )
+        for column, index, blocks, spots, layout in sides:
+            row, block = np.divmod(index.astype(np.int64), blocks)
+            base = np.array([m.base for m in layout.memories], np.uint64)
+            rows[:, column] = base[spots[row, 0]] + (spots[row, 1] + block * spots[row, 2]).astype(np.uint64)
+            rows[:, 2] = table.length[row]
+        ends = rows[:-1, :2] + rows[:-1, 2:]
+        starts = np.flatnonzero(np.concatenate([[True], (ends != rows[1:, :2]).any(axis=1)]))
+        merged = rows[starts]
+        merged[:, 2] = np.add.reduceat(rows[:, 2], starts)
+        out.append(merged)
+    return np.concatenate(out)
+
+
+def _views(rows: Uint64s) -> list[memoryview]:
+    return [memoryview((ctypes.c_char * size).from_address(at)).cast("B") for at, size in rows.tolist()]
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise OSError("the floor's socket was closed")
+        data += more
+    return bytes(data)
+
+
+def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
+    """Latencies as a closed loop has them: a request is asked for when there is room, and done at its end."""
+    ordered = sorted(ends)
+    return [end - (ordered[i - concurrency] if i >= concurrency else 0.0) for i, end in enumerate(ends)]
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Sum up all rounds: `floor`, and `ratio_to_floor` (engine over floor, taken within each round)."""
+    if not rounds:
+        return {}
+    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
+    missing = {s.kind: s.error for r in rounds for s in r.samples if s.error}
+    floor: dict[str, Any] = {"engine": _medians(engine), "not_measured": missing}
+    ratio: dict[str, Any] = {}
+    for kind in [s.kind for s in rounds[0].samples]:
+        both = [
+            (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
+            for r, mine in zip(rounds, engine, strict=True)
+            for s in r.samples
+            if s.kind == kind and not s.error
+        ]
+        if not both:
+            continue
+        floor[kind] = _medians([theirs for _, theirs in both])
+        ratio[kind] = _medians([{key: mine[key] / theirs[key] for key in mine if theirs[key]} for mine, theirs in both])
+    return {"floor": floor, "ratio_to_floor": ratio}
+
+
+def faults(rounds: Sequence[Round]) -> list[str]:
+    """Say what was wrong with the floor itself."""
+    found = [f"floor: {s.wrong} bytes that {s.kind} moved are wrong" for r in rounds for s in r.samples if s.wrong]
+    # Who forbids `process_vm_readv` has not made the engine worse.
+    failed = {f"floor: {s.error}" for r in rounds for s in r.samples if s.error and s.kind != "process_vm_readv"}
+    return found + sorted(failed)
+
+
+NAMES = {
+    "memory_copy": "memory copy, 1 thread",
+    "process_vm_readv": "process_vm_readv",
+    "tcp_socket": "raw TCP socket",
+    "raw_nixl": "raw NIXL loop",
+}
+
+
+def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows for the table: what each floor did, and what part of it the engine reaches."""
+    rows = [
+        (f"floor: {NAMES[k]}", f"not measured: {why}")
+        for k, why in report.get("floor", {}).get("not_measured", {}).items()
+    ]
+    for kind, ratio in report.get("ratio_to_floor", {}).items():
+        at = report["floor"][kind]
+        share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
+        text = (
+            f"{at['gbytes_per_s']['median']:.3f} GB/s, {at['requests_per_s']['median']:,.0f} requests/s, p50 "
+            f"{at['p50_s']['median'] * 1e3:.2f} ms; the engine reaches {share['median']:.1%} "
+            f"({share['low']:.1%} to {share['high']:.1%}) of it, p50 x {slower['median']:.2f} ({slower['low']:.2f} to "
+            f"{slower['high']:.2f}), CPU x {cpu['median']:.2f}, {share['rounds']} rounds"
+        )
+        rows.append((f"floor: {NAMES[kind]}", text))
+    return rows
+
+
+def _figures(
+    num_bytes: int, requests: int, window_s: float, seconds: Sequence[float], cpu_s: float
+) -> dict[str, float]:
+    return {
+        "gbytes_per_s": num_bytes / window_s / 1e9 if window_s else 0.0,
+        "requests_per_s": requests / window_s if window_s else 0.0,
+        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if len(seconds) else 0.0,
+        "cpu_s_per_request": cpu_s / requests if requests else 0.0,
+    }
+
+
+def _medians(values: Sequence[dict[str, float]]) -> dict[str, Any]:
+    keys = dict.fromkeys(key for value in values for key in value)
+    return {key: msgspec.to_builtins(median_of([v[key] for v in values if key in v])) for key in keys}
+
+
+class Floor:
+    """Whichever part a worker plays."""
+
+    def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
+        self._pool, self._verify, self._config = pool, verify, config
+        self._server: Server | None = None
+        self._probe: Probe | None = None
+
+    async def obey(self, command: p.FloorCommand, works: Sequence[p.Work]) -> p.Answer:
+        """Do what the driver says."""
+        match command:
+            case p.Open():
+                self._server = Server(self._pool)
+                return self._server.opened()
+            case p.Serve(on):
+                if self._server is not None:
+                    self._server.serve(on)
+            case p.Connect(opened):
+                self._probe = Probe(self._pool, opened, self._config)
+                await self._probe.connect()
+            case p.Measure(kinds, concurrency):
+                assert self._probe is not None
+                return p.Floored([await self._probe.measure(k, works, concurrency, self._verify) for k in kinds])
+        return p.Done(time.process_time())
+
+    def close(self) -> None:
+        """Let go of agents and sockets."""
+        for part in (self._server, self._probe):
+            if part is not None:
+                part.close()

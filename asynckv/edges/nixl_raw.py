@@ -1,0 +1,91 @@
+"""NIXL with nothing around it: the loop that the engine is compared with. For benchmarks only.
+
+The agent is made, registered, connected and given its tables by `NixlPlane`, so every setting is the engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from asynckv.core.plan import Post
+from asynckv.edges.nixl import NixlPlane
+from asynckv.errors import BackendError
+
+__all__ = ["RawLoop"]
+
+
+class RawLoop(NixlPlane):
+    """A NIXL agent whose reads are posted and polled in a plain loop."""
+
+    def read_all(
+        self,
+        name: str,
+        requests: Sequence[Sequence[Post]],
+        *,
+        concurrency: int,
+        window_bytes: int,
+        window_descriptors: int,
+    ) -> list[float]:
+        """Read everything, blocking: a closed loop of requests, their posts in order, within the engine's windows.
+
+        Args:
+            name: The agent to read from; loaded, with the tables that the posts name.
+            requests: The posts of every request.
+            concurrency: Requests in flight.
+            window_bytes, window_descriptors: In flight at most; a single post may be larger.
+
+        Returns:
+            When each request was complete, in seconds after the start.
+
+        Raises:
+            BackendError: A transfer failed.
+        """
+        make, raw = self._agent.make_prepped_xfer, self._raw
+        post_it, status, release = raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
+        tables = self._remotes[name].tables
+        left = [len(posts) for posts in requests]
+        ends = [0.0] * len(requests)
+        running: dict[int, tuple[int, Post]] = {}
+        num_bytes = num_descriptors = done = 0
+        todo = iter([(i, post) for i, posts in enumerate(requests) for post in posts])
+        upcoming = next(todo, None)
+        done = sum(not n for n in left)
+        began = time.perf_counter()
+        try:
+            while upcoming is not None or running:
+                while upcoming is not None:
+                    number, post = upcoming
+                    if running and (
+                        number >= done + concurrency
+                        or num_bytes + post.num_bytes > window_bytes
+                        or num_descriptors + post.num_descriptors > window_descriptors
+                    ):
+                        break
+                    upcoming = next(todo, None)
+                    mine, theirs = tables[post.table_id]
+                    transfer = make("READ", mine, post.local, theirs, post.remote)
+                    handle, transfer._released = transfer._handle, True
+                    if int(post_it(handle, b"")) == 0:
+                        release(handle)
+                        left[number] -= 1
+                        if not left[number]:
+                            ends[number] = time.perf_counter() - began
+                            done += 1
+                    else:
+                        running[handle] = number, post
+                        num_bytes += post.num_bytes
+                        num_descriptors += post.num_descriptors
+                for handle in list(running):
+                    if int(status(handle)) == 0:
+                        number, post = running.pop(handle)
+                        release(handle)
+                        num_bytes -= post.num_bytes
+                        num_descriptors -= post.num_descriptors
+                        left[number] -= 1
+                        if not left[number]:
+                            ends[number] = time.perf_counter() - began
+                            done += 1
+        except Exception as exc:
+            raise BackendError(f"a read of the raw NIXL loop failed: {exc!r}") from exc
+        return ends

@@ -1,0 +1,173 @@
+"""The floor: it moves the very bytes that the engine moves, and sums rounds up soundly."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from asynckv.bench import floor, report
+from asynckv.bench.driver import Measured, Options
+from asynckv.bench.memory import Pool
+from asynckv.bench.protocol import Outcome, Sample, Side
+from asynckv.bench.rounds import median_of
+from asynckv.bench.schedule import Arrivals, Engines
+from asynckv.bench.workload import Workload
+from asynckv.config import PullConfig
+from asynckv.core.layout import runs_of
+from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
+from asynckv.core.sources import assign
+from asynckv.core.types import BlockRuns
+from asynckv.errors import ConfigError
+from asynckv.layouts import model_layout
+from asynckv.models import Heads, Model
+
+MODEL = Model("tiny", (Heads(4, 16),) * 2)
+
+
+def sample(kind: str, seconds: float, **changes: Any) -> Sample:
+    return Sample(kind, [seconds / 2, seconds], seconds, 1000, seconds, 0, **changes)
+
+
+def a_round(engine_s: float, *samples: Sample) -> floor.Round:
+    return floor.Round(engine_s, [engine_s / 2, engine_s / 2], 1000, engine_s, 1, list(samples))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "cached"),
+    [
+        (Side(), Side(), 0),
+        (Side(order="hnd"), Side(order="block-hnd"), 37),
+        (Side(block_size=48, order="cross-nhd"), Side(block_size=16), 0),
+        (Side(block_size=16, ratio=4), Side(block_size=64, order="hnd"), 70),
+    ],
+)
+@pytest.mark.parametrize("most", [512, 3])
+def test_its_pieces_are_the_bytes_of_the_request(theirs: Side, mine: Side, cached: int, most: int) -> None:
+    tokens, pools = 150, []
+    lists: list[list[tuple[int, list[int]]]] = []
+    for side, first in ((theirs, 0), (mine, cached)):
+        layout = model_layout(MODEL, block_size=side.block_size, ratio=side.ratio, num_blocks=24, order=side.order)
+        pools.append(Pool(layout, seed=5))
+        count = -(-tokens // side.block_size) - first // side.block_size
+        lists.append([(first, [7, 3, 4, 5, 20, 1, 2, 9, 11, 10, 0][:count])])
+    (there, here), (offer, want) = pools, lists
+    there.fill(1, offer, tokens)
+    here.poison(want)
+    ours, hers = (pool.registration.layout for pool in (here, there))
+    peer = PeerMap(ours, hers, assign(ours, [hers])[0], itertools.count(1))
+    runs = [BlockRuns(first, runs_of(ids)) for first, ids in offer]
+    plan = plan_read(peer, BlockLists(check_block_ids(ours, want, tokens), runs, tokens))
+    pieces = floor.pieces_of(plan, ours, hers, PullConfig(max_post_descriptors=most))
+    assert pieces[:, 2].sum() == plan.num_bytes
+    for local, remote, size in pieces.tolist():
+        ctypes.memmove(local, remote, size)
+    compared, wrong = here.check(1, want, tokens)
+    assert compared > 0
+    assert wrong == 0
+
+
+def test_what_touches_on_both_sides_is_one_piece() -> None:
+    ours, hers = (Pool(model_layout(MODEL, num_blocks=8), seed=1).registration.layout for _ in range(2))
+    peer = PeerMap(ours, hers, assign(ours, [hers])[0], itertools.count(1))
+    plan = plan_read(peer, BlockLists(check_block_ids(ours, [(0, [2, 3, 4])], 48), [BlockRuns(0, ((5, 3),))], 48))
+    assert plan.num_descriptors == 12
+    # Keys and values of two layers.
+    assert len(floor.pieces_of(plan, ours, hers, PullConfig())) == 4
+
+
+def test_latencies_are_those_of_a_closed_loop() -> None:
+    assert floor.latencies([1.0, 2.0, 4.0, 7.0], 1) == [1.0, 1.0, 2.0, 3.0]
+    assert floor.latencies([1.0, 2.0, 4.0, 7.0], 2) == [1.0, 2.0, 3.0, 5.0]
+    assert floor.latencies([2.0, 1.0, 4.0], 2) == [2.0, 1.0, 3.0]  # the second made room for the third
+
+
+@pytest.mark.parametrize(
+    ("number", "low", "high", "level"),
+    [(1, 0, 0, 0.0), (5, 0, 4, 0.9375), (10, 1, 8, 0.978515625), (20, 5, 14, 0.9586)],
+)
+def test_the_interval_is_the_sign_tests(number: int, low: float, high: float, level: float) -> None:
+    found = median_of([float(i) for i in reversed(range(number))])
+    assert (found.median, found.low, found.high, found.rounds) == ((number - 1) / 2, low, high, number)
+    assert found.level == pytest.approx(level, abs=1e-4)
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    # The host became slower from round to round, and the engine kept its distance.
+    rounds = [a_round(t, sample("raw_nixl", t / 2), sample("memory_copy", t / 4)) for t in (1.0, 2.0, 4.0)]
+    found = floor.summary(rounds)
+    assert found["floor"]["raw_nixl"]["gbytes_per_s"]["median"] == pytest.approx(1e-6)
+    for key, value in (("gbytes_per_s", 0.5), ("requests_per_s", 0.5), ("p50_s", 2.0), ("cpu_s_per_request", 2.0)):
+        ratio = found["ratio_to_floor"]["raw_nixl"][key]
+        assert (ratio["median"], ratio["low"], ratio["high"]) == (value, value, value)
+    assert found["ratio_to_floor"]["memory_copy"]["gbytes_per_s"]["median"] == 0.25
+    texts = dict(floor.lines(found))
+    assert "the engine reaches 50.0% (50.0% to 50.0%) of it" in texts["floor: raw NIXL loop"]
+
+
+def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -> None:
+    def judged(*samples: Sample) -> dict[str, Any]:
+        found = Measured(submitted=1, windows_s=[1.0], bytes_verified=100, bytes_wanted=100)
+        found.outcomes = {0: [Outcome(0, seconds=0.1, num_bytes=100)]}
+        found.floor = [a_round(1.0, *samples)]
+        return report.make(Options(model=MODEL, workload=Workload("fixed 32", (32,))), found)
+
+    assert report.is_good(judged(sample("raw_nixl", 0.5)))
+    forbidden = judged(sample("raw_nixl", 0.5), Sample("process_vm_readv", [], 0, 0, 0, 0, "not permitted"))
+    assert report.is_good(forbidden)
+    assert forbidden["floor"]["not_measured"] == {"process_vm_readv": "not permitted"}
+    assert ("floor: process_vm_readv", "not measured: not permitted") in floor.lines(forbidden)
+    assert not report.is_good(judged(Sample("raw_nixl", [0.5], 0.5, 100, 0.1, 7)))
+    assert not report.is_good(judged(Sample("raw_nixl", [], 0, 0, 0, 0, "a read failed")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"decode": Side(tp=2)}, "--floor compares one decode rank with one prefill rank"),
+        ({"engines": Engines(decode=2)}, "--floor compares one decode rank with one prefill rank"),
+        ({"arrivals": Arrivals("poisson", rate=5.0)}, "--floor compares closed loops in host memory"),
+        ({"cancel": 0.5}, "--floor compares closed loops in host memory"),
+        ({"rounds": 3}, "--rounds 3 is outside 1 ... 2 (--requests)"),
+        ({"rounds": 0}, "--rounds 0 is outside"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), floor=True, **({"rounds": 2} | changes))
+    assert says in str(caught.value)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "second"), [("auto", "process_vm_readv"), ("tcp", "tcp_socket")])
+def test_the_floor_is_measured_beside_the_engine(transport: str, second: str) -> None:
+    argv = [
+        "--layers",
+        "2",
+        "--prompt-tokens",
+        "200",
+        "--requests",
+        "24",
+        "--concurrency",
+        "4",
+        "--block-order",
+        "random",
+    ]
+    argv += ["--prefix-hit", "40", "--prefill-block-size", "64", "--floor", "--rounds", "3", "--transport", transport]
+    command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["problems"] == []
+    assert found["floor"]["not_measured"] == {}
+    assert set(found["ratio_to_floor"]) == {"memory_copy", second, "raw_nixl"}
+    for ratios in found["ratio_to_floor"].values():
+        assert all(ratio["rounds"] == 3 and ratio["median"] > 0 for ratio in ratios.values())
+    assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
