@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from asynckv.errors import ConfigError
 
@@ -173,7 +173,7 @@ class NixlConfig:
 
     backend: str = "UCX"
     params: dict[str, str] = field(default_factory=dict)
-    posting_threads: int | Literal["auto"] = "auto"
+    posting_threads: int | str = "auto"
     bulk_bytes: int = 256 * 1024
     bulk_descriptors: int = 256
 
@@ -191,7 +191,7 @@ class NixlConfig:
     @property
     def num_posters(self) -> int:
         """How many posting threads that is here."""
-        if self.posting_threads != "auto":
+        if isinstance(self.posting_threads, int):
             return self.posting_threads
         return max(1, min(MAX_AUTO_POSTERS, len(os.sched_getaffinity(0)) - 1))
 

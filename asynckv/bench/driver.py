@@ -26,7 +26,7 @@ from asynckv.bench.blocks import Allocation, Allocator
 from asynckv.bench.children import Child, Reach, Worker, WorkerLost, environment, setups
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload, cached_tokens
-from asynckv.config import MIN_LEASE_S, LeaseConfig
+from asynckv.config import MIN_LEASE_S, LeaseConfig, NixlConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
 from asynckv.core.types import Endpoint
@@ -87,6 +87,7 @@ class Options:
     timeout_s: float = 30.0
     pool_mb: int | None = None
     transport: str = "auto"
+    posting_threads: int | str = "auto"
     announced: bool = False
     loop: str = "auto"
     engines: Engines = field(default_factory=Engines)
@@ -132,6 +133,7 @@ class Options:
                 f"--prefix-hit {self.prefix_hit} was given for prompts that share prefixes, of which the modelled "
                 f"cache says what is there; use --prefix-cache to size that, or leave --prefix-hit out"
             )
+        NixlConfig(posting_threads=self.posting_threads)
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)

@@ -11,10 +11,12 @@ Any other trouble is *doubt*, and a transfer in doubt keeps its handle and is as
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
 from asynckv.ports import Ended, Ending
 
-__all__ = ["Agent", "IndexArray"]
+__all__ = ["Agent", "IndexArray", "make_epoll"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -44,6 +46,27 @@ def _epolls() -> set[int]:
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 found.add(int(name))
     return found
+
+
+def _own(found: set[int]) -> tuple[int, ...]:
+    """Leave out the set in which UCX's asynchronous thread watches those of all agents of the process.
+
+    Only the first agent meets it. It is ready whenever any agent has something to do, on whatever thread.
+    """
+    own = []
+    for fd in sorted(found):
+        with suppress(OSError):
+            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+            watched = {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
+            if not watched & found:
+                own.append(fd)
+    return tuple(own or sorted(found))
+
+
+def make_epoll() -> select.epoll:
+    """Make an epoll descriptor that no agent takes for one of UCX's."""
+    with _creating:
+        return select.epoll()
 
 
 class Agent:
@@ -78,7 +101,7 @@ class Agent:
                 raise BackendError(
                     f"NIXL back end {backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
                 ) from exc
-            self.fds = tuple(sorted(_epolls() - before))
+            self.fds = _own(_epolls() - before)
             """UCX's own epoll descriptors, which tell when there is something to do; none for some back ends."""
         self._agent: Any = agent
         self._raw: Any = agent.agent

@@ -29,7 +29,7 @@ from typing import assert_never
 from asynckv.core.layout import Memory
 from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent, IndexArray
+from asynckv.edges.agent import Agent, IndexArray, make_epoll
 from asynckv.errors import BackendError
 from asynckv.ports import Ended, Ending
 
@@ -227,7 +227,7 @@ class Poster:
     def _work(self) -> None:
         agent: Agent | None = None
         is_woken = True
-        sleeper = select.epoll()
+        sleeper = make_epoll()
         try:
             sleeper.register(self._wake_fd, select.EPOLLIN)
             while not self._is_stopping:
