@@ -241,6 +241,11 @@ class Agent:
         self.running[transfer_id] = (handle, name)
         return None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is left to ask for or to release."""
+        return bool(self.running or self.doubtful or self.unreleased)
+
     def sweep(self) -> list[Ended]:
         """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
         news: list[Ended] = []

@@ -14,6 +14,7 @@ after which nothing writes.
 from __future__ import annotations
 
 import atexit
+import enum
 import os
 import select
 import threading
@@ -87,6 +88,14 @@ class _Post:
 
 
 _Order = _Load | _AddTable | _RemoveTable | _Drop | _Post
+
+
+class _Woken(enum.Enum):
+    """What ended a sleep."""
+
+    BY_ORDER = enum.auto()
+    BY_UCX = enum.auto()
+    BY_TIME = enum.auto()
 
 
 class Poster:
@@ -226,7 +235,7 @@ class Poster:
 
     def _work(self) -> None:
         agent: Agent | None = None
-        is_woken = True
+        why = _Woken.BY_ORDER
         sleeper = make_epoll()
         try:
             sleeper.register(self._wake_fd, select.EPOLLIN)
@@ -235,12 +244,14 @@ class Poster:
                     agent = self._start(sleeper)
                 if agent is not None:
                     self._obey(agent)
-                    found = agent.sweep()
-                    self.rescued += 0 if is_woken else len(found)
-                    self._news += found
+                    # Without transfers only UCX's events ask for progress.
+                    if agent.is_busy or why is not _Woken.BY_ORDER:
+                        found = agent.sweep()
+                        self.rescued += len(found) if why is _Woken.BY_TIME else 0
+                        self._news += found
                 if self._news:
                     self._flush()
-                is_woken = self._sleep(sleeper, agent)
+                why = self._sleep(sleeper, agent)
         finally:
             sleeper.close()
 
@@ -316,27 +327,29 @@ class Poster:
         self.batches += 1
         self._tell(news)
 
-    def _sleep(self, sleeper: select.epoll, agent: Agent | None) -> bool:
-        """Sleep until an order, an event or the time to ask; whether it was not merely the time."""
+    def _sleep(self, sleeper: select.epoll, agent: Agent | None) -> _Woken:
+        """Sleep until an order, an event of UCX or the time to ask."""
         timeout: float | None = None
         if agent is not None and agent.running:
             timeout = SAFETY_S if agent.fds else POLL_S
-        elif agent is not None and (agent.doubtful or agent.unreleased):
+        elif agent is not None and agent.is_busy:
             timeout = DOUBT_S
         self._is_asleep = True
         try:
             # Whoever orders after this look sees that we sleep.
             if self._orders or self._is_stopping:
-                return True
+                return _Woken.BY_ORDER
             events = sleeper.poll(timeout)
         finally:
             self._is_asleep = False
+        why = _Woken.BY_ORDER if events else _Woken.BY_TIME
         for fd, _ in events:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             else:
                 self.wakeups += 1
-        return bool(events)
+                why = _Woken.BY_UCX
+        return why
 
     # -- the thread's end --------------------------------------------------------------------------
 
