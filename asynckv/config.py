@@ -174,7 +174,7 @@ class NixlConfig:
     backend: str = "UCX"
     params: dict[str, str] = field(default_factory=dict)
     posting_threads: int | str = "auto"
-    bulk_bytes: int = 256 * 1024
+    bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
 
     def __post_init__(self) -> None:

@@ -244,7 +244,6 @@ def over_tcp(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.slow
 def test_reads_over_tcp_are_exact_and_awaited(over_tcp: dict[str, Any]) -> None:
     assert over_tcp["exact"]
-    assert over_tcp["done_in_post"] == 0
     assert over_tcp["completions"].endswith("epoll descriptors of UCX")
     assert over_tcp["posts_handed"] == (over_tcp["posts"] if over_tcp["posting_threads"] else 0)
 
