@@ -16,7 +16,7 @@ __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConf
 
 MAX_RETRIES = 1000
 MAX_POSTING_THREADS = 16
-MAX_AUTO_POSTERS = 2
+CORES_FOR_TWO = 4
 
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
@@ -165,7 +165,8 @@ class NixlConfig:
         params: Back-end parameters, over the defaults (64 KiB TCP segments).
         posting_threads: Threads that post bulk reads, so that a copy or a drained socket does not hold up the
             event loop; each has a NIXL agent, its connections and its registration of the memory. 0: everything
-            is posted on the loop. "auto": one less than the cores that this process may use, 1 or 2.
+            is posted on the loop. "auto": 1, or 2 where this process may use four cores or more (two copies at a
+            time need two cores beside the loop's and the prefill side's).
         bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
             the longest of its table).
         bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.
@@ -193,7 +194,7 @@ class NixlConfig:
         """How many posting threads that is here."""
         if isinstance(self.posting_threads, int):
             return self.posting_threads
-        return max(1, min(MAX_AUTO_POSTERS, len(os.sched_getaffinity(0)) - 1))
+        return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -16,13 +18,14 @@ import numpy as np
 import pytest
 
 from asynckv.config import NixlConfig
+from asynckv.core.layout import Memory
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
 from asynckv.errors import BackendError, ConfigError
 from asynckv.ports import Ended, Ending
 from tests.engines import until
-from tests.test_nixl_edge import TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
+from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -295,3 +298,59 @@ def test_numbers_of_threads_that_cannot_be_are_refused(wrong: dict[str, Any]) ->
 def test_what_is_bulk_is_a_number_above_zero(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be an integer above 0"):
         NixlConfig(**{name: value})
+
+
+# -- processes that read from each other -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("threads", [2])
+async def test_three_processes_read_from_each_other_at_once(transport: str, threads: int) -> None:
+    env = {**os.environ, **({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"} if transport == "tcp" else {})}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "tests.test_posters", str(threads)]
+    workers = [
+        await asyncio.create_subprocess_exec(*command, str(seed), env=env, stdin=pipe, stdout=pipe, limit=1 << 20)
+        for seed in (2, 3, 4)
+    ]
+    try:
+        with anyio.fail_after(40):
+            for turn in range(2):
+                lines = [await worker.stdout.readline() for worker in workers if worker.stdout]
+                for worker in workers:
+                    assert worker.stdin is not None
+                    worker.stdin.write(b"".join(lines) if turn == 0 else b"over\n")
+                assert all(lines), turn
+            assert [json.loads(line) for line in lines] == [{"handed": 80 if threads else 0, "left": 0}] * 3
+            assert [await worker.wait() for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            if worker.returncode is None:
+                worker.kill()
+                await worker.wait()
+
+
+async def _mesh(threads: int, seed: int) -> None:
+    """Read twenty times from each of two other processes, which do the same."""
+    side = Side(f"mesh{seed}", seed + 10, NixlConfig(posting_threads=threads, bulk_bytes=1))
+    given = contents(seed)
+    side.plane.register([Memory(a.ctypes.data, a.nbytes) for a in given])
+    side.plane.watch(True)
+    metadata = base64.b64encode(side.plane.metadata()).decode()
+    print(json.dumps([seed, metadata, [a.ctypes.data for a in given]]), flush=True)
+    peers = [json.loads(await asyncio.to_thread(sys.stdin.readline)) for _ in range(3)]
+    others = [peer for peer in peers if peer[0] != seed]
+    for number, blob, bases in others:
+        await prepare(side, f"mesh{number}", base64.b64decode(blob), [Memory(base, SIZE) for base in bases])
+    for _ in range(20):
+        for number, _, _ in others:
+            await check_reads(side, f"mesh{number}", contents(number))
+    found = side.plane.statistics()
+    print(json.dumps({"handed": found["posts_handed"], "left": found["running"]}), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    side.plane.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_mesh(int(sys.argv[1]), int(sys.argv[2])))
