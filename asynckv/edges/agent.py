@@ -261,6 +261,21 @@ class Agent:
                 self._release(handle)
         return news
 
+    def look(self) -> list[Ended]:
+        """Ask about the oldest transfer of each peer, and about all if one has ended.
+
+        One question makes progress for all, and on one connection transfers end about in order.
+        """
+        heads: dict[str, TransferId] = {}
+        for transfer_id, (_, name) in self.running.items():
+            heads.setdefault(name, transfer_id)
+        chosen = {transfer_id: self.running.pop(transfer_id) for transfer_id in heads.values()}
+        news = self._ask(chosen)
+        if chosen:
+            # Those that still run stay the oldest.
+            self.running = chosen | self.running
+        return news + self.sweep() if news else news
+
     def _ask(self, transfers: dict[TransferId, tuple[int, str]]) -> list[Ended]:
         status = self._raw.getXferStatus
         news = []

@@ -43,7 +43,10 @@ SAFETY_S = 0.005
 """Some wake-ups are missed; a sleep this short finds what they would have told."""
 
 POLL_S = 0.001
-"""How often transfers are asked where UCX has no descriptors to sleep on."""
+"""How often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on."""
+
+NAP_S = 0.0001
+"""Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
 
 DOUBT_S = 0.25
 TELL_S = 0.0005
@@ -126,7 +129,7 @@ class Poster:
         self._mine: set[TransferId] = set()
         """Reads that were posted, until their end is told."""
         self._news: list[Ended] = []
-        self._told_at = 0.0
+        self._told_at = self._swept_at = 0.0
         self._queued = 0
         self._queued_bytes = 0
         self._posted_bytes = 0
@@ -246,9 +249,10 @@ class Poster:
                     self._obey(agent)
                     # Without transfers only UCX's events ask for progress.
                     if agent.is_busy or why is not _Woken.BY_ORDER:
-                        found = agent.sweep()
-                        self.rescued += len(found) if why is _Woken.BY_TIME else 0
-                        self._news += found
+                        found = self._ask(agent, why)
+                        if why is _Woken.BY_UCX and agent.running and not found:
+                            # Bytes arrive: let some gather, and the loop have Python meanwhile.
+                            time.sleep(NAP_S)
                 if self._news:
                     self._flush()
                 why = self._sleep(sleeper, agent)
@@ -266,8 +270,19 @@ class Poster:
             sleeper.register(fd, select.EPOLLIN)
         return self._agent
 
+    def _ask(self, agent: Agent, why: _Woken) -> bool:
+        """Collect news; whether there is any."""
+        now = time.monotonic()
+        if why is _Woken.BY_UCX and agent.running and now - self._swept_at < POLL_S:
+            found = agent.look()
+        else:
+            self._swept_at = now
+            found = agent.sweep()
+            self.rescued += len(found) if why is _Woken.BY_TIME else 0
+        self._news += found
+        return bool(found)
+
     def _obey(self, agent: Agent) -> None:
-        swept_at = 0.0
         while self._orders and not self._is_stopping:
             order = self._orders.popleft()
             match order:
@@ -294,8 +309,8 @@ class Poster:
                 case _:
                     assert_never(order)
             now = time.monotonic()
-            if agent.running and now - swept_at > POLL_S:
-                swept_at = now
+            if agent.running and now - self._swept_at > POLL_S:
+                self._swept_at = now
                 self._news += agent.sweep()
             if self._news and now - self._told_at > TELL_S:
                 self._flush()
