@@ -45,7 +45,7 @@ SAFETY_S = 0.005
 POLL_S = 0.001
 """How often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on."""
 
-NAP_S = 0.0001
+NAP_S = 0.00002
 """Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
 
 DOUBT_S = 0.25
