@@ -335,6 +335,14 @@ def bench(
             rich_help_panel=RUN,
         ),
     ] = Transport.auto,
+    posting_threads: Annotated[
+        str,
+        typer.Option(
+            help="Threads per rank that post bulk reads; 0 posts everything on the event loop.",
+            rich_help_panel=RUN,
+            metavar="N|auto",
+        ),
+    ] = "auto",
     announced: Annotated[
         bool,
         typer.Option(
@@ -482,6 +490,7 @@ def bench(
         pool_mb=pool_mb,
         transport=transport.value,
         announced=announced,
+        posting_threads=int(posting_threads) if posting_threads.isdecimal() else posting_threads,
         loop=loop.value,
         floor=floor,
         rounds=rounds,

@@ -15,6 +15,8 @@ from asynckv.errors import ConfigError
 __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
+MAX_POSTING_THREADS = 16
+CORES_FOR_TWO = 4
 
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
@@ -161,10 +163,38 @@ class NixlConfig:
     Attributes:
         backend: NIXL back end.
         params: Back-end parameters, over the defaults (64 KiB TCP segments).
+        posting_threads: Threads that post bulk reads, so that a copy or a drained socket does not hold up the
+            event loop; each has a NIXL agent, its connections and its registration of the memory. 0: everything
+            is posted on the loop. "auto": 1, or 2 where this process may use four cores or more (two copies at a
+            time need two cores beside the loop's and the prefill side's).
+        bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
+            the longest of its table).
+        bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.
     """
 
     backend: str = "UCX"
     params: dict[str, str] = field(default_factory=dict)
+    posting_threads: int | str = "auto"
+    bulk_bytes: int = 2 * 1024 * 1024
+    bulk_descriptors: int = 256
+
+    def __post_init__(self) -> None:
+        threads = self.posting_threads
+        if threads != "auto" and (type(threads) is not int or not 0 <= threads <= MAX_POSTING_THREADS):
+            raise ConfigError(
+                f"posting_threads is {threads!r}; it must be 0 (post on the loop) to {MAX_POSTING_THREADS}, or 'auto'"
+            )
+        for name in ("bulk_bytes", "bulk_descriptors"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be an integer above 0")
+
+    @property
+    def num_posters(self) -> int:
+        """How many posting threads that is here."""
+        if isinstance(self.posting_threads, int):
+            return self.posting_threads
+        return 2 if len(os.sched_getaffinity(0)) >= CORES_FOR_TWO else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What the engine needs from outside: a clock, a control plane and a data plane.
 
 Both planes live on the engine's event loop, and all their methods are called on its thread. Neither
-ever blocks longer than one call to the library beneath takes.
+ever blocks longer than one call to the library beneath takes. A plane may have threads of its own; what they
+find comes back through `on_ready` and `poll`, on the loop.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class DataPlane(Protocol):
     def post_read(
         self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
     ) -> Ended | None:
-        """Start reading; news at once if the transfer already ended, else `poll` will tell.
+        """Start reading, or hand it to a thread that will; news at once if it already ended, else `poll` will tell.
 
         `local` and `remote` are equally long arrays of descriptor indices into the table. Never
         raises for what the back end does: a failed post is news.
@@ -186,4 +187,9 @@ class DataPlane(Protocol):
         """Versions, transports and modes in use, for reports."""
 
     def close(self) -> None:
-        """Deregister and destroy the agent. Idempotent."""
+        """Deregister and destroy the agent; nothing writes afterwards. Idempotent.
+
+        Raises:
+            BackendError: Something is still inside the back end and may write. What could be closed is closed; call
+                again to wait again.
+        """

@@ -57,6 +57,8 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--lease-s", "1"], "--lease-s 1 is outside 2"),
         (["--timeout-s", "inf"], "--timeout-s inf"),
         (["--pool-mb", "1"], "--max-prompt-tokens"),
+        (["--posting-threads", "two"], "posting_threads is 'two'; it must be 0 (post on the loop) to 16"),
+        (["--posting-threads", "17"], "posting_threads is 17"),
         (["--json", "/none/report.json"], "--json /none/report.json"),
         (["--log", "/none/log.jsonl"], "--log /none/log.jsonl"),
         (["--prompt-tokens", "128:0.8,x:1"], "'x:1' is no length and weight"),

@@ -27,5 +27,8 @@ async def test_simulated_data_plane() -> None:
 
 
 @pytest.mark.nixl
-async def test_nixl_data_plane() -> None:
-    await check_data_plane(lambda name: NixlPlane(NixlConfig(), name))
+@pytest.mark.parametrize("posting_threads", [0, 1, 2])
+async def test_nixl_data_plane(posting_threads: int) -> None:
+    """With posting threads every read is bulk."""
+    config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
+    await check_data_plane(lambda name: NixlPlane(config, name))

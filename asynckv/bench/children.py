@@ -193,6 +193,7 @@ def setups(
                     allow_insecure=reach.allow_insecure,
                     memory=options.memory,
                     announced=options.announced,
+                    posting_threads=options.posting_threads,
                     log_path=options.log_path,
                     log_level=options.log_level,
                 )

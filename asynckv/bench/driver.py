@@ -27,7 +27,7 @@ from asynckv.bench.children import Child, Reach, Worker, WorkerLost, environment
 from asynckv.bench.floor import KINDS, Round
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload, cached_tokens
-from asynckv.config import MIN_LEASE_S, LeaseConfig
+from asynckv.config import MIN_LEASE_S, LeaseConfig, NixlConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Layout
 from asynckv.core.types import Endpoint
@@ -90,6 +90,7 @@ class Options:
     timeout_s: float = 30.0
     pool_mb: int | None = None
     transport: str = "auto"
+    posting_threads: int | str = "auto"
     announced: bool = False
     loop: str = "auto"
     engines: Engines = field(default_factory=Engines)
@@ -139,6 +140,7 @@ class Options:
             )
         if self.floor:
             self._check_floor()
+        NixlConfig(posting_threads=self.posting_threads)
         self.cached(1)
         for role in self.sides:
             self.block_bytes(role)

@@ -67,6 +67,7 @@ class Setup(Struct, tag=True, kw_only=True):
     allow_insecure: bool = False
     memory: Literal["host", "cuda"] = "host"
     announced: bool = False
+    posting_threads: int | str = "auto"
     log_path: str
     log_level: Literal["debug", "info", "warning", "error"]
 

@@ -25,7 +25,7 @@ from asynckv.bench import garbage
 from asynckv.bench import protocol as p
 from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
-from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, PullConfig
+from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.layouts import model_layout
@@ -321,6 +321,7 @@ async def _run(pipe: p.Pipe) -> None:
                 keys=KeysConfig(secret=setup.secret, authorized=setup.authorized) if setup.secret else None,
                 lease=LeaseConfig(lease_s=setup.lease_s, grant_s=min(10.0, setup.lease_s)),
                 pull=PullConfig(timeout_s=setup.timeout_s),
+                nixl=NixlConfig(posting_threads=setup.posting_threads),
             ),
             pool.registration,
         )

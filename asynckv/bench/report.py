@@ -73,6 +73,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "lease_s": options.lease_s,
             "timeout_s": options.timeout_s,
             "transport": options.transport,
+            "posting_threads": options.posting_threads,
             "announced": options.announced,
             "net_device": options.net_device,
             "memory": options.memory,

@@ -5,9 +5,9 @@ event loop: when one of UCX's own epoll descriptors fires, once after every post
 transfers run or remote readers may need us. Where those descriptors cannot be found it polls, tightly
 at first and then up to once a millisecond, only while something runs.
 
-What is known about the end of a transfer (measured, and held to strictly): `DONE` is the end; a remote
-disconnect is the end, because no thread of NIXL's own is left to write; any other trouble is *doubt*,
-and a transfer in doubt keeps its handle and is asked again for as long as it takes.
+A post can be a copy, and over TCP posts and checks drain what arrives. So small reads are posted here, and
+bulk is handed to posting threads (`posters.py`), each with an agent of its own; their news come back through
+`on_ready` and `poll` like all others. What is known about the end of a transfer is said in `agent.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import os
 import re
 import stat
 import sys
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-import numpy as np
-import numpy.typing as npt
 
 from asynckv.config import NixlConfig
 from asynckv.core.layout import Memory
 from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
+from asynckv.edges.agent import Agent, IndexArray
+from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError
 from asynckv.ports import Ended, Ending
 
@@ -50,9 +51,8 @@ DEFAULTS = {"engine_config": "TCP_TX_SEG_SIZE=64k,TCP_RX_SEG_SIZE=64k"}
 MAX_KEPT = 64
 """Remote agents that are kept connected though nobody reads from them."""
 
-MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
-
-IndexArray = npt.NDArray[np.int32]
+CLOSE_S = 10.0
+"""How long `close` waits for posting threads; one post takes milliseconds."""
 
 
 def _variant() -> str:
@@ -103,31 +103,22 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
-def _epolls() -> set[int]:
-    """Return this process's epoll descriptors."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
-                found.add(int(name))
-    return found
-
-
 class _Remote:
-    """What is prepared for one peer."""
+    """What is known of one peer."""
 
     def __init__(self, metadata: bytes) -> None:
         self.metadata = metadata
         self.ready = asyncio.Event()
         self.users = 1
-        self.tables: dict[int, tuple[Any, Any]] = {}
+        self.row_bytes: dict[int, int] = {}
+        """Per table, the bytes of its longest descriptor."""
 
 
 class NixlPlane:
-    """One NIXL agent on the running event loop.
+    """One NIXL agent on the running event loop, and one per posting thread.
 
     Args:
-        config: Back end and its parameters.
+        config: Back end and its parameters, posting threads and what is bulk.
         agent_name: Unique per process start; later agents of this plane get a number.
     """
 
@@ -136,16 +127,18 @@ class NixlPlane:
         self._name = self._base_name = agent_name
         self._starts = 0
         self._api: Any = None
-        self._agent: Any = None
-        self._raw: Any = None
-        self._lost: type[Exception] = Exception
-        self._registered: list[Any] = []
+        self._agent: Agent | None = None
+        self._posters: list[Poster] = []
+        self._memories: tuple[Memory, ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
         """Remote agents that nobody uses now, the oldest first."""
-        self._running: dict[TransferId, int] = {}
-        self._doubtful: dict[TransferId, int] = {}
-        self._unreleased: list[int] = []
+        self._handed: set[TransferId] = set()
+        """Reads that a posting thread took over, until their end is polled."""
+        self._handed_doubtful: set[TransferId] = set()
+        self._inbox: deque[Ended] = deque()
+        """What posting threads told and nobody polled yet."""
+        self._is_told = False
         self._fds: tuple[int, ...] = ()
         self._on_ready: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -153,52 +146,49 @@ class NixlPlane:
         self._is_sweep_due = False
         self._is_serving = False
         self._polls = 0
-        self._counts = dict.fromkeys(("posts", "done_in_post", "wakeups", "rescued", "notifications"), 0)
+        self._counts = dict.fromkeys(("posts", "posts_handed", "wakeups", "rescued", "posters_broken"), 0)
         self._is_timer_poll = False
 
     # -- life --------------------------------------------------------------------------------------
 
     def start(self, on_ready: Callable[[], None]) -> None:
-        """Create the agent and hand UCX's descriptors to the loop."""
+        """Create the agent, hand UCX's descriptors to the loop, and start posting threads, which wait."""
+        if self._posters:
+            raise BackendError("a posting thread of the last start is still inside NIXL; `close()` first")
         self._api = _load()
         self._starts += 1
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
-        config = self._api.nixl_agent_config(
-            enable_prog_thread=False,
-            backends=[],
-            # Metadata is loaded in a worker thread; an unlocked agent crashes under two threads.
-            sync_mode=self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
-        try:
-            self._agent = self._api.nixl_agent(self._name, config)
-            before = _epolls()
-            self._agent.create_backend(self._config.backend, DEFAULTS | self._config.params)
-        except Exception as exc:
-            plugins = ", ".join(getattr(self._agent, "plugin_list", [])) or "none"
-            self._agent = None
-            raise BackendError(
-                f"NIXL back end {self._config.backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
-            ) from exc
-        self._raw = self._agent.agent
-        self._lost = sys.modules[f"{self._api.__package__}._bindings"].nixlRemoteDisconnectError
+        self._agent = self._make_agent(self._name)
         fds = []
-        for fd in sorted(_epolls() - before):
+        for fd in self._agent.fds:
             # asyncio refuses descriptors that it cannot watch; polling serves then.
             with suppress(OSError, ValueError):
                 self._loop.add_reader(fd, self._woken)
                 fds.append(fd)
         self._fds = tuple(fds)
+        for number in range(1, self._config.num_posters + 1):
+            self._posters.append(self._start_poster(number))
+
+    def _make_agent(self, name: str) -> Agent:
+        return Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
+
+    def _start_poster(self, number: int) -> Poster:
+        name = f"{self._name}-poster{number}"
+
+        def make() -> Agent:
+            agent = self._make_agent(name)
+            agent.register(self._memories)
+            return agent
+
+        return Poster(name, make, self._hear, self._hear_broken)
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory."""
-        for kind in sorted({m.kind for m in memories}):
-            rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
-            try:
-                self._registered.append(self._agent.register_memory(rows, MEMORY_KINDS[kind]))
-            except Exception as exc:
-                raise BackendError(f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}") from exc
+        """Register local memory; posting threads do when they have a first peer."""
+        assert self._agent is not None
+        self._memories += tuple(memories)
+        self._agent.register(memories)
 
     @property
     def agent_name(self) -> str:
@@ -206,11 +196,20 @@ class NixlPlane:
         return self._name
 
     def metadata(self) -> bytes:
-        """Return NIXL's metadata blob."""
-        return bytes(self._agent.get_agent_metadata())
+        """Return NIXL's metadata blob. Remote readers reach the loop's agent."""
+        assert self._agent is not None
+        return self._agent.metadata()
 
     def close(self) -> None:
-        """Let go of everything; memory under a running transfer stays registered. Idempotent."""
+        """Let go of everything; memory under a running transfer stays registered. Idempotent.
+
+        Waits for posting threads to come out of NIXL, at most `CLOSE_S`.
+
+        Raises:
+            BackendError: One of them did not: the memory may still be written. Call again to wait again.
+        """
+        for poster in self._posters:
+            poster.stop()
         if self._loop is not None:
             for fd in self._fds:
                 self._loop.remove_reader(fd)
@@ -218,26 +217,27 @@ class NixlPlane:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        if self._agent is None:
-            return
-        agent, self._agent, self._raw = self._agent, None, None
-        if not self._running and not self._doubtful:
-            for name in list(self._remotes):
-                with suppress(Exception):
-                    self._drop_remote(agent, name)
-            for handle in self._registered:
-                with suppress(Exception):
-                    agent.deregister_memory(handle)
-        # The agent's destructor ends whatever still runs, before the memory goes.
-        for left in (self._remotes, self._registered, self._kept, self._running, self._doubtful, self._unreleased):
-            left.clear()
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
         self._is_serving = False
-        del agent
+        deadline = time.monotonic() + CLOSE_S
+        self._posters = [p for p in self._posters if not p.join(max(0.0, deadline - time.monotonic()))]
+        if self._posters:
+            names = ", ".join(p.name for p in self._posters)
+            raise BackendError(
+                f"{names} did not come out of NIXL within {CLOSE_S:g} s; memory that it reads into may still be "
+                f"written: keep it, and call close() again"
+            )
+        # Every agent is gone: nothing writes any more.
+        for left in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
+            left.clear()
+        self._memories = ()
 
     # -- peers -------------------------------------------------------------------------------------
 
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata off the loop."""
+        """Load a peer's metadata off the loop, here and for every posting thread."""
         if (known := self._remotes.get(name)) is not None:
             # One process under several addresses, or met again.
             await known.ready.wait()
@@ -251,48 +251,41 @@ class NixlPlane:
             await self._load_remote(name, metadata)
         except BaseException:
             if self._remotes.get(name) is remote:
-                del self._remotes[name]
+                self._drop_remote(name)
             raise
         finally:
             remote.ready.set()
 
     async def _load_remote(self, name: str, metadata: bytes) -> None:
-        agent = self._agent
-        try:
-            # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
-            loaded = await anyio.to_thread.run_sync(agent.add_remote_agent, metadata)
-        except Exception as exc:
-            raise BackendError(f"NIXL refuses the metadata of {name}: {exc!r}") from exc
-        found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
-        if found != name:
-            # Never somebody else's: metadata under a false name may be that of a peer in use.
-            if found not in self._remotes:
-                with suppress(Exception):
-                    agent.remove_remote_agent(found)
-            raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
+        assert self._agent is not None
+        # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
+        await anyio.to_thread.run_sync(self._agent.load, name, metadata)
+        # Only what NIXL took once is given to it again.
+        loads = [poster.load(name, metadata) for poster in self._posters if poster.is_alive]
+        for outcome in await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare one table's two descriptor lists, one strided row per piece."""
+        """Prepare one table's two descriptor lists; posting threads do when they first use it."""
         if table.num_rows == 0:
             return
-        if name not in self._remotes:
+        if name not in self._remotes or self._agent is None:
             raise BackendError(f"peer {name} is not loaded")
-        try:
-            mine = self._prepare("", table.local, table.length, table.local_blocks, memories)
-            theirs = self._prepare(name, table.remote, table.length, table.remote_blocks, remote)
-        except BackendError:
-            raise
-        except Exception as exc:
-            raise BackendError(f"NIXL cannot prepare descriptors of {name}: {exc!r}") from exc
-        self._remotes[name].tables[table.table_id] = (mine, theirs)
+        self._agent.add_table(name, table, memories, remote)
+        self._remotes[name].row_bytes[table.table_id] = int(table.length.max())
+        for poster in self._posters:
+            poster.add_table(name, table, memories, remote)
 
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget one table's descriptor lists."""
         if self._agent is None or name not in self._remotes:
             return
-        for handle in self._remotes[name].tables.pop(table_id, ()):
-            with suppress(Exception):
-                self._agent.release_dlist_handle(handle)
+        if self._remotes[name].row_bytes.pop(table_id, None) is None:
+            return
+        self._agent.remove_table(name, table_id)
+        for poster in self._posters:
+            poster.remove_table(name, table_id)
 
     def remove_peer(self, name: str, *, keep: bool = False) -> None:
         """Forget a peer and its descriptor lists.
@@ -311,82 +304,68 @@ class NixlPlane:
             if len(self._kept) <= MAX_KEPT:
                 return
             name, _ = self._kept.popitem(last=False)
-        with suppress(Exception):  # a connection that broke is gone as it is
-            self._drop_remote(self._agent, name)
+        self._drop_remote(name)
 
-    def _drop_remote(self, agent: Any, name: str) -> None:
-        for pair in self._remotes.pop(name).tables.values():
-            for handle in pair:
-                agent.release_dlist_handle(handle)
-        agent.remove_remote_agent(name)
-
-    def _prepare(
-        self, name: str, rows: npt.NDArray[np.int64], length: npt.NDArray[np.int64], count: int, at: Sequence[Memory]
-    ) -> Any:
-        kinds = {at[int(m)].kind for m in np.unique(rows[:, 0])}
-        if len(kinds) != 1:
-            raise BackendError(
-                f"one table mixes {' and '.join(sorted(kinds))} memory; give each kind a group of its own"
-            )
-        base = np.array([m.base for m in at], np.uint64)
-        device = np.array([m.device for m in at], np.uint64)
-        descs = np.empty((len(rows), 5), np.uint64)
-        descs[:, 0] = base[rows[:, 0]] + rows[:, 1].astype(np.uint64)
-        descs[:, 1] = length
-        descs[:, 2] = device[rows[:, 0]]
-        descs[:, 3] = rows[:, 2]
-        descs[:, 4] = count
-        return self._agent.prep_xfer_dlist(name, descs, MEMORY_KINDS[kinds.pop()])
+    def _drop_remote(self, name: str) -> None:
+        del self._remotes[name]
+        if self._agent is not None:
+            self._agent.drop(name)
+        for poster in self._posters:
+            poster.drop(name)
 
     # -- transfers ---------------------------------------------------------------------------------
 
     def post_read(
         self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
     ) -> Ended | None:
-        """Post a read; local transports finish it in here."""
+        """Post a read, or hand it over if it is bulk; local transports finish it in here."""
+        assert self._agent is not None
         self._counts["posts"] += 1
-        try:
-            mine, theirs = self._remotes[name].tables[table_id]
-            transfer = self._agent.make_prepped_xfer("READ", mine, local, theirs, remote)
-        except Exception as exc:
-            # Nothing was posted, so nothing will be written.
-            return Ended(transfer_id, Ending.FAILED, repr(exc))
-        # The raw handle: the wrapper would release it behind our back when it is collected.
-        handle, transfer._released = transfer._handle, True
-        try:
-            status = int(self._raw.postXferReq(handle, b""))
-        except Exception as exc:
-            return self._trouble(transfer_id, handle, exc)
-        if status == 0:
-            self._counts["done_in_post"] += 1
-            self._release(handle)
-            return Ended(transfer_id, Ending.DONE)
-        self._running[transfer_id] = handle
-        if not self._is_sweep_due and self._loop is not None:
+        if self._posters and self._hand_over(transfer_id, name, table_id, local, remote):
+            return None
+        ended = self._agent.post(transfer_id, name, table_id, local, remote)
+        if ended is None and not self._is_sweep_due and self._loop is not None:
             # Posting makes progress and may have eaten another transfer's wake-up.
             self._is_sweep_due = True
             self._loop.call_soon(self._sweep_soon)
-        self._arm()
-        return None
+        if ended is None or ended.ending is Ending.IN_DOUBT:
+            self._arm()
+        return ended
+
+    def _hand_over(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> bool:
+        known = self._remotes.get(name)
+        row_bytes = known.row_bytes.get(table_id) if known is not None else None
+        if row_bytes is None:
+            return False
+        count = len(local)
+        num_bytes = count * row_bytes
+        if num_bytes < self._config.bulk_bytes and count < self._config.bulk_descriptors:
+            return False
+        poster = min(self._posters, key=lambda each: each.backlog if each.is_alive else sys.maxsize)
+        if not poster.post(transfer_id, name, table_id, local, remote, num_bytes):
+            return False
+        self._counts["posts_handed"] += 1
+        self._handed.add(transfer_id)
+        return True
 
     def poll(self) -> list[Ended]:
         """Sweep until nothing new is found; without transfers, make progress for remote readers."""
-        if self._raw is None:
+        if self._agent is None:
             return []
-        news: list[Ended] = []
-        while found := self._sweep(self._running):
-            news += found
-        if self._doubtful:
-            news += self._sweep(self._doubtful)
-        if not self._running:
-            self._progress()
-        if self._unreleased:
-            waiting, self._unreleased = self._unreleased, []
-            for handle in waiting:
-                self._release(handle)
+        news = self._agent.sweep()
         if self._is_timer_poll:
             self._counts["rescued"] += len(news)
         self._polls = 0 if news else self._polls + 1
+        while self._inbox:
+            ended = self._inbox.popleft()
+            if ended.ending is Ending.IN_DOUBT:
+                self._handed_doubtful.add(ended.transfer_id)
+            else:
+                self._handed_doubtful.discard(ended.transfer_id)
+                self._handed.discard(ended.transfer_id)
+            news.append(ended)
         return news
 
     def watch(self, serving: bool) -> None:
@@ -394,48 +373,31 @@ class NixlPlane:
         self._is_serving = serving
         self._arm()
 
-    def _sweep(self, handles: dict[TransferId, int]) -> list[Ended]:
-        status = self._raw.getXferStatus
-        news = []
-        for transfer_id, handle in list(handles.items()):
-            try:
-                code = int(status(handle))
-            except Exception as exc:
-                if handles is self._doubtful:
-                    if isinstance(exc, self._lost):
-                        del handles[transfer_id]
-                        news.append(self._trouble(transfer_id, handle, exc))
-                    continue
-                del handles[transfer_id]
-                news.append(self._trouble(transfer_id, handle, exc))
-                continue
-            if code == 0:
-                del handles[transfer_id]
-                self._release(handle)
-                news.append(Ended(transfer_id, Ending.DONE))
-        return news
+    # -- called by posting threads -----------------------------------------------------------------
 
-    def _trouble(self, transfer_id: TransferId, handle: int, exc: Exception) -> Ended:
-        if isinstance(exc, self._lost):
-            self._release(handle)
-            return Ended(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", peer_lost=True)
-        self._doubtful[transfer_id] = handle
-        self._arm()
-        return Ended(transfer_id, Ending.IN_DOUBT, repr(exc))
+    def _hear(self, news: list[Ended]) -> None:
+        self._inbox.extend(news)
+        if not self._is_told and self._loop is not None:
+            self._is_told = True
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._told)
 
-    def _release(self, handle: int) -> None:
-        try:
-            self._raw.releaseXferReq(handle)
-        except Exception:
-            # Its bytes are settled; only the handle is kept, and tried again.
-            self._unreleased.append(handle)
-
-    def _progress(self) -> None:
-        # Anybody can send notifications in anybody's name: they are emptied, counted and ignored.
-        if arrived := self._raw.getNotifs({}, []):
-            self._counts["notifications"] += sum(map(len, arrived.values()))
+    def _hear_broken(self, exc: BaseException) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_broken, exc)
 
     # -- waking ------------------------------------------------------------------------------------
+
+    def _told(self) -> None:
+        self._is_told = False
+        if self._agent is not None:
+            self._on_ready()
+
+    def _tell_broken(self, exc: BaseException) -> None:
+        assert self._loop is not None
+        self._counts["posters_broken"] += 1
+        self._loop.call_exception_handler({"message": "a posting thread broke", "exception": exc})
 
     def _woken(self) -> None:
         self._counts["wakeups"] += 1
@@ -443,20 +405,23 @@ class NixlPlane:
 
     def _sweep_soon(self) -> None:
         self._is_sweep_due = False
-        if self._raw is not None:
+        if self._agent is not None:
             self._on_ready()
 
     def _arm(self) -> None:
-        if self._timer is None and self._loop is not None and self._raw is not None and (delay := self._delay()) >= 0:
+        if self._timer is None and self._loop is not None and (delay := self._delay()) >= 0:
             self._timer = self._loop.call_later(delay, self._timed_out)
 
     def _delay(self) -> float:
+        """Seconds until transfers are asked without being told; negative for never."""
+        if (agent := self._agent) is None:
+            return -1.0
         if self._fds:
-            return SAFETY_S if self._running or self._is_serving else DOUBT_S if self._doubtful else -1.0
-        if not (self._running or self._doubtful or self._is_serving):
+            return SAFETY_S if agent.running or self._is_serving else DOUBT_S if agent.doubtful else -1.0
+        if not (agent.running or agent.doubtful or self._is_serving):
             return -1.0
         over = self._polls - TIGHT_POLLS
-        return 0.0 if self._running and over < 0 else min(1e-3, 2e-5 * 2 ** min(max(over, 0) // 8, 6))
+        return 0.0 if agent.running and over < 0 else min(1e-3, 2e-5 * 2 ** min(max(over, 0) // 8, 6))
 
     def _timed_out(self) -> None:
         self._timer = None
@@ -470,13 +435,28 @@ class NixlPlane:
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """Count handles and wake-ups."""
+        """Count handles and wake-ups; those of posting threads as they are this moment."""
+        agents = [agent for agent in (self._agent, *(p.agent for p in self._posters)) if agent is not None]
+        of_posters: dict[str, int] = {}
+        for number, poster in enumerate(self._posters, 1):
+            of_posters |= {
+                f"poster{number}.posts": poster.posts,
+                f"poster{number}.batches": poster.batches,
+                f"poster{number}.wakeups": poster.wakeups,
+                f"poster{number}.rescued": poster.rescued,
+                f"poster{number}.backlog_bytes": poster.backlog,
+            }
+        mine = self._agent
         return {
             **self._counts,
-            "running": len(self._running),
-            "in_doubt": len(self._doubtful),
-            "unreleased": len(self._unreleased),
+            "done_in_post": sum(a.done_in_post for a in agents),
+            "notifications": sum(a.notifications for a in agents),
+            "running": (len(mine.running) if mine else 0) + len(self._handed) - len(self._handed_doubtful),
+            "in_doubt": (len(mine.doubtful) if mine else 0) + len(self._handed_doubtful),
+            "unreleased": sum(len(a.unreleased) for a in agents),
             "peers": len(self._remotes),
+            "posting_threads": sum(p.is_alive for p in self._posters),
+            **of_posters,
         }
 
     def describe(self) -> dict[str, str]:
@@ -484,13 +464,21 @@ class NixlPlane:
         from importlib.metadata import version
 
         package = self._api.__package__ if self._api is not None else ""
+        config = self._config
         return {
             "nixl": version("nixl"),
             "nixl_variant": str(package),
-            "backend": self._config.backend,
+            "backend": config.backend,
             "ucx_tls": os.environ.get("UCX_TLS", "UCX default"),
             "ucx_net_devices": os.environ.get("UCX_NET_DEVICES", "UCX default"),
-            "ucx_error_handling_mode": self._config.params.get("ucx_error_handling_mode", "peer (NIXL default)"),
-            "engine_config": (DEFAULTS | self._config.params)["engine_config"],
+            "ucx_error_handling_mode": config.params.get("ucx_error_handling_mode", "peer (NIXL default)"),
+            "engine_config": (DEFAULTS | config.params)["engine_config"],
             "completions": f"{len(self._fds)} epoll descriptors of UCX" if self._fds else "polling",
+            "posting_threads": (
+                f"{config.num_posters}, each with an agent of its own, for reads from {config.bulk_bytes} bytes "
+                f"or {config.bulk_descriptors} descriptors"
+                if config.num_posters
+                else "0: all reads are posted on the loop"
+            ),
+            "sync_mode": "strict",
         }

@@ -1,0 +1,412 @@
+"""Posting threads: bulk reads run here, so that neither a copy nor a drained socket holds up the event loop.
+
+Each thread has a NIXL agent of its own, that is, its own UCX worker, connections and lock. Several workers in
+one agent copy no faster, and share a lock which every metadata and notification call takes exclusively: the
+loop would wait there for a poster's copy. An agent apart shares nothing with the loop's. It gives out no
+metadata, so remote readers never reach it; they reach the loop's.
+
+The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in through a
+queue, in order; news goes out in batches, the first at once and then one per `TELL_S` while there is work.
+Handles never leave their thread. What a thread's end may leave behind is nothing: it destroys its agent,
+after which nothing writes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import enum
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import assert_never
+
+from asynckv.core.layout import Memory
+from asynckv.core.plan import PieceTable
+from asynckv.core.types import TransferId
+from asynckv.edges.agent import Agent, IndexArray, make_epoll
+from asynckv.errors import BackendError
+from asynckv.ports import Ended, Ending
+
+__all__ = ["Poster"]
+
+MAX_QUEUED = 1024
+"""Reads that wait for one thread, at most. The windows of the core are far below; whatever is above is not taken."""
+
+SAFETY_S = 0.005
+"""Some wake-ups are missed; a sleep this short finds what they would have told."""
+
+POLL_S = 0.001
+"""How often all transfers are asked while bytes arrive, or where UCX has no descriptors to sleep on."""
+
+NAP_S = 0.00002
+"""Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
+
+DOUBT_S = 0.25
+TELL_S = 0.0005
+EXIT_S = 2.0
+"""How long the end of the interpreter waits for a thread that nobody closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    name: str
+    metadata: bytes
+    loaded: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _AddTable:
+    name: str
+    table: PieceTable
+    mine: Sequence[Memory]
+    theirs: Sequence[Memory]
+
+
+@dataclass(frozen=True, slots=True)
+class _RemoveTable:
+    name: str
+    table_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    transfer_id: TransferId
+    name: str
+    table_id: int
+    local: IndexArray
+    remote: IndexArray
+    num_bytes: int
+
+
+_Order = _Load | _AddTable | _RemoveTable | _Drop | _Post
+
+
+class _Woken(enum.Enum):
+    """What ended a sleep."""
+
+    BY_ORDER = enum.auto()
+    BY_UCX = enum.auto()
+    BY_TIME = enum.auto()
+
+
+class Poster:
+    """One posting thread.
+
+    Args:
+        name: Of the thread.
+        make_agent: Makes its agent, with memory registered; called on the thread, before the first order.
+        tell: Called on the thread with news, in batches.
+        broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
+            what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is gone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_agent: Callable[[], Agent],
+        tell: Callable[[list[Ended]], None],
+        broke: Callable[[BaseException], None],
+    ) -> None:
+        self.name = name
+        self._make_agent, self._tell, self._broke = make_agent, tell, broke
+        self._agent: Agent | None = None
+        self._orders: deque[_Order] = deque()
+        self._loading: Future[None] | None = None
+        self._tables: dict[tuple[str, int], _AddTable] = {}
+        """Tables whose lists are prepared when they are first used."""
+        self._mine: set[TransferId] = set()
+        """Reads that were posted, until their end is told."""
+        self._news: list[Ended] = []
+        self._told_at = self._swept_at = 0.0
+        self._queued = 0
+        self._queued_bytes = 0
+        self._posted_bytes = 0
+        self._is_asleep = self._is_stopping = False
+        self._is_alive = True
+        self.posts = self.batches = self.wakeups = self.rescued = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # A daemon, or the interpreter would wait for a thread that nobody told to end before it runs `atexit`.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _started.add(self)
+        self._thread.start()
+
+    # -- called by the loop ------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether orders are still obeyed; not after a fork either, which no thread survives."""
+        return self._is_alive and not self._is_stopping and self._thread.is_alive()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that were handed over and not posted yet."""
+        return self._queued_bytes - self._posted_bytes
+
+    @property
+    def agent(self) -> Agent | None:
+        """Its agent, to look at only."""
+        return self._agent
+
+    def load(self, name: str, metadata: bytes) -> Future[None]:
+        """Load a peer; the future fails with `BackendError`."""
+        loaded: Future[None] = Future()
+        if self.is_alive:
+            self._order(_Load(name, metadata, loaded))
+        else:
+            loaded.set_exception(BackendError(f"{self.name} has ended"))
+        return loaded
+
+    def add_table(self, name: str, table: PieceTable, mine: Sequence[Memory], theirs: Sequence[Memory]) -> None:
+        """Remember a table of a peer."""
+        self._order(_AddTable(name, table, mine, theirs))
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget a table once what was ordered before is done."""
+        self._order(_RemoveTable(name, table_id))
+
+    def drop(self, name: str) -> None:
+        """Forget a peer once what was ordered before is done."""
+        self._order(_Drop(name))
+
+    def post(
+        self,
+        transfer_id: TransferId,
+        name: str,
+        table_id: int,
+        local: IndexArray,
+        remote: IndexArray,
+        num_bytes: int,
+    ) -> bool:
+        """Take a read over; False if it is not taken, because the thread is gone or has too many."""
+        if not self.is_alive or self._queued - self.posts >= MAX_QUEUED:
+            return False
+        self._queued += 1
+        self._queued_bytes += num_bytes
+        self._order(_Post(transfer_id, name, table_id, local, remote, num_bytes))
+        return True
+
+    def stop(self) -> None:
+        """Tell the thread to end as soon as it comes out of NIXL."""
+        self._is_stopping = True
+        self._wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end, with which its agent is gone; False if it is still inside NIXL."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        return True
+
+    def _order(self, order: _Order) -> None:
+        self._orders.append(order)
+        if self._is_asleep:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            with suppress(OSError):
+                os.eventfd_write(self._wake_fd, 1)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as exc:  # whatever it is, transfers must hear of it
+            self._is_alive = False
+            self._fail(exc)
+        else:
+            self._is_alive = False
+            self._refuse(BackendError(f"{self.name} was closed"))
+            if self._agent is not None:
+                self._agent.close()
+
+    def _work(self) -> None:
+        agent: Agent | None = None
+        why = _Woken.BY_ORDER
+        sleeper = make_epoll()
+        try:
+            sleeper.register(self._wake_fd, select.EPOLLIN)
+            while not self._is_stopping:
+                if agent is None and self._orders:
+                    agent = self._start(sleeper)
+                if agent is not None:
+                    self._obey(agent)
+                    # Without transfers only UCX's events ask for progress.
+                    if agent.is_busy or why is not _Woken.BY_ORDER:
+                        found = self._ask(agent, why)
+                        if why is _Woken.BY_UCX and agent.running and not found:
+                            # Bytes arrive: let some gather, and the loop have Python meanwhile.
+                            time.sleep(NAP_S)
+                if self._news:
+                    self._flush()
+                why = self._sleep(sleeper, agent)
+        finally:
+            sleeper.close()
+
+    def _start(self, sleeper: select.epoll) -> Agent | None:
+        """Make the agent, when there is something to do for the first time."""
+        try:
+            self._agent = self._make_agent()
+        except BackendError as exc:
+            self._refuse(exc)
+            return None
+        for fd in self._agent.fds:
+            sleeper.register(fd, select.EPOLLIN)
+        return self._agent
+
+    def _ask(self, agent: Agent, why: _Woken) -> bool:
+        """Collect news; whether there is any."""
+        now = time.monotonic()
+        if why is _Woken.BY_UCX and agent.running and now - self._swept_at < POLL_S:
+            found = agent.look()
+        else:
+            self._swept_at = now
+            found = agent.sweep()
+            self.rescued += len(found) if why is _Woken.BY_TIME else 0
+        self._news += found
+        return bool(found)
+
+    def _obey(self, agent: Agent) -> None:
+        while self._orders and not self._is_stopping:
+            order = self._orders.popleft()
+            match order:
+                case _Post():
+                    self._mine.add(order.transfer_id)
+                    self._posted_bytes += order.num_bytes
+                    self.posts += 1
+                    if (ended := self._post(agent, order)) is not None:
+                        self._news.append(ended)
+                case _Load(name, metadata, loaded):
+                    if loaded.set_running_or_notify_cancel():
+                        self._loading = loaded
+                        self._load(agent, name, metadata, loaded)
+                        self._loading = None
+                case _AddTable(name, table):
+                    self._tables[name, table.table_id] = order
+                case _RemoveTable(name, table_id):
+                    self._tables.pop((name, table_id), None)
+                    agent.remove_table(name, table_id)
+                case _Drop(name):
+                    for key in [key for key in self._tables if key[0] == name]:
+                        del self._tables[key]
+                    agent.drop(name)
+                case _:
+                    assert_never(order)
+            now = time.monotonic()
+            if agent.running and now - self._swept_at > POLL_S:
+                self._swept_at = now
+                self._news += agent.sweep()
+            if self._news and now - self._told_at > TELL_S:
+                self._flush()
+
+    def _load(self, agent: Agent, name: str, metadata: bytes, loaded: Future[None]) -> None:
+        try:
+            agent.load(name, metadata)
+        except BackendError as exc:
+            loaded.set_exception(exc)
+        else:
+            loaded.set_result(None)
+
+    def _post(self, agent: Agent, order: _Post) -> Ended | None:
+        if not agent.has_table(order.name, order.table_id):
+            known = self._tables.get((order.name, order.table_id))
+            if known is None:
+                cause = f"table {order.table_id} of peer {order.name} is not there"
+                return Ended(order.transfer_id, Ending.FAILED, cause)
+            try:
+                agent.add_table(known.name, known.table, known.mine, known.theirs)
+            except BackendError as exc:
+                return Ended(order.transfer_id, Ending.FAILED, str(exc))
+        return agent.post(order.transfer_id, order.name, order.table_id, order.local, order.remote)
+
+    def _flush(self) -> None:
+        news, self._news = self._news, []
+        self._mine.difference_update(ended.transfer_id for ended in news if ended.ending is not Ending.IN_DOUBT)
+        self._told_at = time.monotonic()
+        self.batches += 1
+        self._tell(news)
+
+    def _sleep(self, sleeper: select.epoll, agent: Agent | None) -> _Woken:
+        """Sleep until an order, an event of UCX or the time to ask."""
+        timeout: float | None = None
+        if agent is not None and agent.running:
+            timeout = SAFETY_S if agent.fds else POLL_S
+        elif agent is not None and agent.is_busy:
+            timeout = DOUBT_S
+        self._is_asleep = True
+        try:
+            # Whoever orders after this look sees that we sleep.
+            if self._orders or self._is_stopping:
+                return _Woken.BY_ORDER
+            events = sleeper.poll(timeout)
+        finally:
+            self._is_asleep = False
+        why = _Woken.BY_ORDER if events else _Woken.BY_TIME
+        for fd, _ in events:
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            else:
+                self.wakeups += 1
+                why = _Woken.BY_UCX
+        return why
+
+    # -- the thread's end --------------------------------------------------------------------------
+
+    def _refuse(self, cause: BackendError) -> None:
+        """Nothing that waits will be done, and none of it was posted."""
+        while self._orders:
+            match self._orders.popleft():
+                case _Post(transfer_id):
+                    self._news.append(Ended(transfer_id, Ending.FAILED, str(cause)))
+                case _Load(loaded=loaded):
+                    if loaded.set_running_or_notify_cancel():
+                        loaded.set_exception(cause)
+                case _:
+                    pass
+
+    def _fail(self, exc: BaseException) -> None:
+        """End by an exception: say what becomes of every transfer, then of those that had been posted."""
+        cause = f"{self.name} ended by {exc!r}"
+        if self._loading is not None:
+            self._loading.set_exception(BackendError(cause))
+        ended = {news.transfer_id for news in self._news if news.ending is not Ending.IN_DOUBT}
+        posted = sorted(self._mine - ended)
+        self._refuse(BackendError(cause))
+        self._news += [Ended(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
+        self._flush()
+        self._broke(exc)
+        if self._agent is not None:
+            self._agent.close()
+        # Nothing of it writes any more.
+        self._news = [Ended(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
+        self._flush()
+
+
+_started: weakref.WeakSet[Poster] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End threads that nobody closed: inside NIXL they would not survive the end of the interpreter."""
+    left = list(_started)
+    for poster in left:
+        poster.stop()
+    deadline = time.monotonic() + EXIT_S
+    for poster in left:
+        poster.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,356 @@
+"""Posting threads on real NIXL: bytes, order, batches; what they do when something breaks, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+from asynckv.config import NixlConfig
+from asynckv.core.layout import Memory
+from asynckv.core.types import TransferId
+from asynckv.edges import nixl, posters
+from asynckv.edges.agent import Agent
+from asynckv.errors import BackendError, ConfigError
+from asynckv.ports import Ended, Ending
+from tests.engines import until
+from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
+
+pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+
+ALL_BULK = NixlConfig(posting_threads=1, bulk_bytes=1)
+
+
+@pytest.fixture
+def sides(anyio_backend: str) -> Iterator[list[Side]]:
+    """Planes to close in the end, whatever happened."""
+    made: list[Side] = []
+    yield made
+    for side in made:
+        side.plane.close()
+
+
+async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, Side]:
+    reader, owner = Side("reader", 1, config), Side("owner", 2, NixlConfig(posting_threads=0))
+    sides += [reader, owner]
+    owner.plane.watch(True)
+    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    return reader, owner
+
+
+class Gate:
+    """Holds posting threads just before a post, as a long copy would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.leave = threading.Event(), threading.Event()
+        post = Agent.post
+
+        def held(agent: Agent, *args: Any) -> Ended | None:
+            if threading.current_thread() is not threading.main_thread():
+                self.entered.set()
+                assert self.leave.wait(10)
+            return post(agent, *args)
+
+        monkeypatch.setattr(Agent, "post", held)
+
+
+def poster_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if "-poster" in t.name]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_bulk_is_read_exactly_and_never_posted_on_the_loop(sides: list[Side], threads: int) -> None:
+    reader, owner = await link(sides, NixlConfig(posting_threads=threads, bulk_bytes=1))
+    for _ in range(3):
+        await check_reads(reader, "owner", owner.arrays)
+    found = reader.plane.statistics()
+    assert found["posts"] == found["posts_handed"] == 3 * len(TABLES)
+    assert sum(found[f"poster{i + 1}.posts"] for i in range(threads)) == found["posts"]
+    assert found["posting_threads"] == threads
+    assert found["running"] == found["in_doubt"] == found["unreleased"] == 0
+    assert len(poster_threads()) == threads
+    assert reader.plane.describe()["posting_threads"].startswith(f"{threads}, each with an agent of its own")
+
+
+async def test_small_reads_stay_on_the_loop(sides: list[Side]) -> None:
+    # The longest descriptor of the first table has 512 bytes, that of the second 256.
+    reader, owner = await link(sides, NixlConfig(posting_threads=1, bulk_bytes=512 * 4, bulk_descriptors=6))
+    rows = np.arange(8, dtype=np.int32)
+    for table_id, count, handed in ((0, 3, 0), (0, 4, 1), (7, 5, 1), (7, 6, 2)):
+        reader.read(count, "owner", table_id, rows[:count], rows[:count])
+        (ended,) = await reader.heard(1)
+        assert ended.ending is Ending.DONE
+        assert reader.plane.statistics()["posts_handed"] == handed
+    want = contents(1)
+    for t, count in ((TABLES[0], 4), (TABLES[1], 6)):
+        copied(want, owner.arrays, t, rows[:count], rows[:count])
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+
+
+async def test_many_ends_wake_the_loop_once(sides: list[Side]) -> None:
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    owner.plane.watch(False)
+    calls, posted = reader.calls, reader.plane.statistics()["poster1.posts"]
+    one = np.zeros(1, np.int32)
+    for number in range(300):
+        reader.read(100 + number, "owner", 7, one, one)
+    deadline = time.monotonic() + 10
+    while reader.plane.statistics()["poster1.posts"] < posted + 300:
+        assert time.monotonic() < deadline
+        # The loop must not turn, so that it hears of everything at once.
+        time.sleep(0.001)  # noqa: ASYNC251
+    news = await reader.heard(300)
+    assert {e.ending for e in news} == {Ending.DONE}
+    assert reader.calls - calls < 10
+
+
+async def test_what_is_too_much_for_a_thread_is_posted_on_the_loop(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posters, "MAX_QUEUED", 2)
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    handed = reader.plane.statistics()["posts_handed"]
+    gate = Gate(monkeypatch)
+    one = np.zeros(1, np.int32)
+    reader.read(30, "owner", 7, one, one)
+    await until(gate.entered.is_set)
+    for number in (31, 32, 33):
+        reader.read(number, "owner", 7, one, one)
+    assert [e.transfer_id for e in await reader.heard(1)] == [33]
+    assert reader.plane.statistics()["running"] == 3
+    gate.leave.set()
+    assert [e.transfer_id for e in await reader.heard(3)] == [30, 31, 32]
+    assert reader.plane.statistics()["posts_handed"] == handed + 3
+
+
+async def test_after_another_start_threads_serve_again(sides: list[Side]) -> None:
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    reader.plane.close()
+    assert poster_threads() == []
+    reader.plane.start(reader._poll)
+    reader.plane.register(reader.memories)
+    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane.statistics()["poster1.posts"] == len(TABLES)
+
+
+# -- trouble ---------------------------------------------------------------------------------------
+
+
+async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    gate, post = Gate(monkeypatch), Agent.post
+
+    def break_in_the_second(agent: Agent, transfer_id: TransferId, *args: Any) -> Ended | None:
+        ended = post(agent, transfer_id, *args)
+        if transfer_id == 2:
+            raise ZeroDivisionError("planted")
+        return ended
+
+    monkeypatch.setattr(Agent, "post", break_in_the_second)
+    local, remote = pairs(TABLES[1], 5)
+    for number in (1, 2, 3):
+        reader.read(number, "owner", 7, local, remote)
+    await until(gate.entered.is_set)
+    gate.leave.set()
+    # What was posted may still be written until the agent is gone; what was not, never.
+    news = [(e.transfer_id, e.ending) for e in await reader.heard(4)]
+    assert news == [(1, Ending.DONE), (3, Ending.FAILED), (2, Ending.IN_DOUBT), (2, Ending.FAILED)]
+    assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
+    found = reader.plane.statistics()
+    assert (found["posters_broken"], found["posting_threads"]) == (1, 0)
+    assert found["running"] == found["in_doubt"] == 0
+    # The loop does its work from here on.
+    monkeypatch.undo()
+    await check_reads(reader, "owner", owner.arrays)
+
+
+async def test_a_thread_whose_agent_cannot_be_made_refuses_the_peer(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, owner = Side("reader", 1, ALL_BULK), Side("owner", 2)
+    sides += [reader, owner]
+    make = nixl.NixlPlane._make_agent
+
+    def refuse(plane: nixl.NixlPlane, name: str) -> Agent:
+        raise BackendError("no more agents")
+
+    monkeypatch.setattr(nixl.NixlPlane, "_make_agent", refuse)
+    owner.plane.watch(True)
+    with pytest.raises(BackendError, match="no more agents"):
+        await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    assert reader.plane.statistics()["peers"] == 0
+    monkeypatch.setattr(nixl.NixlPlane, "_make_agent", make)
+    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+
+
+async def test_what_waits_for_a_peer_that_was_lost_is_not_posted(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    gate = Gate(monkeypatch)
+    local, remote = pairs(TABLES[1], 3)
+    for number in (1, 2):
+        reader.read(number, "owner", 7, local, remote)
+    await until(gate.entered.is_set)
+    (poster,) = reader.plane._posters
+    assert poster.agent is not None
+    # What a disconnect that some transfer meets leaves behind.
+    poster.agent._gone.add("owner")
+    gate.leave.set()
+    before = [a.copy() for a in reader.arrays]
+    news = await reader.heard(2)
+    assert [(e.ending, e.peer_lost) for e in news] == [(Ending.FAILED, True)] * 2
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -> None:
+    reader, _ = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
+    local, remote = pairs(TABLES[0], 0)
+    # Nobody turns the owner's loop, so connections are not made and nothing ends.
+    for number in range(20):
+        reader.read(number, "owner", 0, local, remote)
+    assert reader.plane.statistics()["running"] == 20
+    reader.plane.close()
+    assert poster_threads() == []
+    assert reader.plane.poll() == []
+    assert reader.plane.statistics()["running"] == 0
+    before: list[Bytes] = [a.copy() for a in reader.arrays]
+    await anyio.sleep(0.02)
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
+
+
+async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    gate = Gate(monkeypatch)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", 7, one, one)
+    await until(gate.entered.is_set)
+    with pytest.raises(BackendError, match=r"reader-poster1 did not come out of NIXL .* may still be written"):
+        reader.plane.close()
+    with pytest.raises(BackendError, match="still inside NIXL"):
+        reader.plane.start(reader._poll)
+    gate.leave.set()
+    monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+    reader.plane.close()
+    assert poster_threads() == []
+
+
+async def _leave_open() -> None:
+    """Read in bulk, fork, and leave without closing anything."""
+    made: list[Side] = []
+    reader, owner = await link(made)
+    await check_reads(reader, "owner", owner.arrays)
+    child = os.fork()
+    if not child:
+        # No thread survives a fork: what is asked for there must not wait for one.
+        os._exit(reader.plane.statistics()["posting_threads"])
+    _, status = os.waitpid(child, 0)  # noqa: ASYNC222
+    assert status == 0
+    assert reader.plane.statistics()["posting_threads"] == 1
+    local, remote = pairs(TABLES[0], 0)
+    for number in range(50):
+        reader.read(number, "owner", 0, local, remote)
+
+
+def test_the_interpreter_ends_though_nobody_closed() -> None:
+    code = "import asyncio; from tests import test_posters; asyncio.run(test_posters._leave_open())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("wrong", [{"posting_threads": n} for n in (-1, 17, True, 1.0, "two", None)])
+def test_numbers_of_threads_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"posting_threads is .* 0 \(post on the loop\) to 16, or 'auto'"):
+        NixlConfig(**wrong)
+
+
+@pytest.mark.parametrize("name", ["bulk_bytes", "bulk_descriptors"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_what_is_bulk_is_a_number_above_zero(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be an integer above 0"):
+        NixlConfig(**{name: value})
+
+
+# -- processes that read from each other -----------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("threads", [2])
+async def test_three_processes_read_from_each_other_at_once(transport: str, threads: int) -> None:
+    env = {**os.environ, **({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"} if transport == "tcp" else {})}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "tests.test_posters", str(threads)]
+    workers = [
+        await asyncio.create_subprocess_exec(*command, str(seed), env=env, stdin=pipe, stdout=pipe, limit=1 << 20)
+        for seed in (2, 3, 4)
+    ]
+    try:
+        with anyio.fail_after(40):
+            for turn in range(2):
+                lines = [await worker.stdout.readline() for worker in workers if worker.stdout]
+                for worker in workers:
+                    assert worker.stdin is not None
+                    worker.stdin.write(b"".join(lines) if turn == 0 else b"over\n")
+                assert all(lines), turn
+            assert [json.loads(line) for line in lines] == [{"handed": 80 if threads else 0, "left": 0}] * 3
+            assert [await worker.wait() for worker in workers] == [0, 0, 0]
+    finally:
+        for worker in workers:
+            if worker.returncode is None:
+                worker.kill()
+                await worker.wait()
+
+
+async def _mesh(threads: int, seed: int) -> None:
+    """Read twenty times from each of two other processes, which do the same."""
+    side = Side(f"mesh{seed}", seed + 10, NixlConfig(posting_threads=threads, bulk_bytes=1))
+    given = contents(seed)
+    side.plane.register([Memory(a.ctypes.data, a.nbytes) for a in given])
+    side.plane.watch(True)
+    metadata = base64.b64encode(side.plane.metadata()).decode()
+    print(json.dumps([seed, metadata, [a.ctypes.data for a in given]]), flush=True)
+    peers = [json.loads(await asyncio.to_thread(sys.stdin.readline)) for _ in range(3)]
+    others = [peer for peer in peers if peer[0] != seed]
+    for number, blob, bases in others:
+        await prepare(side, f"mesh{number}", base64.b64decode(blob), [Memory(base, SIZE) for base in bases])
+    for _ in range(20):
+        for number, _, _ in others:
+            await check_reads(side, f"mesh{number}", contents(number))
+    found = side.plane.statistics()
+    print(json.dumps({"handed": found["posts_handed"], "left": found["running"]}), flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    side.plane.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_mesh(int(sys.argv[1]), int(sys.argv[2])))
