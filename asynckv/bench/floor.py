@@ -79,7 +79,7 @@ class Round(msgspec.Struct):
 def _start_raw(pool: Pool, name: str) -> RawLoop:
     from asynckv.edges.nixl_raw import RawLoop
 
-    plane = RawLoop(NixlConfig(), f"floor-{name}-{os.getpid()}")
+    plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{name}-{os.getpid()}")
     # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
     plane.start(lambda: _progress(plane))
     plane.register(pool.registration.layout.memories)

@@ -38,10 +38,18 @@ _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
 
 
-def _epolls() -> set[int]:
-    """Return this process's epoll descriptors."""
+def _descriptors() -> set[str]:
+    """Name this process's descriptors."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def _epolls(names: set[str]) -> set[int]:
+    """Return those of some descriptors that are epoll sets.
+
+    Asked for few: every look lets go of Python's lock, which a thread that never sleeps gives back only after 5 ms.
+    """
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in names:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
                 found.add(int(name))
@@ -94,14 +102,14 @@ class Agent:
         with _creating:
             try:
                 agent = api.nixl_agent(name, config)
-                before = _epolls()
+                before = _descriptors()
                 agent.create_backend(backend, dict(params))
             except Exception as exc:
                 plugins = ", ".join(getattr(agent, "plugin_list", [])) or "none"
                 raise BackendError(
                     f"NIXL back end {backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
                 ) from exc
-            self.fds = _own(_epolls() - before)
+            self.fds = _own(_epolls(_descriptors() - before))
             """UCX's own epoll descriptors, which tell when there is something to do; none for some back ends."""
         self._agent: Any = agent
         self._raw: Any = agent.agent

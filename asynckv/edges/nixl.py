@@ -129,7 +129,6 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters: list[Poster] = []
-        self._memories: tuple[Memory, ...] = ()
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
         """Remote agents that nobody uses now, the oldest first."""
@@ -175,20 +174,16 @@ class NixlPlane:
         return Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
 
     def _start_poster(self, number: int) -> Poster:
+        # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for up to
+        # 5 ms where another thread never sleeps, and a handshake has a deadline.
         name = f"{self._name}-poster{number}"
-
-        def make() -> Agent:
-            agent = self._make_agent(name)
-            agent.register(self._memories)
-            return agent
-
-        return Poster(name, make, self._hear, self._hear_broken)
+        return Poster(name, self._make_agent(name), self._hear, self._hear_broken)
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory; posting threads do when they have a first peer."""
+        """Register local memory with every agent."""
         assert self._agent is not None
-        self._memories += tuple(memories)
-        self._agent.register(memories)
+        for agent in (self._agent, *(poster.agent for poster in self._posters)):
+            agent.register(memories)
 
     @property
     def agent_name(self) -> str:
@@ -232,7 +227,6 @@ class NixlPlane:
         # Every agent is gone: nothing writes any more.
         for left in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
             left.clear()
-        self._memories = ()
 
     # -- peers -------------------------------------------------------------------------------------
 

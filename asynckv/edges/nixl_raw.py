@@ -41,9 +41,9 @@ class RawLoop(NixlPlane):
         Raises:
             BackendError: A transfer failed.
         """
-        make, raw = self._agent.make_prepped_xfer, self._raw
-        post_it, status, release = raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
-        tables = self._remotes[name].tables
+        assert self._agent is not None
+        raw, read, tables = self._agent._raw, self._agent._read, self._agent._tables[name]
+        make, post_it, status, release = raw.makeXferReq, raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
         left = [len(posts) for posts in requests]
         ends = [0.0] * len(requests)
         running: dict[int, tuple[int, Post]] = {}
@@ -64,8 +64,7 @@ class RawLoop(NixlPlane):
                         break
                     upcoming = next(todo, None)
                     mine, theirs = tables[post.table_id]
-                    transfer = make("READ", mine, post.local, theirs, post.remote)
-                    handle, transfer._released = transfer._handle, True
+                    handle = make(read, mine._handle, post.local, theirs._handle, post.remote, b"", [], False)
                     if int(post_it(handle, b"")) == 0:
                         release(handle)
                         left[number] -= 1

@@ -106,7 +106,7 @@ class Poster:
 
     Args:
         name: Of the thread.
-        make_agent: Makes its agent, with memory registered; called on the thread, before the first order.
+        agent: Its own from here on, but for the registration of memory.
         tell: Called on the thread with news, in batches.
         broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
             what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is gone.
@@ -115,13 +115,12 @@ class Poster:
     def __init__(
         self,
         name: str,
-        make_agent: Callable[[], Agent],
+        agent: Agent,
         tell: Callable[[list[Ended]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
         self.name = name
-        self._make_agent, self._tell, self._broke = make_agent, tell, broke
-        self._agent: Agent | None = None
+        self.agent, self._tell, self._broke = agent, tell, broke
         self._orders: deque[_Order] = deque()
         self._loading: Future[None] | None = None
         self._tables: dict[tuple[str, int], _AddTable] = {}
@@ -153,11 +152,6 @@ class Poster:
     def backlog(self) -> int:
         """Bytes that were handed over and not posted yet."""
         return self._queued_bytes - self._posted_bytes
-
-    @property
-    def agent(self) -> Agent | None:
-        """Its agent, to look at only."""
-        return self._agent
 
     def load(self, name: str, metadata: bytes) -> Future[None]:
         """Load a peer; the future fails with `BackendError`."""
@@ -233,42 +227,27 @@ class Poster:
         else:
             self._is_alive = False
             self._refuse(BackendError(f"{self.name} was closed"))
-            if self._agent is not None:
-                self._agent.close()
+            self.agent.close()
 
     def _work(self) -> None:
-        agent: Agent | None = None
-        why = _Woken.BY_ORDER
+        agent, why = self.agent, _Woken.BY_ORDER
         sleeper = make_epoll()
         try:
-            sleeper.register(self._wake_fd, select.EPOLLIN)
+            for fd in (self._wake_fd, *agent.fds):
+                sleeper.register(fd, select.EPOLLIN)
             while not self._is_stopping:
-                if agent is None and self._orders:
-                    agent = self._start(sleeper)
-                if agent is not None:
-                    self._obey(agent)
-                    # Without transfers only UCX's events ask for progress.
-                    if agent.is_busy or why is not _Woken.BY_ORDER:
-                        found = self._ask(agent, why)
-                        if why is _Woken.BY_UCX and agent.running and not found:
-                            # Bytes arrive: let some gather, and the loop have Python meanwhile.
-                            time.sleep(NAP_S)
+                self._obey(agent)
+                # Without transfers only UCX's events ask for progress.
+                if agent.is_busy or why is not _Woken.BY_ORDER:
+                    found = self._ask(agent, why)
+                    if why is _Woken.BY_UCX and agent.running and not found:
+                        # Bytes arrive: let some gather, and the loop have Python meanwhile.
+                        time.sleep(NAP_S)
                 if self._news:
                     self._flush()
                 why = self._sleep(sleeper, agent)
         finally:
             sleeper.close()
-
-    def _start(self, sleeper: select.epoll) -> Agent | None:
-        """Make the agent, when there is something to do for the first time."""
-        try:
-            self._agent = self._make_agent()
-        except BackendError as exc:
-            self._refuse(exc)
-            return None
-        for fd in self._agent.fds:
-            sleeper.register(fd, select.EPOLLIN)
-        return self._agent
 
     def _ask(self, agent: Agent, why: _Woken) -> bool:
         """Collect news; whether there is any."""
@@ -342,12 +321,12 @@ class Poster:
         self.batches += 1
         self._tell(news)
 
-    def _sleep(self, sleeper: select.epoll, agent: Agent | None) -> _Woken:
+    def _sleep(self, sleeper: select.epoll, agent: Agent) -> _Woken:
         """Sleep until an order, an event of UCX or the time to ask."""
         timeout: float | None = None
-        if agent is not None and agent.running:
+        if agent.running:
             timeout = SAFETY_S if agent.fds else POLL_S
-        elif agent is not None and agent.is_busy:
+        elif agent.is_busy:
             timeout = DOUBT_S
         self._is_asleep = True
         try:
@@ -391,8 +370,7 @@ class Poster:
         self._news += [Ended(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
         self._flush()
         self._broke(exc)
-        if self._agent is not None:
-            self._agent.close()
+        self.agent.close()
         # Nothing of it writes any more.
         self._news = [Ended(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
         self._flush()
