@@ -16,6 +16,7 @@ import asyncio
 import importlib
 import importlib.util
 import logging
+import math
 import os
 import re
 import stat
@@ -103,6 +104,13 @@ def _is_reopenable(fd: int) -> bool:
     return False
 
 
+PROBE_S = 1.0
+"""How often bulk goes the other way, to see whether that is better now."""
+
+PACE = 2.0
+"""How much slower a posting thread may copy than the loop would, which has other things to do."""
+
+
 class _Remote:
     """What is known of one peer."""
 
@@ -112,6 +120,39 @@ class _Remote:
         self.users = 1
         self.row_bytes: dict[int, int] = {}
         """Per table, the bytes of its longest descriptor."""
+
+
+class _Pace:
+    """Whether handing bulk over pays, found by doing both.
+
+    After every post a thread waits for Python's lock: up to 5 ms if another thread, such as an event loop that never
+    sleeps, does not let go of it by itself. Then the loop copies faster by itself.
+    """
+
+    def __init__(self) -> None:
+        self._loop = self._thread = 0.0
+        """Seconds per byte, lately; 0 while unknown."""
+        self._probed_at = -math.inf
+
+    @property
+    def favours_threads(self) -> bool:
+        """They are not much slower."""
+        return not self._loop or self._thread <= PACE * self._loop
+
+    def choose(self, now: float) -> bool:
+        """Say whether to hand the next read over; once in a while the other way is tried."""
+        if now - self._probed_at >= PROBE_S:
+            self._probed_at = now
+            return not self.favours_threads
+        return self.favours_threads
+
+    def note(self, *, by_thread: bool, num_bytes: int, seconds: float) -> None:
+        """Take the time that posts took which copied."""
+        cost = seconds / num_bytes
+        if by_thread:
+            self._thread = (self._thread + cost) / 2 if self._thread else cost
+        else:
+            self._loop = (self._loop + cost) / 2 if self._loop else cost
 
 
 class NixlPlane:
@@ -129,6 +170,7 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters: list[Poster] = []
+        self._pace = _Pace()
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
         """Remote agents that nobody uses now, the oldest first."""
@@ -315,9 +357,13 @@ class NixlPlane:
         """Post a read, or hand it over if it is bulk; local transports finish it in here."""
         assert self._agent is not None
         self._counts["posts"] += 1
-        if self._posters and self._hand_over(transfer_id, name, table_id, local, remote):
+        num_bytes = self._bulk_bytes(name, table_id, len(local)) if self._posters else 0
+        if num_bytes and self._hand_over(transfer_id, name, table_id, local, remote, num_bytes):
             return None
+        began = time.monotonic() if num_bytes else 0.0
         ended = self._agent.post(transfer_id, name, table_id, local, remote)
+        if num_bytes and ended is not None and ended.ending is Ending.DONE:
+            self._pace.note(by_thread=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due and self._loop is not None:
             # Posting makes progress and may have eaten another transfer's wake-up.
             self._is_sweep_due = True
@@ -326,16 +372,20 @@ class NixlPlane:
             self._arm()
         return ended
 
-    def _hand_over(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> bool:
+    def _bulk_bytes(self, name: str, table_id: int, count: int) -> int:
+        """Say how much a read is, at most, if it is bulk; 0 if it is not."""
         known = self._remotes.get(name)
         row_bytes = known.row_bytes.get(table_id) if known is not None else None
         if row_bytes is None:
-            return False
-        count = len(local)
+            return 0
         num_bytes = count * row_bytes
-        if num_bytes < self._config.bulk_bytes and count < self._config.bulk_descriptors:
+        is_bulk = num_bytes >= self._config.bulk_bytes or count >= self._config.bulk_descriptors
+        return num_bytes if is_bulk else 0
+
+    def _hand_over(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray, num_bytes: int
+    ) -> bool:
+        if self._config.posting_threads == "auto" and not self._pace.choose(time.monotonic()):
             return False
         poster = min(self._posters, key=lambda each: each.backlog if each.is_alive else sys.maxsize)
         if not poster.post(transfer_id, name, table_id, local, remote, num_bytes):
@@ -352,6 +402,10 @@ class NixlPlane:
         if self._is_timer_poll:
             self._counts["rescued"] += len(news)
         self._polls = 0 if news else self._polls + 1
+        for poster in self._posters:
+            num_copied, seconds = poster.take_pace()
+            if num_copied:
+                self._pace.note(by_thread=True, num_bytes=num_copied, seconds=seconds)
         while self._inbox:
             ended = self._inbox.popleft()
             if ended.ending is Ending.IN_DOUBT:

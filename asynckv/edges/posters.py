@@ -132,6 +132,7 @@ class Poster:
         self._queued = 0
         self._queued_bytes = 0
         self._posted_bytes = 0
+        self._copied = (0, 0.0)
         self._is_asleep = self._is_stopping = False
         self._is_alive = True
         self.posts = self.batches = self.wakeups = self.rescued = 0
@@ -190,6 +191,12 @@ class Poster:
         self._queued_bytes += num_bytes
         self._order(_Post(transfer_id, name, table_id, local, remote, num_bytes))
         return True
+
+    def take_pace(self) -> tuple[int, float]:
+        """Return bytes that were copied by posting since the last look, and the seconds it took; a post that ends
+        meanwhile may be missed."""
+        copied, self._copied = self._copied, (0, 0.0)
+        return copied
 
     def stop(self) -> None:
         """Tell the thread to end as soon as it comes out of NIXL."""
@@ -269,8 +276,14 @@ class Poster:
                     self._mine.add(order.transfer_id)
                     self._posted_bytes += order.num_bytes
                     self.posts += 1
+                    began = time.monotonic()
                     if (ended := self._post(agent, order)) is not None:
                         self._news.append(ended)
+                        if ended.ending is Ending.DONE:
+                            self._copied = (
+                                self._copied[0] + order.num_bytes,
+                                self._copied[1] + time.monotonic() - began,
+                            )
                 case _Load(name, metadata, loaded):
                     if loaded.set_running_or_notify_cancel():
                         self._loading = loaded
