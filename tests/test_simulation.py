@@ -10,8 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from asynckv.core import node
 from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
 from tests.mutations import PLANTED
+
+needs_python_core = pytest.mark.skipif(
+    not (node.__file__ or "").endswith(".py"), reason="the core is compiled, and its methods cannot be replaced"
+)
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:
@@ -99,12 +104,14 @@ def caught(name: str, seeds: int, monkeypatch: pytest.MonkeyPatch) -> bool:
     return any(simulate(seed).violation for seed in range(seeds))
 
 
+@needs_python_core
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("name", sorted(PLANTED.keys() - SLOW.keys()))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught(name, 150, monkeypatch)
 
 
+@needs_python_core
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
@@ -122,6 +129,7 @@ def test_thousands_of_services_keep_every_promise() -> None:
     assert found.violations == {}
 
 
+@needs_python_core
 def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTED["frees_before_it_drained"](monkeypatch)
     script = next(s for s in map(make_script, range(50)) if play(s).violation)

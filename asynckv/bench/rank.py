@@ -26,6 +26,7 @@ from asynckv.bench import protocol as p
 from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
 from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.core import node
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.layouts import model_layout
@@ -327,7 +328,9 @@ async def _run(pipe: p.Pipe) -> None:
         )
         async with engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
+            pipe.write(
+                p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop, "core": _core()})
+            )
             await _serve(pipe, Worker(setup, pool, engine))
     except AsyncKVError as exc:
         pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
@@ -335,6 +338,11 @@ async def _run(pipe: p.Pipe) -> None:
         pipe.write(
             p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
         )
+
+
+def _core() -> str:
+    """How the core runs: as Python, or compiled when it was installed."""
+    return "python" if (node.__file__ or "").endswith(".py") else "compiled"
 
 
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:

@@ -222,7 +222,7 @@ class Node:
         """Start a pull that answers for every rank that overlaps ours, in every stage."""
         if attempt == 1 and not is_discharge:
             self._check_open()
-        if cohort_id and (len(cohort_id) > MAX_NAME or any("\ud800" <= c <= "\udfff" for c in cohort_id)):
+        if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
             raise LocalProtocolError(
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
