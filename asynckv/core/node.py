@@ -64,7 +64,8 @@ MAX_READERS = 65_536
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
-MAX_ROSTERS = 1024
+MAX_ROSTERED = 65_536
+"""Endpoints of prefill groups that are remembered."""
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
 
@@ -150,6 +151,7 @@ class Node:
         """Group size -> ranks; at most as many as there are sizes."""
         self._rosters: dict[tuple[tuple[Endpoint, ...], int, int], tuple[tuple[Endpoint, bool], ...]] = {}
         """Prefill groups -> the ranks of them that we answer for, and whether they are met first."""
+        self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._readers: dict[tuple[str, Route], int] = {}
         """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
@@ -227,12 +229,14 @@ class Node:
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        route = (params.roster, params.tp_size, params.pp_size)
+        route = (tuple(params.roster), params.tp_size, params.pp_size)
         ranks = self._rosters.get(route)
         if ranks is None:
             ranks = self._answered_for(request_id, params)
-            if len(self._rosters) >= MAX_ROSTERS:
+            self._num_rostered += len(params.roster)
+            if self._num_rostered > MAX_ROSTERED:
                 self._rosters.clear()
+                self._num_rostered = len(params.roster)
             self._rosters[route] = ranks
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         legs = [

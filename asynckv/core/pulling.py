@@ -101,6 +101,7 @@ class _Transfer:
     peer: Peer
     num_bytes: int
     num_descriptors: int
+    posted_at: float
 
 
 class Pulling:
@@ -241,7 +242,7 @@ class Pulling:
                 leg.queued = False
             self._take_turn(peer)
             transfer_id = TransferId(next(self._ids))
-            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_descriptors)
+            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_descriptors, now)
             peer.transfers.add(transfer_id)
             if not peer.window:
                 peer.moved_at = now
@@ -278,7 +279,7 @@ class Pulling:
         if peer.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
         if news.ok:
-            pull.detect_s = max(pull.detect_s, detect_s)
+            pull.detect_s = max(pull.detect_s, min(detect_s, now - transfer.posted_at))
             self._desk.counters["bytes.read"] += transfer.num_bytes
         pull.ended(leg, news, now)
         if news.peer_lost:

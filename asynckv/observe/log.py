@@ -5,8 +5,8 @@ otherwise they go to the standard logger named `asynckv`, whose rules the applic
 other library. `configure` is for programs that are asynckv's own, the command line above all.
 
 An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
-before anything is formatted, and requests that ended well are logged up to a rate; those that failed
-or were slow always are, with their whole history.
+before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
+own; those that failed always are, with their whole history.
 """
 
 from __future__ import annotations

@@ -1,0 +1,160 @@
+"""The usual pairing of blocks says what the general rule says, and the core's other shortcuts keep their guards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynckv.config import EngineConfig
+from asynckv.core import node as node_module
+from asynckv.core.layout import Group
+from asynckv.core.node import Identity, Node
+from asynckv.core.plan import BlockLists
+from asynckv.core.types import NULL, BlockRuns, Endpoint, Key, Params
+from asynckv.errors import PlanRefused, RemoteTooShort
+from tests.world import make_layout
+
+FAR = 2**31
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Blocks of one group on both sides: ratios, windows, placeholders, runs, ids up to the largest there can be."""
+    size = draw(st.sampled_from([1, 2, 4, 16]))
+    window = draw(st.sampled_from([0, 0, 0, 1, 7, 40]))
+    ratios = [draw(st.sampled_from([1, 1, 2, 3])) for _ in "ab"]
+    here = Group(
+        "g", ratios[0] * size, 200, ratios[0], window=window, null_block=draw(st.sampled_from([NULL, NULL, 0]))
+    )
+    many = draw(st.sampled_from([40, 200, FAR // ratios[1] - 5]))
+    there = Group(
+        "g", ratios[1] * size, many, ratios[1], window=window, null_block=draw(st.sampled_from([NULL, NULL, 0, 5]))
+    )
+    tokens = draw(st.integers(1, 120))
+    first = draw(st.integers(0, tokens + 3))
+    most = max(0, -(-tokens // here.block_size) - first // here.block_size) + 1
+    ids = draw(st.lists(st.integers(1, 199) | st.just(NULL), max_size=most))
+    block = st.integers(0, 45) | st.just(NULL) | st.integers(FAR - 40, FAR - 1)
+    runs = draw(st.lists(st.tuples(block, st.integers(1, 60)), max_size=3))
+    offer = BlockRuns(draw(st.sampled_from([0, 0, 0, 5, 17])), tuple(runs))
+    return {"here": here, "there": there, "lists": ((first, ids), offer, tokens)}
+
+
+def outcome(case: dict[str, Any]) -> Any:
+    (first, ids), offer, tokens = case["lists"]
+    lists = BlockLists([(first, np.array(ids, np.int64))], [offer], tokens)
+    try:
+        found = list(lists._pair_tokens(0, 0, case["here"], case["there"], 1))
+    except (PlanRefused, RemoteTooShort) as exc:
+        return type(exc), str(exc)
+    return [(tuple(p.cut), p.local.tolist(), p.remote.tolist(), p.local.dtype, p.remote.dtype) for p in found]
+
+
+@given(case=cases())
+@settings(max_examples=400, deadline=None)
+def test_the_usual_pairing_is_the_general_one(case: dict[str, Any]) -> None:
+    usual = outcome(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockLists, "_pair_aligned", lambda self, *args: [])
+        assert usual == outcome(case)
+
+
+def test_a_placeholder_of_theirs_inside_a_run_is_no_block() -> None:
+    group = Group("g", 4, 40, null_block=5)
+    case = {"here": Group("g", 4, 40), "there": group, "lists": ((0, [1, 2, 3]), BlockRuns(0, ((4, 3),)), 12)}
+    kind, text = outcome(case)
+    assert kind is RemoteTooShort
+    assert "token 4" in text
+
+
+def test_ids_beyond_what_indices_can_say_are_refused_and_not_wrapped() -> None:
+    there = Group("g", 4, FAR - 1)
+    case = {"here": Group("g", 4, 40), "there": there, "lists": ((0, [1, 2]), BlockRuns(0, ((FAR - 2, 2),)), 8)}
+    kind, text = outcome(case)
+    assert kind is PlanRefused
+    assert str(FAR - 1) in text
+
+
+# -- what is remembered of rosters -----------------------------------------------------------------
+
+
+def make_node() -> Node:
+    return Node(Identity("d", "b" * 32, "agent", b"", make_layout()), EngineConfig(engine_id="d"))
+
+
+def params(number: int, roster: Sequence[Endpoint], changes: dict[str, Any]) -> Params:
+    given: dict[str, Any] = {
+        "engine_id": "p",
+        "request_id": f"r{number}",
+        "key": Key("epoch", 0, number, "f" * 32),
+        "tp_size": len(roster),
+        "roster": tuple(roster),
+        "groups": (BlockRuns(0, ((0, 1),)),),
+        "num_tokens": 4,
+    }
+    return Params(**given | changes)
+
+
+def places(node: Node, number: int, roster: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
+    """Announce a request, and say which ranks it answers for."""
+    pull = node.announce(f"d{number}", params(number, roster, changes), "", 30.0, 0.0)
+    return [(leg.tp_rank, leg.address) for leg in pull.legs]
+
+
+def endpoints(count: int, port: int) -> list[Endpoint]:
+    return [Endpoint(rank, f"tcp://127.0.0.1:{port + rank}", "c" * 32) for rank in range(count)]
+
+
+def test_a_group_is_known_by_all_of_its_ranks() -> None:
+    node = make_node()
+    one, other = endpoints(2, 1000), endpoints(2, 1000)
+    other[1] = msgspec.structs.replace(other[1], address="tcp://127.0.0.1:2000")
+    assert places(node, 1, one) == [(0, "tcp://127.0.0.1:1000"), (1, "tcp://127.0.0.1:1001")]
+    assert places(node, 2, other)[1] == (1, "tcp://127.0.0.1:2000")
+    assert places(node, 3, one) == places(node, 4, list(one))
+
+
+def test_a_roster_that_is_a_list_is_a_roster() -> None:
+    node, roster = make_node(), endpoints(1, 1000)
+    pull = node.announce("d1", params(1, roster, {"roster": roster}), "", 30.0, 0.0)
+    assert [(leg.tp_rank, leg.address) for leg in pull.legs] == [(0, "tcp://127.0.0.1:1000")]
+
+
+def test_rosters_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "MAX_ROSTERED", 8)
+    node = make_node()
+    for number in range(20):
+        places(node, number, endpoints(3, 1000 + 10 * number))
+        assert sum(len(roster) for roster, _, _ in node._rosters) <= 8
+
+
+def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
+    node = make_node()
+    for number in (1, 2):
+        with pytest.raises(PlanRefused, match="must be listed"):
+            places(node, number, endpoints(1, 1000), tp_size=2)
+
+
+# -- what may wait a turn --------------------------------------------------------------------------
+
+
+def test_only_releases_wait_for_company() -> None:
+    from asynckv.core.commands import Desk
+    from asynckv.core.messages import Ack, Ping, Release
+    from asynckv.core.types import Cohort, Outcome, Route
+
+    key, to = Key("epoch", 0, 1, "f" * 32), Route(b"r")
+    desk = Desk("b" * 32)
+    desk.send(to, "", Release(key, "r", Cohort("d"), "pull", Outcome.COMPLETE))
+    assert (desk.has_messages, desk.is_urgent) == (True, False)
+    for message in (Ping(1), Ack(key, "pull")):
+        desk.send(to, "", message)
+        assert desk.is_urgent
+        assert len(list(desk.take_packets())) == 1
+        assert (desk.has_messages, desk.is_urgent) == (False, False)
