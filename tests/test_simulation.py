@@ -10,13 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from asynckv.core import node
 from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
+from tests.engines import needs_python_core
 from tests.mutations import PLANTED
-
-needs_python_core = pytest.mark.skipif(
-    not (node.__file__ or "").endswith(".py"), reason="the core is compiled, and its methods cannot be replaced"
-)
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -764,8 +764,9 @@ def check_block_ids(
     Raises:
         PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
+    given: Any = groups  # compiled, what is annotated is believed
     try:
-        pairs = [(first, ids) for first, ids in groups]
+        pairs: list[tuple[Any, Any]] = [(first, ids) for first, ids in given]
     except (TypeError, ValueError):
         raise PlanRefused(f"groups is {groups!r:.200}; give one (first_token, block_ids) per group") from None
     if len(pairs) != len(layout.groups):
