@@ -6,10 +6,15 @@ import ctypes
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from asynckv.bench import floor, report
@@ -20,7 +25,7 @@ from asynckv.bench.rounds import median_of
 from asynckv.bench.schedule import Arrivals, Engines
 from asynckv.bench.workload import Workload
 from asynckv.config import PullConfig
-from asynckv.core.layout import runs_of
+from asynckv.core.layout import Layout, Memory, runs_of
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
 from asynckv.core.sources import assign
 from asynckv.core.types import BlockRuns
@@ -80,6 +85,48 @@ def test_what_touches_on_both_sides_is_one_piece() -> None:
     assert plan.num_descriptors == 12
     # Keys and values of two layers.
     assert len(floor.pieces_of(plan, ours, hers, PullConfig())) == 4
+
+
+class Regions:
+    """A layout of one piece of memory."""
+
+    def __init__(self, buffer: np.ndarray[Any, Any]) -> None:
+        self.memories = (Memory(buffer.ctypes.data, buffer.nbytes),)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    """A port at which 4 KiB of memory are served, without NIXL beside it."""
+    monkeypatch.setattr(floor, "ASK_S", 5.0)
+    buffer = np.arange(4096, dtype=np.uint8)
+    server = floor.Server.__new__(floor.Server)
+    server._layout = cast("Layout", Regions(buffer))
+    with socket.create_server(("127.0.0.1", 0)) as server._listener:
+        threading.Thread(target=server._accept, daemon=True).start()
+        yield server._listener.getsockname()[1], buffer
+        server._listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_server_outlives_who_leaves_and_who_asks_for_too_much(served: tuple[int, np.ndarray[Any, Any]]) -> None:
+    port, buffer = served
+    base = buffer.ctypes.data
+    socket.create_connection(("127.0.0.1", port)).close()
+    asked: list[tuple[int, list[tuple[int, int]]]] = [
+        (1, [(base + 8, 2**64 - 8)]),  # its end wraps round to the beginning
+        (1, [(base + 4090, 7)]),
+        (1, [(base - 1, 1)]),
+        (-1, []),
+    ]
+    for count, rows in asked:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+            stranger.sendall(floor.COUNT.pack(count) + np.array(rows, np.uint64).tobytes())
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as reader:
+        reader.sendall(floor.COUNT.pack(2) + np.array([(base + 4000, 96), (base, 4)], np.uint64).tobytes())
+        assert reader.recv(1) == b"r"
+        reader.sendall(b"g")
+        assert floor._receive(reader, 100) == buffer[4000:].tobytes() + buffer[:4].tobytes()
 
 
 def test_latencies_are_those_of_a_closed_loop() -> None:

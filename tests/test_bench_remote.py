@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from asynckv.bench import remote
-from asynckv.bench.children import Reach, setups
+from asynckv.bench.children import Reach, WorkerLost, setups
 from asynckv.bench.driver import Options
 from asynckv.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
 from asynckv.bench.remote import Conversation, Half
@@ -115,6 +115,57 @@ async def test_a_large_message_arrives_whole_and_in_small_pieces() -> None:
     for piece in cut:
         listener.take(piece)
     assert await listener.receive(5) == message
+
+
+def nested(depth: int = 50_000) -> bytes:
+    """MessagePack of a list in a list in a list."""
+    return b"\x91" * depth + b"\x00"
+
+
+DEEP_JSON = b'{"type":"Stop","z":' + b"[" * 200_000
+
+
+@pytest.mark.anyio
+async def test_what_is_nested_too_deep_ends_the_conversation_and_nothing_else() -> None:
+    listener = Conversation(Wire().send, SESSION)
+    listener.take(remote.Piece(SESSION, 0, True, b"\x82\xa4type\xa4tell\xa1x" + nested()))
+    listener.take(remote.Piece(SESSION, 1, True, msgspec.msgpack.encode(remote.Interrupted())))
+    with pytest.raises(remote.Broken, match="a message is malformed"):
+        await listener.receive(5)
+
+
+@pytest.mark.anyio
+async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() -> None:
+    half = Half(role="prefill", bind="127.0.0.1:9")
+    follower = remote._Follower(options(), half, lambda *a: True, lambda text: None)
+    good = msgspec.msgpack.encode([SESSION, 0, True, b""])
+    follower.on_packet(Route(b"x"), b"\x95" + good[1:] + nested())
+    (piece,) = pieces(remote.Hello({}, "decode"))
+    deep = msgspec.structs.replace(piece, data=b"\x82\xa4type\xa5hello\xa1x" + nested())
+    follower.on_packet(Route(b"x"), msgspec.msgpack.encode(deep))
+    assert not follower._came.done()
+    follower.on_packet(Route(b"y"), msgspec.msgpack.encode(piece))
+    assert (await asyncio.wait_for(follower._came, 5)).role == "decode"
+
+
+@pytest.mark.anyio
+async def test_a_nested_command_or_answer_is_a_broken_half_not_a_traceback() -> None:
+    follower = remote._Follower(options(), Half(role="prefill", bind="127.0.0.1:9"), lambda *a: True, lambda text: None)
+    with pytest.raises(remote.Broken, match="a command is malformed"):
+        follower._pass_on("prefill/tp0", DEEP_JSON)
+    worker = remote.Remote("prefill/tp0", Conversation(Wire().send, SESSION))
+    worker.heard(DEEP_JSON)
+    with pytest.raises(WorkerLost, match="cannot be understood"):
+        await worker._next(5)
+
+
+@pytest.mark.anyio
+async def test_empty_pieces_are_refused_before_they_pile_up() -> None:
+    listener = Conversation(Wire().send, SESSION)
+    listener.take(remote.Piece(SESSION, 0, False, b""))
+    assert listener._parts == []
+    with pytest.raises(remote.Broken, match="a piece is empty"):
+        await listener.receive(5)
 
 
 @pytest.mark.anyio

@@ -53,6 +53,10 @@ IOV_MAX = 1024
 SCRATCH = 256 << 20
 """Bytes that the memory copy reads from, in turn: far more than a cache holds."""
 
+ASK_S = 60.0
+"""How long the server waits for what a connection asks for, and for its go."""
+MOST_PIECES = 1 << 26
+
 COUNT = struct.Struct("<q")
 Uint64s = npt.NDArray[np.uint64]
 Pieces = npt.NDArray[np.uint64]
@@ -115,26 +119,35 @@ class Server:
         self._plane.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
+        while True:
+            try:
                 connection, _ = self._listener.accept()
-                with connection:
-                    self._send(connection)
+            except OSError:
+                return
+            # Whoever connects may leave, be silent or write nonsense: the next one is served all the same.
+            with connection, suppress(OSError):
+                connection.settimeout(ASK_S)
+                self._send(connection)
 
     def _send(self, connection: socket.socket) -> None:
         """Send the pieces that are asked for, once the reader says go."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         (count,) = COUNT.unpack(_receive(connection, COUNT.size))
+        if not 0 <= count <= MOST_PIECES:
+            return
         rows = np.frombuffer(_receive(connection, 16 * count), np.uint64).reshape(-1, 2)
         bounds = [(m.base, m.base + m.length) for m in self._layout.memories]
         inside = np.zeros(len(rows), np.bool_)
         for lo, hi in bounds:
-            inside |= (rows[:, 0] >= lo) & (rows[:, 0] + rows[:, 1] <= hi)
+            # A difference, for a sum of 64 bits wraps round.
+            inside |= (rows[:, 0] >= lo) & (rows[:, 0] <= hi) & (rows[:, 1] <= hi - rows[:, 0])
         if not inside.all():
             return
         views = _views(rows)
         connection.sendall(b"r")
         _receive(connection, 1)
+        # As the reader's: a blocking socket, without a poll before every call.
+        connection.settimeout(None)
         for i in range(0, len(views), IOV_MAX):
             some = views[i : i + IOV_MAX]
             sent = connection.sendmsg(some)

@@ -123,6 +123,9 @@ class Piece(Struct, frozen=True, array_like=True):
     data: Annotated[bytes, Meta(max_length=PIECE)]
 
 
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises, whoever wrote it and however deep it is nested."""
+
 _encoder = msgspec.msgpack.Encoder()
 _pieces: msgspec.msgpack.Decoder[Piece] = msgspec.msgpack.Decoder(Piece)
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -330,13 +333,15 @@ class Conversation:
         self._size += len(piece.data)
         if self._size > p.LIMIT:
             return self.break_off(f"a message is longer than {p.LIMIT} bytes")
+        if not piece.data and not piece.is_last:
+            return self.break_off("a piece is empty, and not the last of its message")
         self._parts.append(piece.data)
         if not piece.is_last:
             return None
         data, self._parts, self._size = b"".join(self._parts), [], 0
         try:
             message = _messages.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except MALFORMED as exc:
             return self.break_off(f"a message is malformed: {exc}")
         if not isinstance(message, Beat):
             self._inbox.put_nowait(message)
@@ -460,7 +465,7 @@ class Remote(Worker):
             raise WorkerLost(found)
         try:
             return p.answers.decode(found)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except MALFORMED as exc:
             self.is_lost = True
             raise WorkerLost(f"{self.name} answered what cannot be understood: {exc}") from exc
 
@@ -487,7 +492,7 @@ async def lead(options: Options, half: Half, say: Callable[[str], None]) -> Asyn
     trouble = ""
 
     def on_packet(origin: Address | Route, data: bytes) -> None:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(*MALFORMED):
             piece = _pieces.decode(data)
             if talk is not None and origin == target and piece.session == session:
                 talk.take(piece)
@@ -624,7 +629,7 @@ class _Follower:
             return
         try:
             piece = _pieces.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             return
         if self._talk is not None:
             if origin == self._peer and piece.session == self._talk.session:
@@ -637,7 +642,7 @@ class _Follower:
         # Who begins has to say who he is, in one piece.
         try:
             message = _messages.decode(piece.data) if piece.number == 0 and piece.is_last else None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             return
         if isinstance(message, Hello):
             self._peer = origin
@@ -737,7 +742,7 @@ class _Follower:
     def _pass_on(self, name: str, line: bytes) -> None:
         try:
             command = p.commands.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except MALFORMED as exc:
             raise Broken(f"a command is malformed: {exc}") from exc
         if isinstance(command, p.Setup):
             # Who a worker is, where it listens and what it writes is said by its own half's command line.
