@@ -227,7 +227,7 @@ def bench(
     ] = None,
     max_prompt_tokens: Annotated[
         int | None,
-        typer.Option(help="Cut longer prompts of the trace; the report says how many.", rich_help_panel=WORK),
+        typer.Option(help="Cut longer prompts; the report says how many.", rich_help_panel=WORK),
     ] = None,
     prefix_hit: Annotated[
         str,
@@ -473,6 +473,7 @@ def bench(
         raise ConfigError(
             f"--prefix-groups {prefix_groups} says nothing without --shared-prefix; give the prefixes' length as well"
         )
+    _refuse_idle(context, floor=floor, prefixes=shared_prefix is not None or trace is not None)
     kind = arrivals or (ArrivalKind.closed if rate is None else ArrivalKind.poisson)
     options = Options(
         model=chosen,
@@ -812,6 +813,35 @@ def keygen(
     secret, public = write_pair(dir, name, make_pair())
     typer.echo(f"{secret}  secret: only for {name} (KeysConfig.secret); never leaves its host, mode 0600")
     typer.echo(f"{public}  public: for the authorized directory of each engine that {name} talks to")
+
+
+def _refuse_idle(context: typer.Context, *, floor: bool, prefixes: bool) -> None:
+    """Refuse options that would do nothing beside the others.
+
+    Raises:
+        ConfigError: One was given.
+    """
+
+    def given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    for name, has_use, remedy in (
+        ("rounds", floor, "--rounds says nothing without --floor, whose rounds it counts; give --floor as well"),
+        ("cancel_within_s", given("cancel"), "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
+        (
+            "prefix_cache",
+            prefixes,
+            "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
+        ),
+        (
+            "prompt_tokens",
+            not given("trace"),
+            "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
+        ),
+    ):
+        if given(name) and not has_use:
+            raise ConfigError(remedy)
 
 
 def _log_path(target: str | None) -> str:

@@ -53,8 +53,8 @@ ROOT = Path(__file__).parents[1]
 REMOTE_BLOCKS = 1024
 START_S, WINDOW_S = 180.0, 180.0
 MOST_REQUESTS = 200_000
-KEYS = ("requests_per_s", "gbytes_per_s", "p50_ms", "p99_ms", "cpu_us", "step_p99_ms")
-RATIOS = ("requests_per_s", "p50_ms", "p99_ms", "cpu_us")
+KEYS = ("requests_per_s", "gbytes_per_s", "p50_ms", "p99_ms", "cpu_us", "prefill_cpu_us", "step_p99_ms")
+RATIOS = ("requests_per_s", "p50_ms", "p99_ms", "cpu_us", "both_cpu_us")
 
 ENGINES = {
     "asynckv": "asynckv",
@@ -239,6 +239,9 @@ class Engine:
                 f"{self.kind}: of {window.requests} requests {found['failed']} failed, {found['wrong']} of "
                 f"{found['checked']} compared held wrong bytes, {served['left']} were not released"
             )
+        # Of both processes: a side that polls pays for what the other one saves.
+        found["prefill_cpu_us"] = served["cpu_s"] / window.requests * 1e6
+        found["both_cpu_us"] = found["cpu_us"] + found["prefill_cpu_us"]
         return found
 
     def pause(self) -> None:
@@ -289,7 +292,9 @@ def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: ar
         said(f"{case}, steps of {step_ms:g} ms, round {number + 1} of {given.rounds}")
         turn = number % len(names)
         rounds.append({name: running[ENGINES[name]].window(windows[name]) for name in names[turn:] + names[:turn]})
-    figures = {name: {key: median_of([r[name][key] for r in rounds]) for key in KEYS} for name in names}
+    figures = {
+        name: {key: median_of([r[name][key] for r in rounds]) for key in (*KEYS, "both_cpu_us")} for name in names
+    }
     ratios = {
         f"{mine} / {theirs}": {
             key: median_of([r[mine][key] / r[theirs][key] for r in rounds if r[theirs][key]]) for key in RATIOS
@@ -310,7 +315,8 @@ def said(text: str) -> None:
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print two tables: what each did, and the ratios."""
     table = Table(title="Medians over the rounds (and interval)", box=None, padding=(0, 1))
-    for title in ("case", "steps", "contender", "requests/s", "GB/s", "p50 ms", "p99 ms", "CPU µs/request", "step p99"):
+    cpu = ("decode CPU µs/request", "prefill CPU µs/request")
+    for title in ("case", "steps", "contender", "requests/s", "GB/s", "p50 ms", "p99 ms", *cpu, "step p99"):
         table.add_column(title, justify="left" if title in ("case", "contender") else "right", no_wrap=True)
     for row in rows:
         for name, figures in row["figures"].items():
@@ -319,7 +325,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.add_section()
     console.print(table)
     table = Table(title="Ratios within a round: median (and interval)", box=None, padding=(0, 1))
-    for title in ("case", "steps", "ratio", "requests/s", "p50", "p99", "CPU per request"):
+    for title in ("case", "steps", "ratio", "requests/s", "p50", "p99", "decode CPU", "CPU of both sides"):
         table.add_column(title, justify="left" if title in ("case", "ratio") else "right", no_wrap=True)
     for row in rows:
         for name, ratios in row["ratios"].items():
@@ -329,7 +335,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(table)
     level = min((i.level for row in rows for r in row["figures"].values() for i in r.values()), default=0.0)
     console.print(
-        f"More requests/s is better, less of everything else. CPU: the decode process, all its threads. Intervals hold "
+        f"More requests/s is better, less of everything else. CPU: all threads of a process, per request. Intervals hold "
         f"the true median with {level:.0%} if rounds are independent."
     )
 
@@ -382,6 +388,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--steps-ms {given.steps_ms!r} is no list of milliseconds such as 0,10,30")
     if not 1 <= given.rounds <= 1000 or not 0 < given.seconds <= 600:
         parser.error(f"--rounds {given.rounds} must be in 1 ... 1000, --seconds {given.seconds:g} in (0, 600]")
+    if given.json not in (None, "-"):
+        try:
+            Path(given.json).open("a").close()
+        except OSError as exc:
+            parser.error(f"--json {given.json}: cannot be written: {exc.strerror}")
     if any(name.startswith("vllm") for name in given.contenders) and (why := missing(given)):
         parser.exit(2, f"bench_vs_vllm: {why}\n{(__doc__ or '')[(__doc__ or '').index('To install') :]}")
     return given

@@ -18,12 +18,14 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
 from asynckv.bench.memory import Pool
+from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
 from asynckv.layouts import model_layout
 from asynckv.models import Heads, Model
@@ -62,14 +64,15 @@ class Sampler:
     def __init__(self) -> None:
         self.lags: list[float] = []
         self._loop = asyncio.get_running_loop()
-        self._due = self._loop.time() + TICK_S
-        self._handle = self._loop.call_at(self._due, self._tick)
+        self._again()
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        self.lags.append(now - self._due)
-        self._due = now + TICK_S
-        self._handle = self._loop.call_at(self._due, self._tick)
+        self.lags.append(time.perf_counter() - self._due)
+        self._again()
+
+    def _again(self) -> None:
+        self._due = time.perf_counter() + TICK_S
+        self._handle = self._loop.call_later(TICK_S, self._tick)
 
     def stop(self) -> list[float]:
         """Return milliseconds, sorted."""
@@ -142,12 +145,28 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
     }
 
 
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Make argparse's reader of a number in a range."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number in {least} ... {most}")
+        return int(text)
+
+    return read
+
+
+def threads_of(text: str) -> int | str:
+    """Read `--posting-threads`."""
+    return text if text == "auto" else whole(0, MAX_POSTING_THREADS)(text)
+
+
 def main() -> None:
     """Run one side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=SHAPES)
-    parser.add_argument("--posting-threads", default="auto", help="0 to 16, or auto")
-    parser.add_argument("--requests", type=int, default=64, help="how many to pull")
+    parser.add_argument("--posting-threads", type=threads_of, default="auto", help="0 to 16, or auto")
+    parser.add_argument("--requests", type=whole(1, 1_000_000), default=64, help="how many to pull")
     parser.add_argument("--transport", choices=("auto", "tcp"), default="auto")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -156,8 +175,7 @@ def main() -> None:
     if given.prefill:
         asyncio.run(prefill(given.workload))
         return
-    threads = int(given.posting_threads) if given.posting_threads.isdecimal() else given.posting_threads
-    print(json.dumps(asyncio.run(decode(given.workload, threads, given.requests))))
+    print(json.dumps(asyncio.run(decode(given.workload, given.posting_threads, given.requests))))
 
 
 if __name__ == "__main__":

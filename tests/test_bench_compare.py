@@ -257,6 +257,44 @@ def test_what_is_no_whole_report_is_one_line_and_status_2(
     assert str(path) in text
 
 
+def damaged(part: str, name: str, value: Any) -> dict[str, Any]:
+    found = made()
+    found[part][name] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (damaged("throughput", "gbytes_per_s", "fast"), "is damaged: throughput.gbytes_per_s is 'fast', no number"),
+        (damaged("latency_s", "p99", None), "is damaged: latency_s.p99 is None, no number"),
+        (damaged("phases_s", "read", {"p50": True}), "is damaged: phases_s.read.p50 is True, no number"),
+        (made() | {"cpu_s": {"decode": 1.0}}, "is damaged: cpu_s.prefill is missing"),
+        (made() | {"throughput": {}}, "is damaged: throughput.gbytes_per_s is missing"),
+    ],
+)
+def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(
+    found: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    a, b = saved(tmp_path / "a.json", made()), saved(tmp_path / "b.json", found)
+    assert says in complaint(["bench", "compare", a, b, "--fail-above", "5%"], monkeypatch, capsys)
+
+
+def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = saved(tmp_path / "a.json", made()), saved(tmp_path / "b.json", made())
+    (tmp_path / "c.json").symlink_to(a)
+    for more in (["--before", a], ["--after", a], ["--after", b], ["--after", str(tmp_path)]):
+        assert "was given twice" in complaint(["bench", "compare", a, b, *more], monkeypatch, capsys)
+    text = complaint(["bench", "compare", a, str(tmp_path / "c.json")], monkeypatch, capsys)
+    assert f"c.json: was given twice (as {a}); every file is one measurement" in text
+
+
 def test_an_unfinished_sweep_says_how_to_finish_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is unfinished, 2 of 3 runs are there; go on with: asynckv bench sweep"):
         sides.load([sweep(tmp_path / "a.jsonl", 1, 2)])

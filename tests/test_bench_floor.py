@@ -155,7 +155,15 @@ def test_ratios_are_taken_within_a_round() -> None:
         assert (ratio["median"], ratio["low"], ratio["high"]) == (value, value, value)
     assert found["ratio_to_floor"]["memory_copy"]["gbytes_per_s"]["median"] == 0.25
     texts = dict(floor.lines(found))
-    assert "the engine reaches 50.0% (50.0% to 50.0%) of it" in texts["floor: raw NIXL loop"]
+    assert "the engine reaches 50.0% (50.0% to 50.0%) of it" in texts["floor: raw NIXL loop, 1 thread"]
+
+
+def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> None:
+    found = floor.summary([a_round(1.0, sample("raw_nixl", 0.00005))])
+    for threads, said in ((0, False), (1, False), (2, True), ("auto", True)):
+        (text,) = (t for n, t in floor.lines(found | {"config": {"posting_threads": threads}}) if "raw" in n)
+        assert (f"the engine, posting on {threads} threads, reaches" in text) == said
+        assert "p50 25.0 µs" in text
 
 
 def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -> None:
@@ -181,6 +189,7 @@ def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -
         ({"engines": Engines(decode=2)}, "--floor compares one decode rank with one prefill rank"),
         ({"arrivals": Arrivals("poisson", rate=5.0)}, "--floor compares closed loops in host memory"),
         ({"cancel": 0.5}, "--floor compares closed loops in host memory"),
+        ({"announced": True}, "--floor and --announced: claims that are granted before the window opens are not in it"),
         ({"rounds": 3}, "--rounds 3 is outside 1 ... 2 (--requests)"),
         ({"rounds": 0}, "--rounds 0 is outside"),
     ],

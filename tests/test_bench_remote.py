@@ -378,7 +378,7 @@ def test_two_halves_in_two_networks_move_every_byte(tmp_path: Path) -> None:
     ):
         assert (second.end(), first.end()) == (0, 0), first.said + second.said
     found = json.loads(report.read_text())
-    assert found["requests"] == {"submitted": 30, "completed": 30, "failed": 0, "cancelled": 0}
+    assert found["requests"] == {"submitted": 30, "completed": 30, "read_nothing": 0, "failed": 0, "cancelled": 0}
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
     assert found["bytes"]["wrong"] == 0
     assert not any(found["blocks"].values())

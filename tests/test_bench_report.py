@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import time
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from asynckv.bench import report
+from asynckv.bench import figures, rank, report
 from asynckv.bench.driver import Measured, Options
 from asynckv.bench.protocol import Outcome, Side
 from asynckv.bench.schedule import Arrivals, Engines
@@ -42,7 +44,7 @@ def good() -> Measured:
 def test_a_clean_run_is_good() -> None:
     result = report.make(options(), good())
     assert report.is_good(result)
-    assert result["requests"] == {"submitted": 2, "completed": 2, "failed": 0, "cancelled": 0}
+    assert result["requests"] == {"submitted": 2, "completed": 2, "read_nothing": 0, "failed": 0, "cancelled": 0}
     assert result["bytes"] == {"moved": 200, "wanted": 200, "verified": 200, "wrong": 0}
     assert result["throughput"] == {"gbytes_per_s": 200 / 1e9, "requests_per_s": 2.0}
     assert result["latency_s"]["max"] == 0.3
@@ -81,7 +83,7 @@ def test_anything_wrong_makes_a_run_bad(changes: dict[str, Any]) -> None:
 def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
     found = measured(outcome(0, 0.1), outcome(0, 0.4), outcome(1))
     result = report.make(options(tp=2), found)
-    assert result["requests"] == {"submitted": 2, "completed": 1, "failed": 1, "cancelled": 0}
+    assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 1, "cancelled": 0}
     assert result["latency_s"]["max"] == 0.4  # the slowest rank's
     assert not report.is_good(result)
 
@@ -130,7 +132,7 @@ def test_what_was_to_be_cancelled_is_neither_an_error_nor_a_latency() -> None:
     assert [r.cancel_s is not None for r in wanted.schedule()] == [True, True]
     result = report.make(wanted, measured(outcome(0), cut, bytes_verified=100, bytes_wanted=100))
     assert result["cancellations"] == {"asked": 2, "cancelled": 1, "too_late": 1}
-    assert result["requests"] == {"submitted": 2, "completed": 1, "failed": 0, "cancelled": 0}
+    assert result["requests"] == {"submitted": 2, "completed": 1, "read_nothing": 0, "failed": 0, "cancelled": 0}
     assert result["latency_s"]["max"] == 0.1
     assert result["errors"] == {}
     assert report.is_good(result)
@@ -177,3 +179,88 @@ def test_what_was_cached_and_shared_is_reported() -> None:
     stream = io.StringIO()
     report.show(result, Console(file=stream, width=200))
     assert "25.0% of 64 prompt tokens were cached at the reader; 1 of 4 lent blocks" in stream.getvalue()
+
+
+def shown(result: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    report.show(result, Console(file=stream, width=300))
+    return stream.getvalue()
+
+
+def test_what_reads_nothing_is_no_request_per_second_and_no_latency() -> None:
+    nothing = Outcome(1, seconds=0.00001)
+    result = report.make(options(), measured(outcome(0), nothing, bytes_verified=100, bytes_wanted=100))
+    assert result["requests"]["completed"] == 2
+    assert result["requests"]["read_nothing"] == 1
+    assert result["throughput"]["requests_per_s"] == 1.0
+    assert result["schedule"]["achieved_per_s"] == 2.0
+    assert result["latency_s"] == dict.fromkeys(("p50", "p90", "p99", "max"), 0.1)
+    assert result["phases_s"]["read"]["p50"] == 0.05
+    assert report.is_good(result)
+    assert "1.0 requests/s, and 1 that read nothing" in shown(result)
+    assert figures.FIGURES["descriptors"].of(result) == 2.0
+
+
+def test_the_report_says_what_else_makes_runs_unlike() -> None:
+    config = report.make(options(loop="asyncio", pool_mb=64, posting_threads=2), good())["config"]
+    assert (config["loop"], config["pool_mb"], config["posting_threads"]) == ("asyncio", 64, 2)
+    assert (config["floor"], config["rounds"]) == (False, None)
+    config = report.make(options(floor=True, rounds=2), good())["config"]
+    assert (config["floor"], config["rounds"]) == (True, 2)
+
+
+def test_the_table_says_announced_and_gives_small_times_in_microseconds() -> None:
+    found = measured(outcome(0, 0.000042), outcome(1, 0.000042), bytes_verified=200, bytes_wanted=200)
+    text = shown(report.make(options(announced=True), found))
+    assert "announced, so claims are granted before each window opens" in text
+    assert "p50 42.0 µs, p90 42.0 µs" in text
+    assert "announced" not in shown(report.make(options(), good()))
+
+
+def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:
+    # Of four in a window one was pulled by one of two ranks; the others' answers never came.
+    work = Workload("fixed 32", (32,) * 6)
+    found = Measured(submitted=4, outcomes={0: [outcome(0)], 1: [], 2: [], 3: []}, problems=["decode/tp1 is gone"])
+    result = report.make(Options(model=MODEL, workload=work, decode=Side(tp=2)), found)
+    counts = result["requests"]
+    assert counts["failed"] == 4 == counts["submitted"]
+    assert "0 of 6 completed, 4 failed, 0 cancelled by Ctrl-C, 2 never submitted" in shown(result)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_stall_is_measured_by_the_clock_on_the_wall(loop: str) -> None:
+    if loop == "uvloop":
+        pytest.importorskip("uvloop")
+
+    async def stall() -> tuple[float, list[float]]:
+        sampler = rank.LagSampler()
+        sampler.start()
+        until = sampler._due + 0.0127
+        while time.perf_counter() < until:
+            pass
+        began = time.perf_counter()
+        while not sampler.lags:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+        return time.perf_counter() - began, sampler.stop()
+
+    if loop == "uvloop":
+        import uvloop
+
+        waited, lags = uvloop.run(stall())
+    else:
+        waited, lags = asyncio.run(stall())
+    assert 0.0127 <= lags[0] <= 0.0127 + waited + 0.000_001
+    assert len({round(lag * 1e6) % 1000 for lag in lags} | {0}) > 1  # not in whole milliseconds
+
+
+def test_a_stall_that_goes_on_is_counted_at_the_end() -> None:
+    async def stall() -> list[float]:
+        sampler = rank.LagSampler()
+        sampler.start()
+        until = sampler._due + 0.003
+        while time.perf_counter() < until:
+            pass
+        return sampler.stop()
+
+    (lag,) = asyncio.run(stall())
+    assert lag >= 0.003

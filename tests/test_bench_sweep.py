@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from asynckv import cli
 from asynckv.bench import figures, grid, journal, report, summary, sweep
@@ -121,6 +123,8 @@ def test_a_file_with_another_content_is_another_sweep(tmp_path: Path) -> None:
         (["--concurrency", "1", "--concurrency", "2"], "given twice"),
         (["--concurrency"], "has no value"),
         (["--concurrency", ","], "holds no value"),
+        (["--layers", "1,,2"], "--layers '1,,2': a value of the list is empty; take the extra comma out"),
+        (["--prompt-tokens", "1;;2"], "take the extra semicolon out"),
         (["--concurrency", "1,x"], "Invalid value for '--concurrency'"),
         (["--concurrency", "1,1"], "two points of the sweep are the same: concurrency 1"),
         (["--seed", ",".join(map(str, range(101))), "--tp", ",".join(map(str, range(101)))], "10201 points"),
@@ -128,6 +132,7 @@ def test_a_file_with_another_content_is_another_sweep(tmp_path: Path) -> None:
         (["--trace", "/none/trace.jsonl"], "No such file"),
         (["--rounds", "0"], "--rounds 0"),
         (["--out", "x.json"], "neither a FILE.jsonl nor a directory"),
+        (["--out", "/etc/passwd"], "--out /etc/passwd is neither a FILE.jsonl nor a directory"),
         (["--out", "/proc/none/sweep.jsonl"], "cannot be written"),
     ],
 )
@@ -312,6 +317,28 @@ def test_rounds_are_taken_together_and_reasons_said_once() -> None:
     assert a.spread(figures.FIGURES["gbytes_per_s"]) == summary.Spread(2.0, 1.0, 3.0)
     assert b.spread(figures.FIGURES["p50"]) is None
     assert b.faults == ["failed: gone"]
+
+
+def printed(found: journal.Sweep) -> str:
+    stream = io.StringIO()
+    summary.show(found, Console(file=stream, width=200))
+    return stream.getvalue()
+
+
+def test_the_table_of_an_unfinished_sweep_says_how_many_rounds_it_has() -> None:
+    rows = [row(key, n, report=made()) for n in (1, 2, 3) for key in KEYS]
+    assert "medians of 3 rounds\n" in printed(journal.Sweep([head(3)], rows))
+    assert "medians of 1 to 2 of 3 rounds\n" in printed(journal.Sweep([head(3)], rows[:4]))
+    assert "medians of 1 of 3 rounds; 1 of 3 points have none yet" in printed(journal.Sweep([head(3)], rows[:2]))
+
+
+def test_the_table_has_the_floor_where_it_was_measured() -> None:
+    ratio = {"median": 0.725, "low": 0.7, "high": 0.75, "level": 0.97, "rounds": 10}
+    floored = made() | {"ratio_to_floor": {"raw_nixl": {"gbytes_per_s": ratio}}}
+    text = printed(journal.Sweep([head()], [row("a", report=floored), row("b", report=made())]))
+    assert "of raw NIXL" in text
+    assert "72.5%" in text
+    assert "of raw NIXL" not in printed(journal.Sweep([head()], [row("a", report=made())]))
 
 
 # -- for real --------------------------------------------------------------------------------------

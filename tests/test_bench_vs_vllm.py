@@ -69,6 +69,13 @@ def test_without_vllm_it_says_how_to_get_it(python: list[str], capsys: pytest.Ca
     assert "To install it beside" in said
 
 
+def test_a_report_that_cannot_be_written_is_said_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_vs_vllm.main(["--contenders", "asynckv", "--json", "/nonexistent/report.json"])
+    assert caught.value.code == 2
+    assert "--json /nonexistent/report.json: cannot be written: No such file" in capsys.readouterr().err
+
+
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_asynckvs_side_moves_the_right_bytes(tmp_path: Path) -> None:
@@ -86,4 +93,8 @@ def test_asynckvs_side_moves_the_right_bytes(tmp_path: Path) -> None:
     assert set(rows[0]["figures"]) == set(contenders.split(","))
     for row in rows:
         for each in row["rounds"]:
+            assert all(
+                0 < found["prefill_cpu_us"] == pytest.approx(found["both_cpu_us"] - found["cpu_us"])
+                for found in each.values()
+            )
             assert all(found["wrong"] == found["failed"] == 0 < found["checked"] for found in each.values())

@@ -74,14 +74,18 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--speed", "10"], "--speed 10 is for the times of a trace"),
         (["--cancel", "5"], "--cancel '5' is no share such as 5%"),
         (["--cancel", "x%"], "--cancel 'x%'"),
-        (["--cancel-within-s", "-1"], "--cancel-within-s -1"),
+        (["--cancel", "5%", "--cancel-within-s", "-1"], "--cancel-within-s -1"),
         (["--prefill-engines", "0"], "--prefill-engines 0 is outside 1 ... 256"),
         (["--decode-engines", "1000"], "--decode-engines 1000"),
         (["--shared-prefix", "0"], "--shared-prefix 0"),
         (["--shared-prefix", "64", "--prefix-groups", "0"], "--prefix-groups 0"),
         (["--prefix-groups", "4"], "--prefix-groups 4 says nothing without --shared-prefix"),
         (["--shared-prefix", "64", "--prefix-hit", "10%"], "--prefix-hit 10% was given for prompts that share"),
-        (["--prefix-cache", "-1"], "--prefix-cache -1"),
+        (["--shared-prefix", "64", "--prefix-cache", "-1"], "--prefix-cache -1"),
+        (["--prefix-cache", "64"], "--prefix-cache says nothing where prompts share no prefixes"),
+        (["--rounds", "3"], "--rounds says nothing without --floor"),
+        (["--floor", "--announced"], "--floor and --announced"),
+        (["--cancel-within-s", "1"], "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
         (["--bind", "127.0.0.1:0"], "--bind 127.0.0.1:0 is for a benchmark on two machines; give --role"),
         (["--allow-insecure"], "--allow-insecure is for a benchmark on two machines"),
         (["--role", "prefill"], "neither was given here"),
@@ -103,6 +107,15 @@ def test_bad_input_is_one_line_and_status_2(
     argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in complaint(["bench", *argv], monkeypatch, capsys)
+
+
+def test_a_trace_and_lengths_contradict_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"input_length": 5}\n')
+    argv = ["bench", "--trace", str(path), "--prompt-tokens", "64"]
+    assert "--prompt-tokens and --trace were both given" in complaint(argv, monkeypatch, capsys)
 
 
 def test_a_config_that_does_not_parse_names_the_file(
@@ -146,7 +159,7 @@ def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_pat
     done = asynckv(*SMALL, "--requests", "30", *options, "--json", "-", "--log", str(log))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)  # nothing else on stdout
-    assert report["requests"] == {"submitted": 30, "completed": 30, "failed": 0, "cancelled": 0}
+    assert report["requests"] == {"submitted": 30, "completed": 30, "read_nothing": 0, "failed": 0, "cancelled": 0}
     assert report["bytes"]["moved"] >= report["bytes"]["wanted"] == report["bytes"]["verified"] > 0
     assert report["bytes"]["wrong"] == 0
     assert not any(report["blocks"].values())
@@ -198,6 +211,7 @@ def test_cancelled_pulls_leak_nothing_and_the_others_are_whole() -> None:
     assert report["requests"] == {
         "submitted": 60,
         "completed": 60 - cut["cancelled"],
+        "read_nothing": 0,
         "failed": 0,
         "cancelled": 0,
     }

@@ -278,6 +278,7 @@ def compare(
     names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
     if metrics is not None and not names:
         raise ConfigError(f"--metrics {metrics!r} names none")
+    sides.refuse_repeated([before, *(more_before or ()), after, *(more_after or ())])
     result = comparing.compare(
         sides.load([before, *(more_before or ())]), sides.load([after, *(more_after or ())]), names, limit
     )

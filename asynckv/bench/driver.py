@@ -157,6 +157,11 @@ class Options:
             raise ConfigError(
                 "--floor compares closed loops in host memory; leave out --rate, --arrivals, --cancel and --memory"
             )
+        if self.announced:
+            raise ConfigError(
+                "--floor and --announced: claims that are granted before the window opens are not in it, so the "
+                "engine's part of the floor would flatter; leave one of them out"
+            )
         if not 1 <= self.rounds <= requests:
             raise ConfigError(f"--rounds {self.rounds} is outside 1 ... {requests} (--requests): each has one at least")
 
@@ -537,7 +542,7 @@ class _Run:
         await self._finish()
         if options.floor and not self._stop.is_set():
             samples = samples or await self._measure_floor(patience)
-            good = [o for request, _, _ in wave for o in found.outcomes[request.number] if not o.error]
+            good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
             seconds, moved = [o.seconds for o in good], sum(o.num_bytes for o in good)
             found.floor.append(Round(found.windows_s[-1], seconds, moved, cpu_s, options.concurrency, samples))
 

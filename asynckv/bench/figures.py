@@ -69,8 +69,10 @@ def _per_request(path: str, scale: float = 1.0) -> Callable[[Report], float | No
     get = _at(path, scale)
 
     def per_request(report: Report) -> float | None:
-        value, completed = get(report), report["requests"]["completed"]
-        return value / completed if value is not None and completed else None
+        value, requests = get(report), report["requests"]
+        # Those that read nothing, being cached whole, are no requests of a transfer.
+        number = requests["completed"] - requests.get("read_nothing", 0)
+        return value / number if value is not None and number else None
 
     return per_request
 

@@ -187,7 +187,8 @@ class Probe:
 
     async def measure(self, kind: str, works: Sequence[p.Work], concurrency: int, verify: bool) -> p.Sample:
         """Move all requests once more; the clock runs on the loop's thread, and nothing else does."""
-        plans = [self._plan(work) for work in works]
+        # What is cached whole is nothing to move, and no request of the engine's figures either.
+        plans = [plan for work in works if (plan := self._plan(work)).num_bytes]
         num_bytes = sum(plan.num_bytes for plan in plans)
         if verify:
             await anyio.to_thread.run_sync(self._poison, works)
@@ -405,7 +406,7 @@ NAMES = {
     "memory_copy": "memory copy, 1 thread",
     "process_vm_readv": "process_vm_readv",
     "tcp_socket": "raw TCP socket",
-    "raw_nixl": "raw NIXL loop",
+    "raw_nixl": "raw NIXL loop, 1 thread",
 }
 
 
@@ -417,10 +418,14 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for kind, ratio in report.get("ratio_to_floor", {}).items():
         at = report["floor"][kind]
+        fast = at["p50_s"]["median"]
+        p50 = f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs"
+        threads = report.get("config", {}).get("posting_threads", 0)
+        beside = f", posting on {threads} threads," if kind == "raw_nixl" and threads not in (0, 1) else ""
         share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
         text = (
-            f"{at['gbytes_per_s']['median']:.3f} GB/s, {at['requests_per_s']['median']:,.0f} requests/s, p50 "
-            f"{at['p50_s']['median'] * 1e3:.2f} ms; the engine reaches {share['median']:.1%} "
+            f"{at['gbytes_per_s']['median']:.3f} GB/s, {at['requests_per_s']['median']:,.0f} requests/s, p50 {p50}; "
+            f"the engine{beside} reaches {share['median']:.1%} "
             f"({share['low']:.1%} to {share['high']:.1%}) of it, p50 x {slower['median']:.2f} ({slower['low']:.2f} to "
             f"{slower['high']:.2f}), CPU x {cpu['median']:.2f}, {share['rounds']} rounds"
         )

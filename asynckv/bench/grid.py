@@ -60,9 +60,20 @@ def values(text: str) -> list[str]:
     """Split a list: at semicolons if there are any, else at commas.
 
     Semicolons are for values that hold commas themselves: `128:0.8,8192:0.2;1024`, or `128:0.8,8192:0.2;` alone.
+    Every list may end in its mark.
+
+    Raises:
+        ValueError: One of them is empty; says how to put that right.
     """
-    mark = ";" if ";" in text else ","
-    return [x.strip() for x in text.split(mark) if x.strip()]
+    mark, name = (";", "semicolon") if ";" in text else (",", "comma")
+    found = [x.strip() for x in text.split(mark)]
+    if not any(found):
+        return []
+    if not found[-1]:
+        found.pop()
+    if not all(found):
+        raise ValueError(f"a value of the list is empty; take the extra {name} out")
+    return found
 
 
 def expand(command: Any, args: Sequence[str]) -> Grid:
@@ -129,7 +140,10 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, list[str] | None]:
             if not rest:
                 raise ConfigError(f"{name} has no value")
             text = rest.pop(0)
-        given[name] = values(text)
+        try:
+            given[name] = values(text)
+        except ValueError as exc:
+            raise ConfigError(f"{name} {text!r}: {exc}") from None
         if not given[name]:
             raise ConfigError(f"{name} {text!r} holds no value")
     return given

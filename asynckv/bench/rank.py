@@ -39,7 +39,10 @@ SAMPLE = 16
 
 
 class LagSampler:
-    """Measures how late the loop calls back, every 5 ms."""
+    """Measures how late the loop calls back, every 5 ms.
+
+    By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
+    """
 
     def __init__(self) -> None:
         self.lags: list[float] = []
@@ -49,23 +52,24 @@ class LagSampler:
 
     def start(self) -> None:
         self.lags = []
-        self._due = self._loop.time() + LAG_S
-        self._handle = self._loop.call_at(self._due, self._tick)
+        self._again()
 
     def stop(self) -> list[float]:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
             # A stall that is still going on counts as well.
-            if self._loop.time() > self._due:
-                self.lags.append(self._loop.time() - self._due)
+            if (late := time.perf_counter() - self._due) > 0:
+                self.lags.append(late)
         return [round(x, 6) for x in self.lags]
 
     def _tick(self) -> None:
-        now = self._loop.time()
-        self.lags.append(max(0.0, now - self._due))
-        self._due = now + LAG_S
-        self._handle = self._loop.call_at(self._due, self._tick)
+        self.lags.append(max(0.0, time.perf_counter() - self._due))
+        self._again()
+
+    def _again(self) -> None:
+        self._due = time.perf_counter() + LAG_S
+        self._handle = self._loop.call_later(LAG_S, self._tick)
 
 
 class Worker:

@@ -28,6 +28,7 @@ PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "re
 def make(options: Options, found: Measured) -> dict[str, Any]:
     """Build the JSON report. A request is complete only if every decode rank completed it."""
     schedule = options.schedule()
+    completed = 0
     complete: list[float] = []
     calls: list[float] = []
     failed = cancelled = cut = 0
@@ -36,6 +37,9 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         errors = [o.reason for o in outcomes if o.error]
         is_whole = len(outcomes) == options.num_ranks(number)
         if is_whole and not errors:
+            completed += 1
+            if not any(o.num_bytes for o in outcomes):
+                continue  # cached whole: an answer of the engine's own, not a transfer
             complete.append(max(o.seconds for o in outcomes))
             calls.append(max(o.seconds - o.late for o in outcomes))
         elif is_whole and number in asked and set(errors) == {"cancelled"}:
@@ -47,7 +51,9 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
     good = [o for outcomes in found.outcomes.values() for o in outcomes if not o.error]
     window = sum(found.windows_s)
     moved = sum(o.num_bytes for o in good)
-    phases = {name: [o.phases.get(name, 0.0) for o in good] for name in PHASES} | {"release": found.release_s}
+    phases = {name: [o.phases.get(name, 0.0) for o in good if o.num_bytes] for name in PHASES} | {
+        "release": found.release_s
+    }
     return {
         "schema": SCHEMA,
         "interrupted": found.interrupted,
@@ -75,6 +81,10 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "transport": options.transport,
             "posting_threads": options.posting_threads,
             "announced": options.announced,
+            "loop": options.loop,
+            "pool_mb": options.pool_mb,
+            "floor": options.floor,
+            "rounds": options.rounds if options.floor else None,
             "net_device": options.net_device,
             "memory": options.memory,
             "engines": {
@@ -104,7 +114,8 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         },
         "requests": {
             "submitted": found.submitted,
-            "completed": len(complete),
+            "completed": completed,
+            "read_nothing": completed - len(complete),
             "failed": failed,
             "cancelled": cancelled,
         },
@@ -134,7 +145,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "schedule": {
             "clock": "scheduled arrival" if options.arrivals.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
-            "achieved_per_s": len(complete) / window if window else 0.0,
+            "achieved_per_s": completed / window if window else 0.0,
             "late_s": _quantiles(
                 [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
             ),
@@ -180,7 +191,9 @@ def show(report: dict[str, Any], console: Console) -> None:
     table.add_column()
     requests, moved, latency = report["requests"], report["bytes"], report["latency_s"]
     verified = f"{moved['verified'] / moved['wanted']:.1%} of them verified" if moved["wanted"] else "none wanted"
-    ms = {k: f"{v * 1e3:.2f} ms" for k, v in latency.items()}
+    ms = {k: _seconds(v) for k, v in latency.items()}
+    apart = f", and {requests['read_nothing']} that read nothing" if requests["read_nothing"] else ""
+    left = report["config"]["requests"] - requests["submitted"]
     clock = report["schedule"]["clock"]
     rows = [
         (
@@ -194,7 +207,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         (
             "requests",
             f"{requests['completed']} of {report['config']['requests']} completed, {requests['failed']} failed, "
-            f"{requests['cancelled']} cancelled by Ctrl-C",
+            f"{requests['cancelled']} cancelled by Ctrl-C" + (f", {left} never submitted" if left else ""),
         ),
         *_cancellations(report["cancellations"]),
         *_shared(report["prefix"]),
@@ -209,7 +222,10 @@ def show(report: dict[str, Any], console: Console) -> None:
                 **report["blocks"]
             ),
         ),
-        ("throughput", "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"])),
+        (
+            "throughput",
+            "{gbytes_per_s:.3f} GB/s, {requests_per_s:.1f} requests/s".format(**report["throughput"]) + apart,
+        ),
         (
             "warm-up",
             f"{report['config']['warmup']} between every two engines before the clock ran, the slowest pull took "
@@ -221,7 +237,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         *_schedule(report),
         (
             "phases (p50)",
-            ", ".join(f"{name} {q['p50'] * 1e3:.2f} ms" for name, q in report["phases_s"].items()),
+            ", ".join(f"{name} {_seconds(q['p50'])}" for name, q in report["phases_s"].items()),
         ),
         ("CPU", "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**report["cpu_s"])),
         ("loop lag", f"p99 {report['loop_lag_s']['p99'] * 1e3:.2f} ms, max {report['loop_lag_s']['max'] * 1e3:.2f} ms"),
@@ -255,11 +271,12 @@ def _workload(config: dict[str, Any]) -> str:
         case kind:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
+    announced = "; announced, so claims are granted before each window opens" if config["announced"] else ""
     many = engines["prefill"] + engines["decode"] > 2 or engines["both_ways"]
     who = f"; engines: {Engines(**engines)}" if many else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
-        f"{config['seed']}{who}"
+        f"{config['seed']}{who}{announced}"
     )
 
 
@@ -298,8 +315,8 @@ def _cancellations(found: dict[str, int]) -> list[tuple[str, str]]:
 def _schedule(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["config"]["arrivals"] == "closed":
         return []
-    it, pull = report["schedule"], {k: f"{v * 1e3:.2f} ms" for k, v in report["pull_s"].items()}
-    late = {k: f"{v * 1e3:.2f} ms" for k, v in it["late_s"].items()}
+    it, pull = report["schedule"], {k: _seconds(v) for k, v in report["pull_s"].items()}
+    late = {k: _seconds(v) for k, v in it["late_s"].items()}
     return [
         ("", f"p50 {pull['p50']}, p90 {pull['p90']}, p99 {pull['p99']}, max {pull['max']}, from the call of pull"),
         (
@@ -308,6 +325,11 @@ def _schedule(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"late by p50 {late['p50']}, p99 {late['p99']}, max {late['max']}",
         ),
     ]
+
+
+def _seconds(value: float) -> str:
+    """Milliseconds, or microseconds where those would be 0.05 or 0.00."""
+    return f"{value * 1e3:.2f} ms" if value >= 1e-4 or not value else f"{value * 1e6:.1f} µs"
 
 
 def _bytes(number: float) -> str:

@@ -13,7 +13,20 @@ import msgspec
 from asynckv.bench import journal, report
 from asynckv.errors import ConfigError
 
-__all__ = ["Side", "flat", "load"]
+__all__ = ["Side", "flat", "load", "refuse_repeated"]
+
+
+FIGURES = {
+    "throughput": ("gbytes_per_s", "requests_per_s"),
+    "latency_s": ("p50", "p90", "p99", "max"),
+    "pull_s": (),
+    "phases_s": (),
+    "cpu_s": ("decode", "prefill"),
+    "loop_lag_s": (),
+    "descriptors": (),
+    "ratio_to_floor": (),
+}
+"""What holds numbers only, and which of them every report has."""
 
 
 @dataclass(slots=True)
@@ -51,6 +64,21 @@ def load(texts: Sequence[str]) -> Side:
             side.runs.append((flat(found["config"]), found))
             side.environments.append({k: str(v) for k, v in found["environment"].items()})
     return side
+
+
+def refuse_repeated(texts: Sequence[str]) -> None:
+    """Refuse a file that is given twice: its noise would be none, and the change as sure as anything.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    seen: dict[Path, Path] = {}
+    for path in (path for text in texts for path in _files(Path(text))):
+        there = path.resolve()
+        if there in seen:
+            also = f" (as {seen[there]})" if seen[there] != path else ""
+            raise ConfigError(f"{path}: was given twice{also}; every file is one measurement, so name it once")
+        seen[there] = path
 
 
 def _files(path: Path) -> list[Path]:
@@ -93,6 +121,13 @@ def _check(found: Mapping[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: is damaged: {missing[0]} is missing")
     if not isinstance(found.get("interrupted"), bool):
         raise ConfigError(f"{where}: is damaged: interrupted is missing")
+    for part, names in FIGURES.items():
+        held = flat(found.get(part, {}), part)
+        if missing := [name for name in names if f"{part}.{name}" not in held]:
+            raise ConfigError(f"{where}: is damaged: {part}.{missing[0]} is missing")
+        for name, value in held.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{where}: is damaged: {name} is {value!r:.80}, no number")
 
 
 def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:

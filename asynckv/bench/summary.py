@@ -11,12 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from asynckv.bench.figures import FIGURES, Figure
-from asynckv.bench.journal import Sweep
+from asynckv.bench.figures import FIGURES, Figure, named
+from asynckv.bench.journal import Head, Sweep
 from asynckv.observe.console import printable
 
 __all__ = ["SHOWN", "Spread", "Summary", "show", "summarise"]
 
+FLOOR = named("ratio_to_floor.raw_nixl.gbytes_per_s", {"ratio_to_floor.raw_nixl.gbytes_per_s"})
 SHOWN = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
 
 
@@ -83,12 +84,18 @@ def show(sweep: Sweep, console: Console) -> None:
     for name in SHOWN:
         unit = FIGURES[name].unit
         table.add_column(unit if name.endswith("per_s") else f"{name} {unit}", justify="right")
+    has_floor = any(point.spread(FLOOR) is not None for point in found)
+    if has_floor:
+        table.add_column("of raw NIXL", justify="right")
     table.add_column()
     for point in found:
         cells = [printable(point.axes[name]) for name in sweep.head.axes]
         for name in SHOWN:
             spread = point.spread(FIGURES[name])
             cells.append("" if spread is None else f"{spread.median:,.4g}")
+        if has_floor:
+            spread = point.spread(FLOOR)
+            cells.append("" if spread is None else f"{spread.median:.1%}")
         table.add_row(
             *cells,
             printable(", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))),
@@ -99,4 +106,16 @@ def show(sweep: Sweep, console: Console) -> None:
         where = "one point" if count == 1 else f"{count} points"
         console.print(f"  ! {where} {printable(fault)}", style="red", highlight=False)
     if sweep.head.rounds > 1:
-        console.print(f"medians of {sweep.head.rounds} rounds", highlight=False)
+        console.print(_rounds(found, sweep.head), highlight=False)
+
+
+def _rounds(found: list[Summary], head: Head) -> str:
+    """Say how many rounds the medians are of, where a sweep was interrupted not all."""
+    runs, total = [point.runs for point in found], head.rounds
+    if min(runs) == total and len(found) == len(head.points):
+        return f"medians of {total} rounds"
+    fewest, most = min(runs), max(runs)
+    some = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    absent = len(head.points) - len(found)
+    left = f"; {absent} of {len(head.points)} points have none yet" if absent else ""
+    return f"medians of {some} of {total} rounds{left}"

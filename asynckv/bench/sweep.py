@@ -60,7 +60,7 @@ def targets(out: str) -> tuple[Path, Path]:
     path = Path(out)
     if path.suffix == ".jsonl" and not path.is_dir():
         return path, path.with_suffix(".html")
-    if path.suffix and not path.is_dir():
+    if (path.suffix or path.exists()) and not path.is_dir():
         raise ConfigError(f"--out {out} is neither a FILE.jsonl nor a directory")
     return path / "sweep.jsonl", path / "sweep.html"
 
