@@ -292,9 +292,8 @@ def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: ar
         said(f"{case}, steps of {step_ms:g} ms, round {number + 1} of {given.rounds}")
         turn = number % len(names)
         rounds.append({name: running[ENGINES[name]].window(windows[name]) for name in names[turn:] + names[:turn]})
-    figures = {
-        name: {key: median_of([r[name][key] for r in rounds]) for key in (*KEYS, "both_cpu_us")} for name in names
-    }
+    measured = (*KEYS, "both_cpu_us")
+    figures = {name: {key: median_of([r[name][key] for r in rounds]) for key in measured} for name in names}
     ratios = {
         f"{mine} / {theirs}": {
             key: median_of([r[mine][key] / r[theirs][key] for r in rounds if r[theirs][key]]) for key in RATIOS
