@@ -334,8 +334,8 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(table)
     level = min((i.level for row in rows for r in row["figures"].values() for i in r.values()), default=0.0)
     console.print(
-        f"More requests/s is better, less of everything else. CPU: all threads of a process, per request. Intervals hold "
-        f"the true median with {level:.0%} if rounds are independent."
+        f"More requests/s is better, less of everything else. CPU: all threads of a process, per request. Intervals "
+        f"hold the true median with {level:.0%} if rounds are independent."
     )
 
 
