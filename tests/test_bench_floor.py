@@ -162,7 +162,7 @@ def test_the_table_says_when_the_engine_has_more_threads_than_the_floor() -> Non
     found = floor.summary([a_round(1.0, sample("raw_nixl", 0.00005))])
     for threads, said in ((0, False), (1, False), (2, True), ("auto", True)):
         (text,) = (t for n, t in floor.lines(found | {"config": {"posting_threads": threads}}) if "raw" in n)
-        assert (f"the engine, posting on {threads} threads, reaches" in text) == said
+        assert (f"the engine, with --posting-threads {threads}, reaches" in text) == said
         assert "p50 25.0 µs" in text
 
 

@@ -199,6 +199,7 @@ def test_what_reads_nothing_is_no_request_per_second_and_no_latency() -> None:
     assert report.is_good(result)
     assert "1.0 requests/s, and 1 that read nothing" in shown(result)
     assert figures.FIGURES["descriptors"].of(result) == 2.0
+    assert "none: nothing was read" in shown(report.make(options(), measured(nothing, Outcome(0, seconds=0.00001))))
 
 
 def test_the_report_says_what_else_makes_runs_unlike() -> None:

@@ -421,7 +421,7 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         fast = at["p50_s"]["median"]
         p50 = f"{fast * 1e3:.2f} ms" if fast >= 1e-4 else f"{fast * 1e6:.1f} µs"
         threads = report.get("config", {}).get("posting_threads", 0)
-        beside = f", posting on {threads} threads," if kind == "raw_nixl" and threads not in (0, 1) else ""
+        beside = f", with --posting-threads {threads}," if kind == "raw_nixl" and threads not in (0, 1) else ""
         share, slower, cpu = (ratio[key] for key in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
         text = (
             f"{at['gbytes_per_s']['median']:.3f} GB/s, {at['requests_per_s']['median']:,.0f} requests/s, p50 {p50}; "

@@ -191,6 +191,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     table.add_column()
     requests, moved, latency = report["requests"], report["bytes"], report["latency_s"]
     verified = f"{moved['verified'] / moved['wanted']:.1%} of them verified" if moved["wanted"] else "none wanted"
+    nothing = requests["completed"] == requests["read_nothing"] > 0
     ms = {k: _seconds(v) for k, v in latency.items()}
     apart = f", and {requests['read_nothing']} that read nothing" if requests["read_nothing"] else ""
     left = report["config"]["requests"] - requests["submitted"]
@@ -233,7 +234,12 @@ def show(report: dict[str, Any], console: Console) -> None:
             if report["config"]["warmup"]
             else "none: the latencies hold the first connections",
         ),
-        ("latency", f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}, from the {clock}"),
+        (
+            "latency",
+            "none: nothing was read"
+            if nothing
+            else f"p50 {ms['p50']}, p90 {ms['p90']}, p99 {ms['p99']}, max {ms['max']}, from the {clock}",
+        ),
         *_schedule(report),
         (
             "phases (p50)",
