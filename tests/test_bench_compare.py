@@ -257,6 +257,15 @@ def test_what_is_no_whole_report_is_one_line_and_status_2(
     assert str(path) in text
 
 
+@pytest.mark.parametrize(
+    "unlike",
+    [{"loop": "uvloop"}, {"floor": True}, {"rounds": 3}, {"pool_mb": 64}, {"posting_threads": 2}],
+)
+def test_unlike_runs_are_not_taken_for_runs_of_one_point(unlike: dict[str, Any]) -> None:
+    before, after = side("a", made(100), made(200, **unlike)), side("b", made(100), made(200, **unlike))
+    assert [p["runs"] for p in compare(before, after)["points"]] == [[1, 1], [1, 1]]
+
+
 def damaged(part: str, name: str, value: Any) -> dict[str, Any]:
     found = made()
     found[part][name] = value
