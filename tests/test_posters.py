@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -22,6 +26,7 @@ from asynckv.core.layout import Memory
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
+from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError, ConfigError
 from asynckv.ports import Ended, Ending
 from tests.engines import until
@@ -39,6 +44,15 @@ def sides(anyio_backend: str) -> Iterator[list[Side]]:
     yield made
     for side in made:
         side.plane.close()
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """No collection by itself: what only it would end is seen to live."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, Side]:
@@ -63,6 +77,14 @@ class Gate:
             return post(agent, *args)
 
         monkeypatch.setattr(Agent, "post", held)
+
+
+def while_the_loop_stands(condition: Callable[[], object]) -> None:
+    """Wait for what threads do, while nobody turns the owner's agent: no connection is made, so nothing ends."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def poster_threads() -> list[str]:
@@ -106,11 +128,8 @@ async def test_many_ends_wake_the_loop_once(sides: list[Side]) -> None:
     one = np.zeros(1, np.int32)
     for number in range(300):
         reader.read(100 + number, "owner", 7, one, one)
-    deadline = time.monotonic() + 10
-    while reader.plane.statistics()["poster1.posts"] < posted + 300:
-        assert time.monotonic() < deadline
-        # The loop must not turn, so that it hears of everything at once.
-        time.sleep(0.001)  # noqa: ASYNC251
+    # The loop must not turn, so that it hears of everything at once.
+    while_the_loop_stands(lambda: reader.plane.statistics()["poster1.posts"] == posted + 300)
     news = await reader.heard(300)
     assert {e.ending for e in news} == {Ending.DONE}
     assert reader.calls - calls < 10
@@ -184,24 +203,202 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     await check_reads(reader, "owner", owner.arrays)
 
 
+class _Unwritable(dict[TransferId, tuple[int, str]]):
+    """As memory that is used up: breaks a thread just after NIXL took a read."""
+
+    def __setitem__(self, key: TransferId, value: tuple[int, str]) -> None:
+        raise MemoryError("planted")
+
+
+def break_in_flight(reader: Side, spoil: Callable[[Agent], None]) -> tuple[list[tuple[int, Ending, bool]], Poster]:
+    """Break a thread while one of its reads runs; return what it told, and whether its agent was gone by then."""
+    (poster,) = reader.plane._posters
+    told: list[tuple[int, Ending, bool]] = []
+    gone = weakref.finalize(poster.agent._raw, lambda: None)
+    tell = poster._tell
+
+    def spy(news: list[Ended]) -> None:
+        told.extend((ended.transfer_id, ended.ending, not gone.alive) for ended in news)
+        tell(news)
+
+    poster._tell = spy
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", 0, local, remote)
+    while_the_loop_stands(lambda: poster.agent.running)
+    spoil(poster.agent)
+    reader.read(2, "owner", 0, local, remote)
+    while_the_loop_stands(lambda: not poster._thread.is_alive())
+    return told, poster
+
+
+def _spoil(agent: Agent) -> None:
+    agent.running = _Unwritable(agent.running)
+
+
+async def test_failed_is_told_only_when_nothing_of_the_agent_is_left(sides: list[Side], collected: None) -> None:
+    kept: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: kept.append(context))
+    reader, _ = await link(sides)
+    told, _ = break_in_flight(reader, _spoil)
+    # The exception, and with it its traceback, is kept: it must not keep the agent.
+    await until(lambda: kept)
+    assert [type(context["exception"]) for context in kept] == [MemoryError]
+    doubt, failed = Ending.IN_DOUBT, Ending.FAILED
+    assert [(number, ending) for number, ending, _ in told] == [(1, doubt), (2, doubt), (1, failed), (2, failed)]
+    assert [is_gone for _, ending, is_gone in told if ending is failed] == [True, True]
+    assert kept[0]["exception"].__traceback__ is not None
+
+
+async def test_what_runs_stays_in_doubt_while_somebody_keeps_the_agent(sides: list[Side]) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    reader, _ = await link(sides)
+    keeping: list[Any] = []
+
+    def spoil(agent: Agent) -> None:
+        keeping.append(agent._raw)
+        _spoil(agent)
+
+    told, poster = break_in_flight(reader, spoil)
+    assert [(number, ending) for number, ending, _ in told] == [(1, Ending.IN_DOUBT), (2, Ending.IN_DOUBT)]
+    assert not poster.agent.is_closed
+    with pytest.raises(BackendError, match=r"reader-poster1 is still referred to.* may still be written"):
+        reader.plane.close()
+    with pytest.raises(BackendError, match=r"reader-poster1 of the last start is still inside NIXL"):
+        reader.plane.start(reader._poll)
+    keeping.clear()
+    reader.plane.close()
+    assert poster.agent.is_closed
+
+
+async def test_the_loops_agent_has_to_be_gone_as_well(sides: list[Side]) -> None:
+    reader, _ = await link(sides)
+    assert reader.plane._agent is not None
+    keeping = [reader.plane._agent._raw]
+    with pytest.raises(BackendError, match="agent reader is still referred to"):
+        reader.plane.close()
+    keeping.clear()
+    reader.plane.close()
+
+
+async def test_a_threads_end_is_the_end_of_its_agent(sides: list[Side]) -> None:
+    reader, _ = await link(sides)
+    (poster,) = reader.plane._posters
+    poster.stop()
+    # Nobody has joined it, nor closed the plane.
+    await until(lambda: not poster._thread.is_alive())
+    assert poster.agent.is_closed
+
+
+@pytest.mark.parametrize("where", ["loop", "poster", "table"])
+async def test_a_refusal_that_is_kept_keeps_no_agent(
+    sides: list[Side], where: str, collected: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane._agent is not None
+    (poster,) = reader.plane._posters
+    lives = [weakref.finalize(agent._raw, lambda: None) for agent in (reader.plane._agent, poster.agent)]
+    load = poster.load
+    monkeypatch.setattr(poster, "load", lambda name, metadata: load(name, metadata[: len(metadata) // 2]))
+    other = Side("other", 3, NixlConfig(posting_threads=0))
+    sides.append(other)
+    beyond = [Memory(m.base + (1 << 40), m.length) for m in owner.memories]
+
+    async def ask() -> None:
+        if where == "table":
+            reader.plane.add_table("owner", replace(TABLES[0], table_id=77), reader.memories, beyond)
+        else:
+            await reader.plane.prepare_peer("other", other.plane.metadata() if where == "poster" else b"garbage")
+
+    with pytest.raises(BackendError) as refusal:
+        await ask()
+    collect = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("the agent was kept until a collection"))
+    reader.plane.close()
+    monkeypatch.setattr(gc, "collect", collect)
+    assert refusal.value.__traceback__ is not None
+    assert not any(life.alive for life in lives)
+
+
+async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    (poster,) = reader.plane._posters
+    obey, is_broken = poster._obey, threading.Event()
+
+    def planted(agent: Agent) -> None:
+        if is_broken.is_set():
+            raise MemoryError("planted")
+        obey(agent)
+
+    class Late(deque[Any]):
+        """Breaks the thread between the look whether it lives and the append."""
+
+        def append(self, order: Any) -> None:
+            if not is_broken.is_set():
+                is_broken.set()
+                poster._wake()
+                poster._thread.join(0.3)
+            super().append(order)
+
+    monkeypatch.setattr(poster, "_obey", planted)
+    monkeypatch.setattr(poster, "_orders", Late(poster._orders))
+    local, remote = pairs(TABLES[1], 1)
+    reader.read(1, "owner", 7, local, remote)
+    assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(1, Ending.FAILED)]
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"], found["poster1.backlog_bytes"]) == (0, 0, 0)
+    # Nothing piles up before somebody who is gone.
+    for number in range(100):
+        poster.drop(str(number))
+    assert not poster._orders
+    with pytest.raises(BackendError, match="reader-poster1 has ended"):
+        poster.load("somebody", b"").result(0)
+
+
+async def test_reads_under_way_are_shared_out_among_threads(sides: list[Side]) -> None:
+    reader, _ = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
+    local, remote = pairs(TABLES[0], 0)
+    for number in range(10):
+        reader.read(number, "owner", 0, local, remote)
+        while_the_loop_stands(lambda: sum(len(p.agent.running) for p in reader.plane._posters) > number)  # noqa: B023
+    found = reader.plane.statistics()
+    assert (found["poster1.posts"], found["poster2.posts"]) == (5, 5)
+    assert found["poster1.backlog_bytes"] == found["poster2.backlog_bytes"] > 0
+
+
+async def test_threads_without_reads_take_turns(sides: list[Side]) -> None:
+    reader, owner = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
+    for _ in range(4):
+        await check_reads(reader, "owner", owner.arrays)
+    found = reader.plane.statistics()
+    assert found["poster1.posts"] == found["poster2.posts"] == 2 * len(TABLES)
+    assert found["poster1.backlog_bytes"] == found["poster2.backlog_bytes"] == 0
+
+
 async def test_a_start_whose_posting_threads_have_no_agent_fails_and_may_be_tried_again(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = nixl.NixlPlane._make_agent
 
     def refuse(plane: nixl.NixlPlane, name: str) -> Agent:
-        if "poster" in name:
+        if "poster2" in name:
             raise BackendError("no more agents")
         return make(plane, name)
 
-    plane = nixl.NixlPlane(ALL_BULK, "reader")
+    plane = nixl.NixlPlane(NixlConfig(posting_threads=2), "reader")
     monkeypatch.setattr(nixl.NixlPlane, "_make_agent", refuse)
     with pytest.raises(BackendError, match="no more agents"):
         plane.start(lambda: None)
-    plane.close()
     monkeypatch.undo()
+    assert poster_threads() == []
+    plane._is_told = True  # as a callback of the last start that never ran, on a loop that was closed
     plane.start(lambda: None)
-    assert plane.statistics()["posting_threads"] == 1
+    assert not plane._is_told
+    assert plane.statistics()["posting_threads"] == 2
     plane.close()
 
 

@@ -6,14 +6,19 @@ thread's. It never waits. NIXL itself is handed in, so that one module imports i
 What is known about the end of a transfer (measured, and held to strictly): `DONE` is the end; a remote
 disconnect is the end, because no thread of NIXL's own is left to write; the end of the agent is the end.
 Any other trouble is *doubt*, and a transfer in doubt keeps its handle and is asked again for as long as it takes.
+
+NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no
+exception of NIXL's leaves this module, not even as a cause, and `close` looks whether the agent is gone.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,7 +103,7 @@ class Agent:
             # One thread posts, but another may load metadata; an unlocked agent crashes under two.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        agent = None
+        agent, refused = None, ""
         with _creating:
             try:
                 agent = api.nixl_agent(name, config)
@@ -106,13 +111,17 @@ class Agent:
                 agent.create_backend(backend, dict(params))
             except Exception as exc:
                 plugins = ", ".join(getattr(agent, "plugin_list", [])) or "none"
-                raise BackendError(
-                    f"NIXL back end {backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
-                ) from exc
+                refused = f"NIXL back end {backend!r} cannot be created: {exc!r}; plug-ins found: {plugins}"
+            if agent is None or refused:
+                agent = None
+                raise BackendError(refused)
             self.fds = _own(_epolls(_descriptors() - before))
             """UCX's own epoll descriptors, which tell when there is something to do; none for some back ends."""
         self._agent: Any = agent
         self._raw: Any = agent.agent
+        self._life = weakref.finalize(self._raw, int)
+        """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
+        self._life.atexit = False
         self._read = agent.nixl_ops["READ"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
@@ -136,10 +145,13 @@ class Agent:
         """
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
+            refused = ""
             try:
                 self._registered.append(self._agent.register_memory(rows, MEMORY_KINDS[kind]))
             except Exception as exc:
-                raise BackendError(f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}") from exc
+                refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
+            if refused:
+                raise BackendError(refused)
 
     def metadata(self) -> bytes:
         """Return NIXL's metadata blob."""
@@ -151,10 +163,13 @@ class Agent:
         Raises:
             BackendError: NIXL refuses it, or it is somebody else's.
         """
+        loaded, refused = None, ""
         try:
             loaded = self._agent.add_remote_agent(metadata)
         except Exception as exc:
-            raise BackendError(f"NIXL refuses the metadata of {name}: {exc!r}") from exc
+            refused = f"NIXL refuses the metadata of {name}: {exc!r}"
+        if refused:
+            raise BackendError(refused)
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != name:
             # Never somebody else's: metadata under a false name may be that of a peer in use.
@@ -187,13 +202,19 @@ class Agent:
         """
         if name not in self._tables:
             raise BackendError(f"peer {name} is not loaded")
+        lists, refused = [], ""
         try:
-            mine = self._prepare("", table.local, table.length, table.local_blocks, memories)
-            theirs = self._prepare(name, table.remote, table.length, table.remote_blocks, remote)
-        except BackendError:
-            raise
+            lists.append(self._prepare("", table.local, table.length, table.local_blocks, memories))
+            lists.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote))
+        except BackendError as exc:
+            refused = str(exc)
         except Exception as exc:
-            raise BackendError(f"NIXL cannot prepare descriptors of {name}: {exc!r}") from exc
+            refused = f"NIXL cannot prepare descriptors of {name}: {exc!r}"
+        if refused:
+            self._release_lists(lists)
+            lists.clear()
+            raise BackendError(refused)
+        mine, theirs = lists
         self._tables[name][table.table_id] = (mine, theirs)
 
     def remove_table(self, name: str, table_id: int) -> None:
@@ -327,12 +348,25 @@ class Agent:
     @property
     def is_closed(self) -> bool:
         """Whether the agent is gone, and with it whatever could write."""
-        return self._agent is None
+        return not self._life.alive
 
     def close(self) -> None:
-        """Destroy the agent, which ends whatever still runs before the memory goes. Idempotent."""
-        if self._agent is None:
-            return
+        """Destroy the agent, which ends whatever still runs before the memory goes. Idempotent.
+
+        Raises:
+            BackendError: Something still refers to it, so it lives and may write. Call again to look again.
+        """
+        if self._agent is not None:
+            self._let_go()
+        if self._life.alive:
+            # Cycles, such as those of exceptions that somebody caught, are found by a collection only.
+            gc.collect()
+        if self._life.alive:
+            raise BackendError(
+                f"NIXL agent {self.name} is still referred to, such as by the traceback of an exception that is kept"
+            )
+
+    def _let_go(self) -> None:
         if not self.running and not self.doubtful:
             for name in list(self._tables):
                 self.drop(name)

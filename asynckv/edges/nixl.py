@@ -122,6 +122,11 @@ class _Remote:
         """Per table, the bytes of its longest descriptor."""
 
 
+def _wait_all(posters: Sequence[Poster], deadline: float) -> None:
+    for poster in posters:
+        poster.wait(max(0.0, deadline - time.monotonic()))
+
+
 class _Pace:
     """Whether handing bulk over pays, found by doing both.
 
@@ -170,6 +175,10 @@ class NixlPlane:
         self._api: Any = None
         self._agent: Agent | None = None
         self._posters: list[Poster] = []
+        self._ending: Agent | None = None
+        """The loop's agent, which was closed and is not seen to be gone yet."""
+        self._close_by: float | None = None
+        """Until when `close` may still wait, if the waiting was begun off the loop."""
         self._pace = _Pace()
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
@@ -194,23 +203,33 @@ class NixlPlane:
 
     def start(self, on_ready: Callable[[], None]) -> None:
         """Create the agent, hand UCX's descriptors to the loop, and start posting threads, which wait."""
-        if self._posters:
-            raise BackendError("a posting thread of the last start is still inside NIXL; `close()` first")
+        if self._posters or self._ending is not None:
+            left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
+            raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
         self._api = _load()
         self._starts += 1
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
-        self._agent = self._make_agent(self._name)
+        self._is_told = self._is_sweep_due = False
+        try:
+            self._agent = self._make_agent(self._name)
+            self._listen(self._agent, self._loop)
+            for number in range(1, self._config.num_posters + 1):
+                self._posters.append(self._start_poster(number))
+        except BaseException:
+            with suppress(BackendError):  # it is the next start's to say
+                self.close()
+            raise
+
+    def _listen(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         fds = []
-        for fd in self._agent.fds:
+        for fd in agent.fds:
             # asyncio refuses descriptors that it cannot watch; polling serves then.
             with suppress(OSError, ValueError):
-                self._loop.add_reader(fd, self._woken)
+                loop.add_reader(fd, self._woken)
                 fds.append(fd)
         self._fds = tuple(fds)
-        for number in range(1, self._config.num_posters + 1):
-            self._posters.append(self._start_poster(number))
 
     def _make_agent(self, name: str) -> Agent:
         return Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
@@ -237,13 +256,22 @@ class NixlPlane:
         assert self._agent is not None
         return self._agent.metadata()
 
+    async def quiesce(self) -> None:
+        """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
+        for poster in self._posters:
+            poster.stop()
+        if self._posters:
+            self._close_by = time.monotonic() + CLOSE_S
+            await anyio.to_thread.run_sync(_wait_all, tuple(self._posters), self._close_by)
+
     def close(self) -> None:
         """Let go of everything; memory under a running transfer stays registered. Idempotent.
 
-        Waits for posting threads to come out of NIXL, at most `CLOSE_S`.
+        Waits for posting threads to come out of NIXL, at most `CLOSE_S`, or what `quiesce` has left of it.
 
         Raises:
-            BackendError: One of them did not: the memory may still be written. Call again to wait again.
+            BackendError: One of them did not, or an agent lives on: the memory may still be written. Call again to
+                wait again.
         """
         for poster in self._posters:
             poster.stop()
@@ -254,21 +282,34 @@ class NixlPlane:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
         self._is_serving = False
-        deadline = time.monotonic() + CLOSE_S
-        self._posters = [p for p in self._posters if not p.join(max(0.0, deadline - time.monotonic()))]
-        if self._posters:
-            names = ", ".join(p.name for p in self._posters)
+        deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
+        self._close_by = None
+        if self._agent is not None:
+            self._agent, self._ending = None, self._agent
+        causes = []
+        if self._ending is not None:
+            try:
+                self._ending.close()
+                self._ending = None
+            except BackendError as exc:
+                causes.append(str(exc))
+        left = []
+        for poster in self._posters:
+            try:
+                poster.join(max(0.0, deadline - time.monotonic()))
+            except BackendError as exc:
+                left.append(poster)
+                causes.append(str(exc))
+        self._posters = left
+        if causes:
             raise BackendError(
-                f"{names} did not come out of NIXL within {CLOSE_S:g} s; memory that it reads into may still be "
-                f"written: keep it, and call close() again"
+                f"{'; '.join(causes)} (waited {CLOSE_S:g} s at most): memory that is read into may still be written; "
+                f"keep it, and call close() again"
             )
         # Every agent is gone: nothing writes any more.
-        for left in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
-            left.clear()
+        for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
+            each.clear()
 
     # -- peers -------------------------------------------------------------------------------------
 
@@ -298,9 +339,11 @@ class NixlPlane:
         await anyio.to_thread.run_sync(self._agent.load, name, metadata)
         # Only what NIXL took once is given to it again.
         loads = [poster.load(name, metadata) for poster in self._posters if poster.is_alive]
-        for outcome in await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        outcomes = await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True)
+        refused = [str(outcome) or repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
+        outcomes.clear()
+        if refused:
+            raise BackendError(refused[0])
 
     def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare one table's two descriptor lists; posting threads do when they first use it."""
@@ -387,7 +430,8 @@ class NixlPlane:
     ) -> bool:
         if self._config.posting_threads == "auto" and not self._pace.choose(time.monotonic()):
             return False
-        poster = min(self._posters, key=lambda each: each.backlog if each.is_alive else sys.maxsize)
+        # Among equals each has its turn.
+        poster = min(self._posters, key=lambda each: (not each.is_alive, each.backlog, each.num_taken))
         if not poster.post(transfer_id, name, table_id, local, remote, num_bytes):
             return False
         self._counts["posts_handed"] += 1

@@ -19,6 +19,7 @@ import os
 import select
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class Poster:
         agent: Its own from here on, but for the registration of memory.
         tell: Called on the thread with news, in batches.
         broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
-            what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is gone.
+            what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
     """
 
     def __init__(
@@ -122,16 +123,18 @@ class Poster:
         self.name = name
         self.agent, self._tell, self._broke = agent, tell, broke
         self._orders: deque[_Order] = deque()
+        self._gate = threading.Lock()
+        """Held to order, and to end: what is ordered is either obeyed or refused."""
         self._loading: Future[None] | None = None
         self._tables: dict[tuple[str, int], _AddTable] = {}
         """Tables whose lists are prepared when they are first used."""
-        self._mine: set[TransferId] = set()
-        """Reads that were posted, until their end is told."""
+        self._mine: dict[TransferId, int] = {}
+        """Bytes of the reads that were posted, until their end is told; none if in doubt."""
         self._news: list[Ended] = []
         self._told_at = self._swept_at = 0.0
         self._queued = 0
         self._queued_bytes = 0
-        self._posted_bytes = 0
+        self._ended_bytes = 0
         self._copied = (0, 0.0)
         self._is_asleep = self._is_stopping = False
         self._is_alive = True
@@ -151,15 +154,18 @@ class Poster:
 
     @property
     def backlog(self) -> int:
-        """Bytes that were handed over and not posted yet."""
-        return self._queued_bytes - self._posted_bytes
+        """Bytes that were handed over and whose end, or doubt, was not told yet."""
+        return self._queued_bytes - self._ended_bytes
+
+    @property
+    def num_taken(self) -> int:
+        """Reads that were handed over."""
+        return self._queued
 
     def load(self, name: str, metadata: bytes) -> Future[None]:
         """Load a peer; the future fails with `BackendError`."""
         loaded: Future[None] = Future()
-        if self.is_alive:
-            self._order(_Load(name, metadata, loaded))
-        else:
+        if not self._order(_Load(name, metadata, loaded)):
             loaded.set_exception(BackendError(f"{self.name} has ended"))
         return loaded
 
@@ -185,11 +191,12 @@ class Poster:
         num_bytes: int,
     ) -> bool:
         """Take a read over; False if it is not taken, because the thread is gone or has too many."""
-        if not self.is_alive or self._queued - self.posts >= MAX_QUEUED:
+        if self._queued - self.posts >= MAX_QUEUED:
+            return False
+        if not self._order(_Post(transfer_id, name, table_id, local, remote, num_bytes)):
             return False
         self._queued += 1
         self._queued_bytes += num_bytes
-        self._order(_Post(transfer_id, name, table_id, local, remote, num_bytes))
         return True
 
     def take_pace(self) -> tuple[int, float]:
@@ -203,20 +210,33 @@ class Poster:
         self._is_stopping = True
         self._wake()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end, with which its agent is gone; False if it is still inside NIXL."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; False if it is still inside NIXL. May run on another thread."""
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
+        return not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, and see that its agent is gone.
+
+        Raises:
+            BackendError: It is still inside NIXL, or its agent lives.
+        """
+        if not self.wait(timeout_s):
+            raise BackendError(f"{self.name} did not come out of NIXL in time")
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
-        return True
+        self.agent.close()
 
-    def _order(self, order: _Order) -> None:
-        self._orders.append(order)
+    def _order(self, order: _Order) -> bool:
+        """Hand something over; False if nobody is there to obey, or to refuse it."""
+        with self._gate:
+            if not self.is_alive:
+                return False
+            self._orders.append(order)
         if self._is_asleep:
             self._wake()
+        return True
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:
@@ -229,12 +249,11 @@ class Poster:
         try:
             self._work()
         except BaseException as exc:  # whatever it is, transfers must hear of it
-            self._is_alive = False
             self._fail(exc)
         else:
-            self._is_alive = False
             self._refuse(BackendError(f"{self.name} was closed"))
-            self.agent.close()
+            with suppress(BackendError):  # whoever joins looks again
+                self.agent.close()
 
     def _work(self) -> None:
         agent, why = self.agent, _Woken.BY_ORDER
@@ -273,8 +292,7 @@ class Poster:
             order = self._orders.popleft()
             match order:
                 case _Post():
-                    self._mine.add(order.transfer_id)
-                    self._posted_bytes += order.num_bytes
+                    self._mine[order.transfer_id] = order.num_bytes
                     self.posts += 1
                     began = time.monotonic()
                     if (ended := self._post(agent, order)) is not None:
@@ -308,10 +326,14 @@ class Poster:
                 self._flush()
 
     def _load(self, agent: Agent, name: str, metadata: bytes, loaded: Future[None]) -> None:
+        refused = ""
         try:
             agent.load(name, metadata)
         except BackendError as exc:
-            loaded.set_exception(exc)
+            refused = str(exc)
+        if refused:
+            # Anew: that one's traceback leads to this frame, which leads to it.
+            loaded.set_exception(BackendError(refused))
         else:
             loaded.set_result(None)
 
@@ -329,7 +351,10 @@ class Poster:
 
     def _flush(self) -> None:
         news, self._news = self._news, []
-        self._mine.difference_update(ended.transfer_id for ended in news if ended.ending is not Ending.IN_DOUBT)
+        for ended in news:
+            self._ended_bytes += self._mine.pop(ended.transfer_id, 0)
+            if ended.ending is Ending.IN_DOUBT:
+                self._mine[ended.transfer_id] = 0
         self._told_at = time.monotonic()
         self.batches += 1
         self._tell(news)
@@ -361,10 +386,15 @@ class Poster:
     # -- the thread's end --------------------------------------------------------------------------
 
     def _refuse(self, cause: BackendError) -> None:
-        """Nothing that waits will be done, and none of it was posted."""
-        while self._orders:
-            match self._orders.popleft():
+        """Nothing that waits will be done, and none of it was posted; nothing is taken from here on."""
+        with self._gate:
+            self._is_alive = False
+            left = list(self._orders)
+            self._orders.clear()
+        for order in left:
+            match order:
                 case _Post(transfer_id):
+                    self._mine[transfer_id] = order.num_bytes
                     self._news.append(Ended(transfer_id, Ending.FAILED, str(cause)))
                 case _Load(loaded=loaded):
                     if loaded.set_running_or_notify_cancel():
@@ -378,15 +408,34 @@ class Poster:
         if self._loading is not None:
             self._loading.set_exception(BackendError(cause))
         ended = {news.transfer_id for news in self._news if news.ending is not Ending.IN_DOUBT}
-        posted = sorted(self._mine - ended)
+        posted = sorted(self._mine.keys() - ended)
         self._refuse(BackendError(cause))
         self._news += [Ended(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
         self._flush()
+        # The exception may be kept for ever, but not what refers to the agent.
+        _clear_frames(exc)
         self._broke(exc)
-        self.agent.close()
+        try:
+            self.agent.close()
+        except BackendError:
+            return  # it lives: what was posted stays in doubt
         # Nothing of it writes any more.
         self._news = [Ended(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
         self._flush()
+
+
+def _clear_frames(exc: BaseException) -> None:
+    """Let go of the locals of all frames that an exception, its causes and its contexts lead to."""
+    left, seen = [exc], set[int]()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        left += [other for other in (each.__cause__, each.__context__) if other is not None]
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
 
 
 _started: weakref.WeakSet[Poster] = weakref.WeakSet()
@@ -400,4 +449,4 @@ def _end_all() -> None:
         poster.stop()
     deadline = time.monotonic() + EXIT_S
     for poster in left:
-        poster.join(max(0.0, deadline - time.monotonic()))
+        poster.wait(max(0.0, deadline - time.monotonic()))
