@@ -273,6 +273,8 @@ class Engine:
         """No turn is taken any more."""
         self._is_destroyed = False
         """The data plane is gone."""
+        self._is_stuck = False
+        """Closing failed, and the data plane may still write: what is held is watched until it is closed again."""
         self._turned = asyncio.Event()
         """Set by every turn, for whoever waits for something to be over."""
         self._is_hurried = False
@@ -360,8 +362,13 @@ class Engine:
         return stragglers
 
     async def aclose(self) -> None:
-        """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent."""
-        if self._closing is None:
+        """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
+
+        Raises:
+            BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
+                returned yet. Call again to wait again.
+        """
+        if self._closing is None or _has_failed(self._closing):
             # A task of its own, so that a caller who is cancelled does not leave it half done.
             self._closing = asyncio.get_running_loop().create_task(self._close())
         with anyio.CancelScope(shield=True):
@@ -376,6 +383,10 @@ class Engine:
 
         Returns:
             What had to be cut short.
+
+        Raises:
+            BackendError: Something is still inside NIXL, so the memory may still be read and written. Call again to
+                wait again, or `aclose`.
         """
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
@@ -413,7 +424,8 @@ class Engine:
             node = self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration, self.incarnation = before
-            self._data.close()
+            with anyio.CancelScope(shield=True):
+                await self._close_data()
             raise
         for address in {peer.address for peer in old.pulling.peers.values()}:
             self._control.disconnect(address)
@@ -785,6 +797,8 @@ class Engine:
     def _turn(self) -> None:
         self._is_due = False
         if self._is_shut:
+            if self._is_stuck:
+                self._watch_held(self._node)
             return
         node = self._node
         self._safely(self._work, node)
@@ -793,6 +807,13 @@ class Engine:
             self._data.watch(self._is_serving)
         self._turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
+        self._arm(node.next_at)
+
+    def _watch_held(self, node: Node) -> None:
+        """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
+        for _ in node.desk.take_packets():
+            pass
+        self._obey(node)
         self._arm(node.next_at)
 
     def _work(self, node: Node) -> None:
@@ -1021,6 +1042,8 @@ class Engine:
         await self._end_work(node, "suspended")
         node.pulling.leave(self._clock.now())
         self._do(node)
+        # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
+        await self._data.quiesce()
         await self._end_loading()
         self._data.close()
         # From here on nothing of ours can be read or written.
@@ -1046,9 +1069,16 @@ class Engine:
         if node is not None and not self._is_shut and not self._is_suspended:
             await self._end_work(node, "closed")
         await self._end_loading()
-        await self._close_planes()
+        try:
+            await self._close_planes()
+        finally:
+            self._is_stuck = node is not None and not self._is_destroyed
+            if self._is_stuck:
+                # Whoever waits for blocks is told by `held_s` that they are given up, if nobody closes again.
+                self._soon()
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if node is not None:
             node.pulling.destroyed(self._clock.now())
             self._obey(node)
@@ -1061,9 +1091,15 @@ class Engine:
         try:
             await self._control.aclose()
         finally:
-            self._data.close()
+            await self._close_data()
             # From here on nothing of ours can be written.
             self._is_destroyed = True
+
+    async def _close_data(self) -> None:
+        try:
+            await self._data.quiesce()
+        finally:
+            self._data.close()
 
 
 def _result(pull: Pull, layout: Layout) -> PullResult:
@@ -1080,6 +1116,10 @@ def _result(pull: Pull, layout: Layout) -> PullResult:
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
     )
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _swallow(task: asyncio.Future[Any]) -> None:

@@ -186,8 +186,14 @@ class DataPlane(Protocol):
     def describe(self) -> dict[str, str]:
         """Versions, transports and modes in use, for reports."""
 
+    async def quiesce(self) -> None:
+        """Before `close`: stop threads, and wait for them off the loop, so that `close` does not.
+
+        Idempotent. Only `close` says whether they came to an end.
+        """
+
     def close(self) -> None:
-        """Deregister and destroy the agent; nothing writes afterwards. Idempotent.
+        """Deregister and destroy the agent; nothing writes afterwards. Idempotent. Waits for threads, if any.
 
         Raises:
             BackendError: Something is still inside the back end and may write. What could be closed is closed; call

@@ -12,6 +12,7 @@ import pytest
 
 from asynckv import (
     BackendError,
+    BlocksRetired,
     EngineClosed,
     LeaseConfig,
     LeaseRefused,
@@ -408,3 +409,84 @@ async def test_a_lost_peer_and_a_timeout_say_whether_to_try_again(sim: Bench) ->
         with pytest.raises(PeerLost) as lost:
             await task
         assert lost.value.is_retryable
+
+
+# -- closing that fails ---------------------------------------------------------------------------------------------
+
+
+def refuse_to_close(side: Side, monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """Something stays inside the back end, for so many tries; returns the tries."""
+    assert side.data is not None
+    close, tries = side.data.close, list[int]()
+
+    def planted() -> None:
+        tries.append(len(tries) + 1)
+        if len(tries) <= times:
+            raise BackendError("a thread did not come out of NIXL")
+        close()
+
+    monkeypatch.setattr(side.data, "close", planted)
+    return tries
+
+
+@contextlib.asynccontextmanager
+async def in_doubt(sim: Bench) -> AsyncIterator[tuple[Side, list[asyncio.Task[None]]]]:
+    """A pull whose task was cancelled, while one of its reads may still write; and who waits for its blocks."""
+    async with reading(sim) as (_, decode, _, task, _):
+        assert decode.data is not None
+        decode.data.doubt(next(iter(decode.data.running)))
+        with pytest.raises(ReadFailed) as caught:
+            await passing(sim, task)
+        assert caught.value.held == {0: (6,)}
+        waiting = [asyncio.create_task(who("d")) for who in (decode.engine.returned, lambda _: caught.value.returned())]
+        yield decode, waiting
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_closing_that_failed_is_tried_again_and_returns_blocks_only_then(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        tries = refuse_to_close(decode, monkeypatch, 2)
+        for number in (1, 2):
+            with pytest.raises(BackendError, match="did not come out"):
+                await passing(sim, asyncio.create_task(getattr(decode.engine, how)()))
+            assert tries == list(range(1, number + 1))
+            assert not any(each.done() for each in waiting)
+            assert [hold.request_id for hold in decode.engine.holds()] == ["d"]
+        # Asleep or not, it may be closed for good.
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        assert await asyncio.gather(*waiting) == [None, None]
+        assert decode.engine.holds() == ()
+        await decode.engine.returned("d")
+        await decode.engine.aclose()
+        assert len(tries) == 3
+
+
+async def test_a_sleep_that_failed_is_tried_again(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        refuse_to_close(decode, monkeypatch, 1)
+        with pytest.raises(BackendError, match="did not come out"):
+            await passing(sim, asyncio.create_task(decode.engine.suspend()))
+        with pytest.raises(LocalProtocolError, match="is not suspended"):
+            await decode.engine.resume()
+        await passing(sim, asyncio.create_task(decode.engine.suspend()))
+        assert await asyncio.gather(*waiting) == [None, None]
+        await decode.engine.resume()
+        assert decode.engine.memory_epoch == 1
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_blocks_behind_closing_that_failed_are_given_up_in_time(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with in_doubt(sim) as (decode, waiting):
+        refuse_to_close(decode, monkeypatch, 1)
+        with pytest.raises(BackendError, match="did not come out"):
+            await passing(sim, asyncio.create_task(getattr(decode.engine, how)()))
+        # Nobody closes again.
+        outcomes = await passing(sim, asyncio.gather(*waiting, return_exceptions=True), 0.5)  # type: ignore[arg-type]
+        assert [type(outcome) for outcome in outcomes] == [BlocksRetired, BlocksRetired]
+        await passing(sim, asyncio.create_task(decode.engine.aclose()))
+        # With the agent ends what could write them.
+        await decode.engine.returned("d")

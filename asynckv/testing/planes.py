@@ -284,6 +284,9 @@ class SimData:
         """Say what this is."""
         return {"backend": "simulated"}
 
+    async def quiesce(self) -> None:
+        """There are no threads."""
+
     def close(self) -> None:
         """Leave the network."""
         if self._network.agents.get(self._name) is self:

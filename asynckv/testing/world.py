@@ -622,6 +622,9 @@ class WorldData:
         """Say what this is."""
         return {"backend": "simulated"}
 
+    async def quiesce(self) -> None:
+        """There are no threads."""
+
     def close(self) -> None:
         """Leave: without its agent nothing is written any more."""
         if self.is_closed:
