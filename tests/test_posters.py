@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import gc
 import json
 import os
@@ -13,15 +14,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
-from asynckv.config import NixlConfig
+from asynckv import Engine, PullError, PullResult
+from asynckv.config import LeaseConfig, NixlConfig, PullConfig
 from asynckv.core.layout import Memory
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
@@ -29,7 +32,7 @@ from asynckv.edges.agent import Agent
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError, ConfigError
 from asynckv.ports import Ended, Ending
-from tests.engines import until
+from tests.engines import Bench, until
 from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -459,6 +462,94 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
     reader.plane.close()
     assert poster_threads() == []
+
+
+async def test_waiting_for_threads_off_the_loop_leaves_nothing_to_wait_for(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+    reader, owner = await link(sides)
+    await check_reads(reader, "owner", owner.arrays)
+    gate = Gate(monkeypatch)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", 7, one, one)
+    await until(gate.entered.is_set)
+    await reader.plane.quiesce()
+    waited: list[float] = []
+    wait = Poster.wait
+
+    def spy(poster: Poster, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return wait(poster, timeout_s)
+
+    monkeypatch.setattr(Poster, "wait", spy)
+    with pytest.raises(BackendError, match="did not come out of NIXL"):
+        reader.plane.close()
+    assert waited == [0.0]
+    gate.leave.set()
+    # Without it, closing waits by itself.
+    monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+    reader.plane.close()
+    assert poster_threads() == []
+
+
+STUCK = {
+    "nixl": NixlConfig(posting_threads=1, bulk_bytes=1),
+    "pull": PullConfig(drain_s=0.1),
+    "lease": LeaseConfig(grant_s=0.6),
+}
+
+
+@contextlib.asynccontextmanager
+async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.Task[PullResult]]]:
+    """A pull whose read is inside NIXL on a posting thread, until the gate opens."""
+    async with Bench(True).pair(**STUCK) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1, 2, 3])], 48, written=True)
+        prefill.engine.lend(params)
+        pulling = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
+        with anyio.fail_after(10):
+            await anyio.to_thread.run_sync(gate.entered.wait)
+        plane = decode.engine._data
+        assert isinstance(plane, nixl.NixlPlane)
+        yield decode.engine, plane._posters[0], pulling
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_the_loop_turns_while_an_engine_waits_for_its_threads(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    gate = Gate(monkeypatch)
+    async with stuck_pull(gate) as (engine, poster, pulling):
+        closing = asyncio.create_task(getattr(engine, how)())
+        with pytest.raises(PullError):
+            await pulling
+        await until(lambda: poster._is_stopping)
+        assert not closing.done()
+        # Only the loop opens the gate: if it stood still, closing would fail.
+        gate.leave.set()
+        await closing
+        assert poster.name not in poster_threads()
+        assert poster.agent.is_closed
+
+
+@pytest.mark.parametrize("how", ["aclose", "suspend"])
+async def test_an_engine_whose_thread_is_inside_nixl_returns_nothing_until_it_is_out(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    gate = Gate(monkeypatch)
+    async with stuck_pull(gate) as (engine, _, pulling):
+        monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
+        with pytest.raises(BackendError, match="may still be written"):
+            await getattr(engine, how)()
+        with pytest.raises(PullError) as caught:
+            await pulling
+        assert caught.value.held == {0: (4, 5, 6)}
+        waiting = [asyncio.create_task(engine.returned("d")), asyncio.create_task(caught.value.returned())]
+        with pytest.raises(BackendError, match="may still be written"):
+            await engine.aclose()
+        assert not any(each.done() for each in waiting)
+        monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
+        gate.leave.set()
+        await engine.aclose()
+        assert await asyncio.gather(*waiting) == [None, None]
 
 
 async def _leave_open() -> None:
