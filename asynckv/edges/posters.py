@@ -226,7 +226,9 @@ class Poster:
         if self._wake_fd >= 0:
             os.close(self._wake_fd)
             self._wake_fd = -1
-        self.agent.close()
+        if not self._is_alive:
+            # Else a fork left the thread behind, perhaps with its agent locked.
+            self.agent.close()
 
     def _order(self, order: _Order) -> bool:
         """Hand something over; False if nobody is there to obey, or to refuse it."""
@@ -405,7 +407,7 @@ class Poster:
     def _fail(self, exc: BaseException) -> None:
         """End by an exception: say what becomes of every transfer, then of those that had been posted."""
         cause = f"{self.name} ended by {exc!r}"
-        if self._loading is not None:
+        if self._loading is not None and not self._loading.done():
             self._loading.set_exception(BackendError(cause))
         ended = {news.transfer_id for news in self._news if news.ending is not Ending.IN_DOUBT}
         posted = sorted(self._mine.keys() - ended)
