@@ -285,7 +285,9 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             local, there = pairs(TABLES[0], 5)
             for transfer_id in range(10, 14):
                 reader.read(transfer_id, "owner", 0, local, there)
-            while sum(reader.plane.statistics().get(f"poster{i}.backlog_bytes", 0) for i in (1, 2)):  # noqa: ASYNC110 - it has no event
+            while (now := reader.plane.statistics())["posts_handed"] > sum(  # noqa: ASYNC110 - it has no event
+                now.get(f"poster{i}.posts", 0) for i in (1, 2)
+            ):
                 await asyncio.sleep(0)
             reader.news += reader.plane.poll()
             found["while_stopped"] = {
