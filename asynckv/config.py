@@ -16,7 +16,7 @@ __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConf
 
 MAX_RETRIES = 1000
 MAX_POSTING_THREADS = 16
-CORES_FOR_TWO = 4
+CORES_FOR_TWO = 2
 
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
@@ -103,7 +103,7 @@ class PullConfig:
     idle_s: float = 600.0
     max_post_bytes: int = 4 * 1024 * 1024
     max_post_descriptors: int = 512
-    window_bytes: int = 16 * 1024 * 1024
+    window_bytes: int = 32 * 1024 * 1024
     window_descriptors: int = 8192
     window_requests: int = 256
     total_bytes: int = 256 * 1024 * 1024
@@ -165,8 +165,8 @@ class NixlConfig:
         params: Back-end parameters, over the defaults (64 KiB TCP segments).
         posting_threads: Threads that post bulk reads, so that a copy or a drained socket does not hold up the
             event loop; each has a NIXL agent, its connections and its registration of the memory. 0: everything
-            is posted on the loop. "auto": 1, or 2 where this process may use four cores or more (two copies at a
-            time need two cores beside the loop's and the prefill side's).
+            is posted on the loop. "auto": 2 where this process may use two cores or more, else 1, and only while
+            that is not much slower than posting on the loop (a loop that never sleeps keeps Python's lock from them).
         bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
             the longest of its table).
         bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.

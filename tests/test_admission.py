@@ -241,7 +241,7 @@ def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
     [
         ({"total_requests": 0}, "total_requests is 0"),
         ({"window_bytes": 0}, "window_bytes is 0"),
-        ({"total_bytes": 1 << 20}, r"window_bytes 16777216 is above total_bytes 1048576.*raise total_bytes"),
+        ({"total_bytes": 1 << 20}, r"window_bytes 33554432 is above total_bytes 1048576.*raise total_bytes"),
         ({"window_requests": 2048}, "window_requests 2048 is above total_requests 1024"),
         ({"max_queued": -1}, "max_queued is -1"),
         ({"timeout_s": 1.0}, "timeout_s 1.0 is below 2 s, the shortest lease"),

@@ -305,6 +305,7 @@ async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: B
             lent = prefill.engine.lend(params)
             await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
             assert decode.blocks([6]) == prefill.blocks([1])
+            await passing(bench, asyncio.create_task(lent.wait_released()))
             kept = group.make_params("t", [(0, [3])], 16, written=True)
             still = prefill.engine.lend(kept)
             (cut,) = await passing(bench, asyncio.create_task(prefill.engine.suspend()))

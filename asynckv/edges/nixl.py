@@ -107,7 +107,7 @@ def _is_reopenable(fd: int) -> bool:
 PROBE_S = 1.0
 """How often bulk goes the other way, to see whether that is better now."""
 
-PACE = 2.0
+PACE = 1.5
 """How much slower a posting thread may copy than the loop would, which has other things to do."""
 
 
@@ -134,15 +134,16 @@ class _Pace:
     sleeps, does not let go of it by itself. Then the loop copies faster by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._loop = self._thread = 0.0
         """Seconds per byte, lately; 0 while unknown."""
         self._probed_at = -math.inf
 
     @property
     def favours_threads(self) -> bool:
-        """They are not much slower."""
-        return not self._loop or self._thread <= PACE * self._loop
+        """They are not much slower, all together."""
+        return not self._loop or self._thread <= PACE * self._num_threads * self._loop
 
     def choose(self, now: float) -> bool:
         """Say whether to hand the next read over; once in a while the other way is tried."""
@@ -179,7 +180,7 @@ class NixlPlane:
         """The loop's agent, which was closed and is not seen to be gone yet."""
         self._close_by: float | None = None
         """Until when `close` may still wait, if the waiting was begun off the loop."""
-        self._pace = _Pace()
+        self._pace = _Pace(config.num_posters)
         self._remotes: dict[str, _Remote] = {}
         self._kept: OrderedDict[str, None] = OrderedDict()
         """Remote agents that nobody uses now, the oldest first."""
