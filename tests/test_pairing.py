@@ -65,6 +65,11 @@ def test_the_usual_pairing_is_the_general_one(case: dict[str, Any]) -> None:
         assert usual == outcome(case)
 
 
+def test_a_window_of_one_token_needs_nothing() -> None:
+    here, there = (Group("g", 16, n, window=1) for n in (200, 40))
+    assert outcome({"here": here, "there": there, "lists": ((80, [1]), BlockRuns(0, ()), 96)}) == []
+
+
 def test_a_placeholder_of_theirs_inside_a_run_is_no_block() -> None:
     group = Group("g", 4, 40, null_block=5)
     case = {"here": Group("g", 4, 40), "there": group, "lists": ((0, [1, 2, 3]), BlockRuns(0, ((4, 3),)), 12)}

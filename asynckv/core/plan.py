@@ -546,6 +546,8 @@ class BlockLists:
             needed = (block != NULL) | (start + tokens > inside)
             start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
             source, block = source[needed], block[needed]
+        if not len(block):
+            return
         if (absent := np.flatnonzero(block == NULL)).size:
             raise self._too_short(
                 group,

@@ -49,6 +49,9 @@ POLL_S = 0.001
 NAP_S = 0.00002
 """Pause after bytes that ended nothing: a thread that asks in a tight loop keeps Python's lock from the event loop."""
 
+RESTLESS_S = 0.1
+"""For how long progress is made after a peer was dropped: without it UCX keeps the connection's socket."""
+
 DOUBT_S = 0.25
 TELL_S = 0.0005
 EXIT_S = 2.0
@@ -136,6 +139,7 @@ class Poster:
         self._queued_bytes = 0
         self._ended_bytes = 0
         self._copied = (0, 0.0)
+        self._restless_until = 0.0
         self._is_asleep = self._is_stopping = False
         self._is_alive = True
         self.posts = self.batches = self.wakeups = self.rescued = 0
@@ -318,6 +322,7 @@ class Poster:
                     for key in [key for key in self._tables if key[0] == name]:
                         del self._tables[key]
                     agent.drop(name)
+                    self._restless_until = time.monotonic() + RESTLESS_S
                 case _:
                     assert_never(order)
             now = time.monotonic()
@@ -366,6 +371,8 @@ class Poster:
         timeout: float | None = None
         if agent.running:
             timeout = SAFETY_S if agent.fds else POLL_S
+        elif time.monotonic() < self._restless_until:
+            timeout = SAFETY_S
         elif agent.is_busy:
             timeout = DOUBT_S
         self._is_asleep = True
