@@ -40,6 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from asynckv import Engine, EngineConfig, LeaseConfig, PrefillGroup, PullConfig, configure_logging
 from asynckv.bench.memory import POISON, Pool
+from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
 from asynckv.errors import AsyncKVError, LocalProtocolError, PlanRefused, PullError
 from asynckv.layouts import model_layout
@@ -57,8 +58,9 @@ BASELINE, STEADY = 1_000, 10_000
 """Descriptors and tasks are compared with those after the first, memory with that after the second."""
 MOST_GROWTH = 5e6
 FORGET_EVERY = 4_000
-FDS_PER_FORGET = 1
-"""NIXL 1.5.1 alone: UCX keeps a socket, on both sides, for every removal of a peer whose process lives on."""
+FDS_PER_FORGET = 1 + NixlConfig().num_posters
+"""NIXL 1.5.1 alone: UCX keeps a socket, on both sides and per agent (the loop's and every posting thread's), for every
+removal of a peer whose process lives on."""
 PAUSE_S = 0.6
 """A peer that was forgotten is not met again before half a second has passed."""
 
