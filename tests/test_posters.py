@@ -195,8 +195,14 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     await until(gate.entered.is_set)
     gate.leave.set()
     # What was posted may still be written until the agent is gone; what was not, never.
-    news = [(e.transfer_id, e.ending) for e in await reader.heard(4)]
-    assert news == [(1, Ending.DONE), (3, Ending.FAILED), (2, Ending.IN_DOUBT), (2, Ending.FAILED)]
+    doubted = [Ending.IN_DOUBT, Ending.FAILED]
+    news = await reader.heard(4)
+    if (1, Ending.IN_DOUBT) in [(e.transfer_id, e.ending) for e in news] and len(news) < 5:
+        news += await reader.heard(1)
+    endings = {number: [e.ending for e in news if e.transfer_id == number] for number in (1, 2, 3)}
+    # The first may be done when it is posted, or still under way when the thread breaks.
+    assert endings.pop(1) in ([Ending.DONE], doubted)
+    assert endings == {2: doubted, 3: [Ending.FAILED]}
     assert [type(context["exception"]) for context in reported] == [ZeroDivisionError]
     found = reader.plane.statistics()
     assert (found["posters_broken"], found["posting_threads"]) == (1, 0)
