@@ -450,9 +450,8 @@ async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
 
 
-async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
-    sides: list[Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def stuck_read(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Gate]:
+    """Start a read whose thread stays inside NIXL until the gate is left; closing has little patience."""
     monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
     reader, owner = await link(sides)
     await check_reads(reader, "owner", owner.arrays)
@@ -460,6 +459,13 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     one = np.zeros(1, np.int32)
     reader.read(1, "owner", 7, one, one)
     await until(gate.entered.is_set)
+    return reader, gate
+
+
+async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
+    sides: list[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, gate = await stuck_read(sides, monkeypatch)
     with pytest.raises(BackendError, match=r"reader-poster1 did not come out of NIXL .* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match="still inside NIXL"):
@@ -473,13 +479,7 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
 async def test_waiting_for_threads_off_the_loop_leaves_nothing_to_wait_for(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
-    reader, owner = await link(sides)
-    await check_reads(reader, "owner", owner.arrays)
-    gate = Gate(monkeypatch)
-    one = np.zeros(1, np.int32)
-    reader.read(1, "owner", 7, one, one)
-    await until(gate.entered.is_set)
+    reader, gate = await stuck_read(sides, monkeypatch)
     await reader.plane.quiesce()
     waited: list[float] = []
     wait = Poster.wait

@@ -229,7 +229,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     for _ in range(8):
         world.advance(0.25)
         world.deliver_all()
-    assert pull.is_reading
+    assert pull.state is PullState.READING
     world.complete(decode, next(t for t, r in decode.reads.items() if r.agent_name == "agent-p2"))
     world.deliver_all()
     assert reason(pull) is Reason.COMPLETE

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -336,11 +336,6 @@ class Pull:
         return self.state is S.RELEASED
 
     @property
-    def is_reading(self) -> bool:
-        """Posts may go out."""
-        return self.state is S.READING
-
-    @property
     def is_queued(self) -> bool:
         """It could read, if it were admitted."""
         return self.state is S.QUEUED and not self.is_ahead
@@ -599,18 +594,15 @@ class Pull:
             case _:
                 return Outcome.FAILED
 
-    def due(self, next_nonce: Iterator[int], now: float) -> Sequence[tuple[Leg, Message]]:
+    def due(self, next_nonce: Iterator[int], now: float) -> list[tuple[Leg, Message]]:
         """Every message that is due now, per leg."""
-        out: list[tuple[Leg, Message]] | None = None
+        out: list[tuple[Leg, Message]] = []
         for leg in self.legs:
-            if now < leg.claim_at and now < leg.release_at:
-                continue
-            out = [] if out is None else out
             if now >= leg.claim_at and (claim := self.due_claim(leg, next(next_nonce), now)):
                 out.append((leg, claim))
             if release := self.due_release(leg, now):
                 out.append((leg, release))
-        return out or ()
+        return out
 
     # -- inside ------------------------------------------------------------------------------------
 
