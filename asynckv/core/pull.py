@@ -600,7 +600,7 @@ class Pull:
         for leg in self.legs:
             if now >= leg.claim_at and (claim := self.due_claim(leg, next(next_nonce), now)):
                 out.append((leg, claim))
-            if release := self.due_release(leg, now):
+            if now >= leg.release_at and (release := self.due_release(leg, now)):
                 out.append((leg, release))
         return out
 
