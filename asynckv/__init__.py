@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LeaseLost,
         LeaseRefused,
         LocalProtocolError,
+        NotLentYet,
         Overloaded,
         PeerLost,
         PeerUnreachable,
@@ -65,8 +66,8 @@ _HOMES = {
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
-        "LeaseRefused LocalProtocolError Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled "
-        "PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
+        "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
+        "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
@@ -102,6 +103,7 @@ __all__ = [
     "LogConfig",
     "Memory",
     "NixlConfig",
+    "NotLentYet",
     "Overloaded",
     "Params",
     "Part",

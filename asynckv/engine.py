@@ -55,6 +55,7 @@ from asynckv.errors import (
     LeaseLost,
     LeaseRefused,
     LocalProtocolError,
+    NotLentYet,
     PeerLost,
     PeerUnreachable,
     PlanRefused,
@@ -93,6 +94,7 @@ _ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
     Reason.ENGINE_CLOSED: PeerUnreachable,
     Reason.TIMEOUT: PullTimeout,
+    Reason.NOT_LENT_YET: NotLentYet,
     Reason.GEOMETRY: GeometryRefused,
     Reason.UNPLANNABLE: PlanRefused,
     Reason.REMOTE_TOO_SHORT: RemoteTooShort,
@@ -455,7 +457,7 @@ class Engine:
     def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
         """Lend the blocks that params (`PrefillGroup.make_params`) describe; on every prefill rank.
 
-        The KV has to be in the blocks. Lend requests in the order in which their params were made.
+        The KV has to be in the blocks. Requests are lent in any order, each once.
 
         Args:
             params: From the group's scheduler; may have reached the decode side already.
@@ -464,7 +466,8 @@ class Engine:
         Raises:
             EngineClosed: The engine is closed or draining.
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The params are another engine's, were lent before, or a block is being written.
+            LocalProtocolError: The params are another engine's, were lent before or withdrawn, or a block is being
+                written.
         """
         node = self._node
         lease = node.lend(_params(params), readers, self._clock.now())
@@ -475,6 +478,19 @@ class Engine:
             self._lent[id(lease)] = lent
         self._soon()
         return lent
+
+    def withdraw(self, params: Params | Mapping[str, Any]) -> None:
+        """Say that a request whose params have left will never be lent: it was aborted; on every prefill rank.
+
+        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. A request that
+        is lent already is revoked, and of one that has ended nothing changes, so that whoever aborts need not know.
+
+        Raises:
+            LocalProtocolError: The params are another engine's.
+            RemoteProtocolError: The params are malformed.
+        """
+        self._node.withdraw(_params(params), self._clock.now())
+        self._soon()
 
     # -- decode ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ AsyncKVError
     ├── LeaseLost           bytes arrived, but no lease provably covered them
     ├── ReadFailed          a NIXL transfer failed
     ├── PullTimeout         the caller's deadline passed
+    │   └── NotLentYet      ... and the prefill side had not lent the request
     └── PullCancelled       `cancel(request_id)` or an engine that closes
 """
 
@@ -37,6 +38,7 @@ __all__ = [
     "LeaseLost",
     "LeaseRefused",
     "LocalProtocolError",
+    "NotLentYet",
     "Overloaded",
     "PeerLost",
     "PeerUnreachable",
@@ -177,6 +179,10 @@ class ReadFailed(PullError):
 
 class PullTimeout(PullError):
     """The caller's deadline passed first."""
+
+
+class NotLentYet(PullTimeout):
+    """The deadline passed, and the last that the prefill side had said was that the request is not lent yet."""
 
 
 class PullCancelled(PullError):

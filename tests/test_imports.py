@@ -19,6 +19,7 @@ CORE_MAY_IMPORT = {
     "asynckv.config",  # durations and bounds: frozen values, checked once
     "asynckv.core",
     "asynckv.errors",
+    "bisect",
     "collections",
     "dataclasses",
     "enum",

@@ -85,8 +85,9 @@ class PrefillGroup:
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
-        Every call mints a new key: call it once per request, in the order in which the requests will
-        be lent, and hand the result to all prefill ranks (`Engine.lend`) and to the decode side.
+        Every call mints a new key: call it once per request, and hand the result to all prefill ranks and to the
+        decode side. The ranks lend requests in any order (`Engine.lend`), and withdraw those that were aborted before
+        (`Engine.withdraw`).
 
         Args:
             request_id: The prefill side's id; arbitrary text.

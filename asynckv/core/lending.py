@@ -1,9 +1,8 @@
 """The prefill side of one rank: its leases, what ended, and what came too early.
 
-A claim for a request that is not lent *yet* is answered `NotYet` and parked; lending answers it. A key
-below the newest sequence that is not there was consumed, or never will be: it is refused at once.
-(So requests should be lent in the order in which their params were made.) Whatever came for a request
-that has ended is answered from a bounded memory of endings.
+Requests are lent in any order. A claim for one that is not lent *yet* is answered `NotYet` and parked; lending
+answers it. One whose key is spent (`core/spent.py`) will never be lent again: its claims are refused at once, with how
+it ended where that is remembered. A key is spent when its request is lent, or withdrawn because it never will be.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.core.plan import check_blocks
+from asynckv.core.spent import MAX_GAPS, SpentKeys
 from asynckv.core.types import NULL, Key, Reason, Route
 from asynckv.errors import LocalProtocolError
 
@@ -62,9 +62,7 @@ class Lending:
         self._parked_by: Counter[Route] = Counter()
         """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
-        self._newest: dict[str, int] = {}
-        self._floor: dict[str, int] = {}
-        """Sequences up to this one are forgotten, so they cannot be told from used ones."""
+        self.spent = SpentKeys()
 
     @property
     def num_parked(self) -> int:
@@ -81,12 +79,15 @@ class Lending:
 
         Raises:
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The key was used before, or a block is being written.
+            LocalProtocolError: The key is spent, or a block is being written.
         """
         key = lent.key
-        if key in self.leases or key in self._ended or key.sequence <= self._floor.get(key.epoch, -1):
+        if key in self.leases or key in self.spent:
+            how = "was withdrawn" if self._ended.get(key) is Reason.WITHDRAWN else "was lent before"
+            if key not in self.leases and key not in self._ended:
+                how += f", or {MAX_GAPS:,} later requests were lent around others that never were"
             raise LocalProtocolError(
-                f"request {lent.request_id!r} was lent before under sequence {key.sequence}; make new params for it"
+                f"request {lent.request_id!r} (sequence {key.sequence}) {how}; make new params for it"
             )
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
@@ -94,8 +95,6 @@ class Lending:
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillGroup of the "
                 f"engine's endpoint and memory_epoch as they are now"
             )
-        # A rank that was restarted while others slept has memory as new as theirs.
-        self.memory_epoch = key.memory_epoch
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
                 f"request {lent.request_id!r} names {len(lent.groups)} groups, "
@@ -112,15 +111,28 @@ class Lending:
             blocks[index] = blocks_of(runs)
             check_blocks(f"group {index} ({group.name!r})", group, blocks[index])
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
+        # A rank that was restarted while others slept has memory as new as theirs.
+        self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
-        self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
+        self._spend(key)
         self._desk.counters["leases.lent"] += 1
-        for parked in self._parked.pop(key, {}).values():
-            self._unpark(parked)
+        for parked in self._take_parked(key):
             if parked.until > now and not lease.is_over:
                 self._answer(lease, parked.message, parked.route, parked.source, now)
         self.after(lease, now)
         return lease
+
+    def withdraw(self, key: Key, now: float) -> None:
+        """Never lend a request whose params left, and say so to whoever waits for it; if it is lent, revoke it."""
+        if (lease := self.leases.get(key)) is not None:
+            self.revoke(lease, now)
+        elif key not in self.spent:
+            self._spend(key)
+            self._end(key, Reason.WITHDRAWN)
+            self._desk.counters["requests.withdrawn"] += 1
+            for parked in self._take_parked(key):
+                if isinstance(parked.message, Claim):  # releases were acknowledged when they came
+                    self._refuse(parked.message, parked.route, parked.source, Reason.WITHDRAWN)
 
     @property
     def is_closed(self) -> bool:
@@ -154,7 +166,7 @@ class Lending:
         reason = self._ended.get(key)
         if reason is None and key.memory_epoch < self.memory_epoch:
             reason = Reason.STALE_MEMORY
-        if reason is None and key.sequence <= self._newest.get(key.epoch, -1):
+        if reason is None and key in self.spent:
             reason = Reason.UNKNOWN
         if reason is None and self.is_closed:
             reason = Reason.ENGINE_CLOSED
@@ -183,10 +195,7 @@ class Lending:
             return
         self._timers.forget(lease)
         self._ledger.drop(key.token)
-        self._ended[key] = _ENDED_AS[lease.state]
-        if len(self._ended) > MAX_ENDED:
-            old, _ = self._ended.popitem(last=False)
-            self._floor[old.epoch] = max(self._floor.get(old.epoch, -1), old.sequence)
+        self._end(key, _ENDED_AS[lease.state])
         self._desk.counters[f"leases.{lease.state}"] += 1
         self._desk.commands.append(LeaseEnded(lease))
 
@@ -200,6 +209,23 @@ class Lending:
                 self._desk.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
+
+    def _spend(self, key: Key) -> None:
+        if given_up := self.spent.add(key):
+            self._desk.counters["keys.given_up"] += given_up
+
+    def _end(self, key: Key, reason: Reason) -> None:
+        """Remember for a while how a request ended."""
+        self._ended[key] = reason
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _take_parked(self, key: Key) -> list[_Parked]:
+        """Take out what came early for a request."""
+        parked = list(self._parked.pop(key, {}).values())
+        for each in parked:
+            self._unpark(each)
+        return parked
 
     def _unpark(self, parked: _Parked) -> None:
         self._parked_by[parked.route] -= 1

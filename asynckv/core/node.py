@@ -170,13 +170,8 @@ class Node:
         """
         self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
+        self._check_ours(params)
         layout = self.identity.layout
-        there = (params.engine_id, params.tp_size, params.pp_size)
-        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
-            raise LocalProtocolError(
-                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
-                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
-            )
         if readers < 1:
             raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
         lent = Lent(
@@ -193,6 +188,24 @@ class Node:
             tp_size=layout.tp_size,
         )
         return self.lending.lend(lent, now)
+
+    def withdraw(self, params: Params, now: float) -> None:
+        """Never lend a request whose params left; revoke it if it is lent.
+
+        Raises:
+            LocalProtocolError: The params are another engine's.
+        """
+        self._check_ours(params)
+        self.lending.withdraw(params.key, now)
+
+    def _check_ours(self, params: Params) -> None:
+        layout = self.identity.layout
+        there = (params.engine_id, params.tp_size, params.pp_size)
+        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
+            raise LocalProtocolError(
+                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
+                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
+            )
 
     def announce(self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks: handshake, claim and renewals happen from here on.

@@ -543,9 +543,9 @@ class Pull:
                         self.settled(leg, "given up, the lease will expire", now)
             return
         if now >= self.deadline and self.failure is None:
-            waiting = self._waiting_for()
+            reason, waiting = self._waiting_for()
             self._enter(self._allow(E.TIME_UP), now)
-            self._fail(Reason.TIMEOUT, f"{waiting} when the deadline passed", now)
+            self._fail(reason, f"{waiting} when the deadline passed", now)
         self._advance(now)
 
     # -- messages that are due ---------------------------------------------------------------------
@@ -662,25 +662,28 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is None and self.reason is None:
             self.failure = (reason, detail)
-            self.drain_by = now if reason is Reason.TIMEOUT else min(self.deadline, now + self.drain_s)
+            is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
+            self.drain_by = now if is_late else min(self.deadline, now + self.drain_s)
             self._note(now, f"{reason}: {detail}")
             if self.state is not S.DRAINING:
                 self._enter(S.DRAINING, now)
 
-    def _waiting_for(self) -> str:
-        match self.state:
-            case S.ANNOUNCED:
-                return "announced and never pulled"
-            case S.CONNECTING:
-                return "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
-            case S.QUEUED if self.is_ahead:
-                return "not lent yet by " + self._names(lambda leg: leg.reads and leg.is_not_yet)
-            case S.QUEUED:
-                return "still queued behind others"
-            case S.READING:
-                return "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
-            case _:
-                return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
+    def _waiting_for(self) -> tuple[Reason, str]:
+        """Say what a pull waits for, and why it fails if that does not come in time."""
+        if self.state is S.ANNOUNCED:
+            return Reason.TIMEOUT, "announced and never pulled"
+        if self.state is S.CONNECTING:
+            return Reason.TIMEOUT, "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
+        if self.is_ahead:
+            return Reason.NOT_LENT_YET, "not lent yet by " + self._names(lambda leg: leg.reads and leg.is_not_yet)
+        if self.state is S.QUEUED:
+            return Reason.TIMEOUT, "still queued behind others"
+        if self.state is S.READING:
+            return Reason.TIMEOUT, "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
+        unproven = [leg for leg in self.legs if leg.reads and not leg.proven]
+        if silent := [leg for leg in unproven if leg.covered_until == -math.inf]:
+            return Reason.TIMEOUT, "no answer to the claim from " + self._names(lambda leg: leg in silent)
+        return Reason.TIMEOUT, "no proof of the lease from " + self._names(lambda leg: leg in unproven)
 
     def _names(self, chosen: Callable[[Leg], bool]) -> str:
         return ", ".join(leg.where for leg in self.legs if chosen(leg)) or "nobody"

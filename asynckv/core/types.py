@@ -71,7 +71,7 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         epoch: The minting process's start, random.
         memory_epoch: How often the prefill memory was registered anew; old references are refused.
-        sequence: Grows by one per minted key.
+        sequence: Grows by one per minted key. Requests are lent in any order, or never; it only tells keys apart.
         token: 128 random bits in hex, so that a key cannot be guessed.
     """
 
@@ -168,6 +168,8 @@ class Reason(enum.StrEnum):
     COMPLETE = "complete"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
+    NOT_LENT_YET = "not_lent_yet"
+    """The deadline passed, and the last that a rank had said was that the request is not lent yet."""
     GEOMETRY = "geometry_refused"
     UNPLANNABLE = "unplannable"
     REMOTE_TOO_SHORT = "remote_too_short"
@@ -182,6 +184,8 @@ class Reason(enum.StrEnum):
     CONSUMED = "consumed"
     EXPIRED = "expired"
     REVOKED = "revoked"
+    WITHDRAWN = "withdrawn"
+    """The prefill engine will never lend the request."""
     RESTARTED = "restarted"
     STALE_MEMORY = "stale_memory"
     BLOCKS_DIFFER = "blocks_differ"

@@ -33,7 +33,7 @@ from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
-from asynckv.testing.script import BLOCK, Ask, Fault, Script
+from asynckv.testing.script import BLOCK, LENT, WITHDRAWN, Ask, Fault, Script
 from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["Attempt", "Service"]
@@ -116,7 +116,7 @@ class _Lent:
     """Ranks that have not given it back."""
     lent_from: float = math.inf
     lent_by: float = -math.inf
-    """When the first and the last rank lend it."""
+    """When the first and the last rank lend it, or abort it."""
 
 
 class _Rank:
@@ -139,7 +139,6 @@ class _Rank:
         """Decode: which attempt owns which block."""
         self.retired: set[int] = set()
         """Blocks that were given up; what may have written them may have ended since."""
-        self.lend_at = 0.0
         self.is_draining = self.is_asleep = self.is_moving = False
         self.process: Process
         self.engine: Engine
@@ -646,17 +645,15 @@ class Service:
             if rank.process.is_dead:
                 continue
             lent.open.add(rank.name)
-            # In the order in which params were made, as the contract says.
-            rank.lend_at = lend_at = max(written_at + self.rng.random() ** 3 * 0.3, rank.lend_at)
+            lend_at = written_at + self.rng.random() ** 3 * 0.3
             lent.lent_from, lent.lent_by = min(lent.lent_from, lend_at), max(lent.lent_by, lend_at)
-            if ask.ahead:
-                # KV is written, and lent at once.
-                rank.process.call_at(lend_at, self._write, rank, lent)
-                rank.process.call_at(lend_at, self._lend, rank, lent)
-            else:
+            if not ask.ahead:
                 # `written` is said of every rank's KV before the params leave.
                 self._fill(rank, rank.words, lent)
-                rank.process.call_at(lend_at, self._lend, rank, lent)
+            elif ask.fate == LENT:
+                # KV is written, and lent at once.
+                rank.process.call_at(lend_at, self._write, rank, lent)
+            rank.process.call_at(lend_at, self._lend if ask.fate == LENT else self._abort, rank, lent)
         if not lent.open:
             self._settle(lent)
         for number in ask.engines:
@@ -674,6 +671,26 @@ class Service:
         for block, content in zip(lent.blocks, lent.contents, strict=True):
             for head in range(*rank.held):
                 words[block, head - rank.held[0]] = _value(content, head)
+
+    def _abort(self, rank: _Rank, lent: _Lent) -> None:
+        """The request is never lent: its blocks are somebody else's from now on."""
+        if lent.ask.fate == WITHDRAWN:
+            with suppress(EngineClosed):
+                rank.engine.withdraw(lent.params)
+                self._lend_again(rank, lent)
+        self.outcomes[f"asks.{lent.ask.fate}"] += 1
+        self.world.at(rank.process.now, partial(self._given_back, rank, lent))
+
+    def _lend_again(self, rank: _Rank, lent: _Lent) -> None:
+        """A confused scheduler: what was lent or withdrawn may not be lent once more."""
+        if self.rng.random() < 0.5:
+            return
+        try:
+            rank.engine.lend(lent.params, readers=len(lent.ask.engines))
+        except (AsyncKVError, EngineClosed):
+            self.outcomes["lend.refused_again"] += 1
+        else:
+            self.world.violate(f"request {lent.ask.number} was lent again on {rank.name}")
 
     def _lend(self, rank: _Rank, lent: _Lent) -> None:
         process = rank.process
@@ -701,6 +718,7 @@ class Service:
                 self.world.violate(f"request {lent.ask.number} was revoked by the drain of {rank.name}")
             self.outcomes[f"lease.{end.cause}"] += 1
             self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
+            self._lend_again(rank, lent)
             self._in_time(rank, holder)
             self.world.at(process.now, partial(self._ended, rank, lent))
 
@@ -888,8 +906,11 @@ class _Lease:
     """What its readers said."""
 
     def revoke(self) -> None:
-        """Take it back."""
-        self.handle.revoke()
+        """Take it back: by its handle, or as a scheduler does that does not know whether it was lent."""
+        if self.ask % 2:
+            self.handle._engine.withdraw(self.lent.params)
+        else:
+            self.handle.revoke()
         self.revoked = self.revoked or Stopwatch.start(self.process)
 
 
@@ -999,6 +1020,8 @@ class Attempt:
             self.reason = "complete"
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
+            if count and self.lent.ask.fate != LENT:
+                self._violate("published bytes of a request that was never lent")
             self.said = {"complete"}
             self._is_spared(called, "")
             world.at(self.process.now, partial(self._verify, blocks, first))
@@ -1070,11 +1093,21 @@ class Attempt:
         bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
         if script.budget:
             bound *= len(script.asks)  # it may be the last of the queue
+        bound += 0.0 if is_spared else HOSTILE_S
+        is_too_late = max(called, lent.lent_by) + bound > called + PULL.timeout_s
+        if lent.ask.fate != LENT and lent.ask.cached < lent.ask.tokens:
+            if lent.ask.fate == WITHDRAWN and not is_too_late and (reason != "withdrawn" or took > bound):
+                self._violate(f"of a withdrawn request ended as {reason!r}, {took:.3f} s after it could know")
+            elif reason not in ("not_lent_yet", "withdrawn"):
+                self._violate(f"of a request that was never lent ended as {reason!r}")
+            return
+        if reason in ("timeout", "not_lent_yet") and is_too_late:
+            return
         if reason == "timeout" and script.data >= 100:
             return  # several of them at one peer, with transfers that slow, may not fit into any deadline
         if reason:
             self._violate(f"was spared and failed: {self.reason}")
-        elif took > bound + (0.0 if is_spared else HOSTILE_S):
+        elif took > bound:
             self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
 
     def _violate(self, what: str) -> None:
