@@ -20,9 +20,10 @@ from asynckv.core.admission import Admission
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Granted, Release, Renew
+from asynckv.core.messages import Ack, Claim, Granted, Release, Renew
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull, PullState
+from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.engine import Engine, _news
 from asynckv.testing import service
@@ -173,7 +174,7 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
     honest_lend = lending.Lending.lend
 
     def lend(self: lending.Lending, lent: Any, now: float) -> Any:
-        self._ended.pop(lent.key, None)
+        self.spent = SpentKeys()
         return honest_lend(self, lent, now)
 
     def digest(*args: Any) -> bytes:
@@ -746,3 +747,119 @@ def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) 
         honest(self, *args)
 
     patch.setattr(lending.Lending, "_park", park)
+
+
+class _Floor(SpentKeys):
+    """Whatever lies below the newest number is spent."""
+
+    def __contains__(self, key: Any) -> bool:
+        runs = self._runs.get(key.epoch)
+        return runs is not None and key.sequence <= runs[1][-1]
+
+
+def _floored(self: lending.Lending) -> SpentKeys:
+    floor = _Floor()
+    floor._runs = self.spent._runs
+    return floor
+
+
+@planted
+def claims_below_the_newest_are_refused(patch: pytest.MonkeyPatch) -> None:
+    """A request is taken for ended because a later one was lent before it."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim) and message.key not in self.leases and message.key in _floored(self):
+            self._refuse(message, route, source, self._ended.get(message.key, Reason.UNKNOWN))
+        else:
+            honest(self, message, route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def early_releases_below_the_newest_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """A release that comes before its request is lent is taken for one that comes after its end."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Release) and message.key not in self.leases and message.key in _floored(self):
+            self._desk.send(route, source, Ack(message.key, message.pull_id))
+        else:
+            honest(self, message, route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def lending_one_spends_all_before_it(patch: pytest.MonkeyPatch) -> None:
+    """Requests have to be lent in the order in which their params were made."""
+    patch.setattr(lending, "SpentKeys", _Floor)
+
+
+@planted
+def what_has_ended_may_be_lent_again(patch: pytest.MonkeyPatch) -> None:
+    """Lending spends no key."""
+    patch.setattr(SpentKeys, "__contains__", lambda self, key: False)
+
+
+@planted
+def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
+    """Withdrawing a request spends no key."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        spend, self._spend = self._spend, lambda key: None  # type: ignore[method-assign]
+        try:
+            honest(self, key, now)
+        finally:
+            self._spend = spend  # type: ignore[method-assign]
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def withdrawing_leaves_early_claims_waiting(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a request that is withdrawn is not told."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        parked = self._parked.pop(key, None)
+        honest(self, key, now)
+        if parked:
+            self._parked[key] = parked
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim) and self._ended.get(message.key) is Reason.WITHDRAWN:
+            self._park(message, route, source, now)
+        else:
+            honest_receive(self, message, route, source, now)
+
+    honest_receive = lending.Lending.receive
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def withdrawing_what_is_lent_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A request that is lent already is not revoked."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        if key not in self.leases:
+            honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A request that is lent is taken back although promises run."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        if (lease := self.leases.get(key)) is not None:
+            lease.held.clear()
+        honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)

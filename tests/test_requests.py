@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -271,18 +273,130 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     assert prefill.node.is_idle
 
 
-def test_a_key_below_the_newest_is_refused_and_one_above_waits() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[int, ...]) -> None:
     world, prefill, decode = pair()
-    first, second, third = (world.params([prefill], f"req{i}", [i], 4, written=True) for i in range(3))
-    world.lend(prefill, second)
-    low = world.pull(decode, "low", [1], first)
-    high = world.pull(decode, "high", [2], third)
+    made = [world.params([prefill], f"req{i}", [i], 4) for i in range(4)]
+    pulls = [world.pull(decode, f"d{i}", [i], params) for i, params in enumerate(made)]
     world.run()
-    assert (low.reason, high.reason) == (Reason.UNKNOWN, None)
-    assert "unknown" in low.detail
-    world.lend(prefill, third)
+    assert [p.reason for p in pulls] == [None] * 4
+    for i in order:
+        want = prefill.buffers.block(i)
+        lease = world.lend(prefill, made[i])
+        world.run()
+        assert (pulls[i].reason, lease.state) == (Reason.COMPLETE, LeaseState.RELEASED)
+        assert decode.buffers.block(i) == want
+    assert prefill.node.is_idle
+    assert decode.node.is_idle
+
+
+def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> None:
+    world, prefill, decode = pair()
+    early, late = (world.params([prefill], f"req{i}", [i], 4) for i in range(2))
+    world.lend(prefill, late)
+    it = world.pull(decode, "d-req", [1], early)
     world.run()
-    assert high.reason is Reason.COMPLETE
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    world.run()
+    assert it.reason is Reason.CANCELLED
+    assert world.lend(prefill, early).state is LeaseState.RELEASED
+
+
+def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
+    world, prefill, decode = pair()
+    first = world.params([prefill], "first", [3], 4, written=True)
+    world.lend(prefill, first)
+    world.pull(decode, "d-first", [1], first)
+    world.run()
+    prefill.node.lending._ended.clear()  # as after very many others
+    late = world.pull(decode, "late", [2], first)
+    world.run()
+    assert (late.reason, "unknown" in late.detail) == (Reason.UNKNOWN, True)
+    with pytest.raises(LocalProtocolError, match="lent before"):
+        world.lend(prefill, first)
+
+
+def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    waits = world.pull(decode, "waits", [1], params)
+    world.run()
+    prefill.node.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    comes = world.pull(decode, "comes", [2], params)
+    world.run()
+    assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
+    with pytest.raises(LocalProtocolError, match="was withdrawn; make new params"):
+        world.lend(prefill, params)
+    before = dict(prefill.node.desk.counters)
+    prefill.node.withdraw(params, world.time(prefill))
+    assert prefill.node.desk.counters == before
+    assert prefill.node.is_idle
+    assert prefill.node.lending.num_parked == 0
+
+
+def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [1], params)
+    world.deliver_all()
+    prefill.node.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    assert lease.state is LeaseState.ENDING
+    world.run()
+    assert (it.reason, prefill.leases_ended) == (Reason.COMPLETE, [lease])
+    assert str(lease.state) == "revoked"
+    prefill.node.withdraw(params, world.time(prefill))
+    assert str(lease.state) == "revoked"
+
+
+def test_the_params_of_another_engine_are_not_withdrawn() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    with pytest.raises(LocalProtocolError, match="for engine 'prefill'"):
+        decode.node.withdraw(params, 0.0)
+
+
+def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    it = world.pull(decode, "d-req", [1], params, timeout=3)
+    world.run(4)
+    assert it.reason is Reason.NOT_LENT_YET
+    assert it.detail.startswith("not lent yet by tp0")
+
+
+def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
+    world, prefill, decode = pair()
+    warm = world.params([prefill], "warm", [0], 4, written=True)
+    world.lend(prefill, warm)
+    world.pull(decode, "warm", [0], warm)
+    world.run()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [1], params, timeout=3)
+    world.letters.clear()
+    world.complete_all()
+    world.advance(4)
+    assert (it.reason, it.detail[:31]) == (Reason.TIMEOUT, "no answer to the claim from tp0")
+
+
+def test_ten_thousand_requests_are_lent_in_any_order() -> None:
+    world, prefill, _ = pair()
+    made = [world.params([prefill], f"req{i}", [], 0) for i in range(10_000)]
+    random.Random(1).shuffle(made)
+    for params in made:
+        if int(params.request_id[3:]) % 10:
+            world.lend(prefill, params).revoke(world.time(prefill))
+    for params in made:
+        if int(params.request_id[3:]) % 10:
+            with pytest.raises(LocalProtocolError, match="lent before"):
+                world.lend(prefill, params)
+        else:
+            world.lend(prefill, params)
+    assert prefill.node.lending.spent.num_gaps == 0
 
 
 def test_lending_one_key_twice_is_refused() -> None:

@@ -17,8 +17,8 @@ from asynckv.core.types import Key
 __all__ = ["MAX_GAPS", "SpentKeys"]
 
 MAX_GAPS = 65_536
-"""Gaps that are kept, over all schedulers: some 5 MB at most. 100,000 open requests that are lent at random make at most
-half as many."""
+"""Gaps that are kept, over all schedulers: some 5 MB at most. 100,000 open requests make at most half as many, whatever
+the order in which they are lent."""
 
 MAX_EPOCHS = 1024
 """Starts of schedulers that are told apart; the oldest is forgotten. Only the engine's own calls bring new ones."""

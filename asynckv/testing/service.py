@@ -699,6 +699,8 @@ class Service:
             handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
+            if not isinstance(exc, EngineClosed) and "memory epoch" not in str(exc):
+                self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
             self._given_back(rank, lent)
             return
         if rank.is_draining:
