@@ -33,7 +33,8 @@ class LeaseConfig:
         lease_s: How long an unclaimed request stays lent.
         grant_s: Length of one promise to a reader; renewed while the reader needs it.
         max_lease_s: Longest that renewals can keep a request lent.
-        parked_s: How long a claim or release for a request that is not lent yet is remembered.
+        parked_s: How long a claim or release for a request that is not lent yet is remembered (a release up to
+            `max_lease_s`, while half of the room is free).
         max_parked: How many of those.
     """
 

@@ -482,14 +482,19 @@ class Engine:
     def withdraw(self, params: Params | Mapping[str, Any]) -> None:
         """Say that a request whose params have left will never be lent: it was aborted; on every prefill rank.
 
-        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. A request that
-        is lent already is revoked, and of one that has ended nothing changes, so that whoever aborts need not know.
+        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. (Of very many
+        that wait, those that found no room, `lease.max_parked`, hear of it when they ask again, within 2 s.) A request
+        that is lent already is revoked, and of one that has ended nothing changes, so that whoever aborts need not know.
 
         Raises:
+            EngineClosed: The engine was not started.
             LocalProtocolError: The params are another engine's.
             RemoteProtocolError: The params are malformed.
         """
-        self._node.withdraw(_params(params), self._clock.now())
+        found = _params(params)
+        waited = self._node.withdraw(found, self._clock.now())
+        if waited is not None:
+            self._recorder.withdrawn(found, waited)
         self._soon()
 
     # -- decode ------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
 
     def lend(self: lending.Lending, lent: Any, now: float) -> Any:
         self.spent = SpentKeys()
+        self._ended.clear()
         return honest_lend(self, lent, now)
 
     def digest(*args: Any) -> bytes:
@@ -800,7 +801,7 @@ def lending_one_spends_all_before_it(patch: pytest.MonkeyPatch) -> None:
 @planted
 def what_has_ended_may_be_lent_again(patch: pytest.MonkeyPatch) -> None:
     """Lending spends no key."""
-    patch.setattr(SpentKeys, "__contains__", lambda self, key: False)
+    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases)
 
 
 @planted
@@ -809,11 +810,12 @@ def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
     honest = lending.Lending.withdraw
 
     def withdraw(self: lending.Lending, key: Any, now: float) -> None:
-        spend, self._spend = self._spend, lambda key: None  # type: ignore[method-assign]
+        spent, self.spent = self.spent, SpentKeys()
         try:
             honest(self, key, now)
+            self._ended.pop(key, None)
         finally:
-            self._spend = spend  # type: ignore[method-assign]
+            self.spent = spent
 
     patch.setattr(lending.Lending, "withdraw", withdraw)
 
@@ -863,3 +865,76 @@ def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
         honest(self, key, now)
 
     patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def what_has_ended_long_ago_is_not_lent_yet(patch: pytest.MonkeyPatch) -> None:
+    """Only those endings are known that are remembered one by one."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, *args: Any) -> None:
+        spent, self.spent = self.spent, SpentKeys()
+        try:
+            honest(self, *args)
+        finally:
+            self.spent = spent
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def gaps_are_closed_by_forgetting_what_was_lent(patch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out, it is what was spent that is forgotten, not what is open."""
+
+    def close_oldest(self: SpentKeys) -> None:
+        firsts, lasts = max(self._runs.values(), key=lambda runs: len(runs[0]))
+        del firsts[1], lasts[1]
+        self.num_gaps -= 1
+
+    patch.setattr(SpentKeys, "_close_oldest", close_oldest)
+
+
+@planted
+def gaps_are_kept_without_end(patch: pytest.MonkeyPatch) -> None:
+    """Requests that are never lent take memory for ever."""
+    patch.setattr(SpentKeys, "_close_oldest", lambda self: None)
+
+
+@planted
+def endings_are_taken_for_all_that_is_spent(patch: pytest.MonkeyPatch) -> None:
+    """What has ended long ago may be lent again."""
+    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases or key in self._ended)
+
+
+@planted
+def whoever_is_late_was_told_to_wait(patch: pytest.MonkeyPatch) -> None:
+    """Every deadline that passes is blamed on a request that is not lent."""
+    honest = Pull._waiting_for
+    patch.setattr(Pull, "_waiting_for", lambda self, now: (Reason.NOT_LENT_YET, honest(self, now)[1]))
+
+
+@planted
+def withdrawing_tells_one_reader(patch: pytest.MonkeyPatch) -> None:
+    """Of several that wait for a request that is withdrawn, the first is told."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> Any:
+        for slot in list(self._parked.get(key, {}))[1:]:
+            self._unpark(self._parked[key].pop(slot))
+        return honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def early_claims_are_called_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    """A request that is not lent is taken for one that never will be."""
+    honest = lending.Lending._park
+
+    def park(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim):
+            self._refuse(message, route, source, Reason.WITHDRAWN)
+        else:
+            honest(self, message, route, source, now)
+
+    patch.setattr(lending.Lending, "_park", park)

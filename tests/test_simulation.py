@@ -88,6 +88,7 @@ SLOW = {
     "completion_stamped_before_it_was_observed": 263,
     "deadline_from_another_transmission": 243,
     "failed_announcements_are_final": 159,
+    "gaps_are_closed_by_forgetting_what_was_lent": 137,
     "no_pause_between_handshakes": 158,
     "nobody_says_that_no_attempt_follows": 1507,
     "old_references_are_served_after_sleep": 9,
@@ -96,6 +97,8 @@ SLOW = {
     "one_window_for_all_peers": 740,
     "releases_are_sent_once": 1501,
     "sleep_does_not_end_the_agent": 991,
+    "what_has_ended_long_ago_is_not_lent_yet": 109,
+    "withdrawing_tells_one_reader": 221,
 }
 """They take more than a few seeds. One that was seen to do is tried first, then all from the beginning."""
 

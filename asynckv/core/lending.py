@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
+from asynckv.config import LeaseConfig
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
 from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.core.plan import check_blocks
-from asynckv.core.spent import MAX_GAPS, SpentKeys
+from asynckv.core.spent import SpentKeys
 from asynckv.core.types import NULL, Key, Reason, Route
 from asynckv.errors import LocalProtocolError
 
@@ -33,8 +36,9 @@ _ENDED_AS = {
 }
 
 
-_Slot = tuple[type, str, str, Route]
-"""Kind, pull, process start and connection: nobody's message takes the place, or the answer, of another's."""
+_Slot = tuple[str, str, Route]
+"""Pull, process start and connection: nobody's message takes the place, or the answer, of another's. A release takes
+the place of its pull's claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +47,28 @@ class _Parked:
     route: Route
     source: str
     until: float
+    since: float
 
 
 class Lending:
     """All leases of one rank."""
 
     def __init__(
-        self, layout: Layout, ledger: Ledger, desk: Desk, timers: Timers, parked_s: float, max_parked: int
+        self,
+        layout: Layout,
+        ledger: Ledger,
+        desk: Desk,
+        timers: Timers,
+        config: LeaseConfig,
+        minors: Mapping[tuple[str, Route], int] = MappingProxyType({}),
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does."""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
-        self._parked_s, self._max_parked = parked_s, max_parked
+        self._config, self._minors = config, minors
+        self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[_Slot, _Parked]] = {}
         self._parked_order: deque[tuple[float, Key, _Slot]] = deque()
         self._parked_by: Counter[Route] = Counter()
@@ -82,12 +94,9 @@ class Lending:
             LocalProtocolError: The key is spent, or a block is being written.
         """
         key = lent.key
-        if key in self.leases or key in self.spent:
-            how = "was withdrawn" if self._ended.get(key) is Reason.WITHDRAWN else "was lent before"
-            if key not in self.leases and key not in self._ended:
-                how += f", or {MAX_GAPS:,} later requests were lent around others that never were"
+        if self._is_spent(key):
             raise LocalProtocolError(
-                f"request {lent.request_id!r} (sequence {key.sequence}) {how}; make new params for it"
+                f"request {lent.request_id!r} (sequence {key.sequence}) {self._how_spent(key)}; make new params for it"
             )
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
@@ -114,7 +123,7 @@ class Lending:
         # A rank that was restarted while others slept has memory as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
-        self._spend(key)
+        self.spent.add(key)
         self._desk.counters["leases.lent"] += 1
         for parked in self._take_parked(key):
             if parked.until > now and not lease.is_over:
@@ -122,17 +131,26 @@ class Lending:
         self.after(lease, now)
         return lease
 
-    def withdraw(self, key: Key, now: float) -> None:
-        """Never lend a request whose params left, and say so to whoever waits for it; if it is lent, revoke it."""
+    def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
+        """Never lend a request whose params left, and say so to whoever waits for it; if it is lent, revoke it.
+
+        Returns:
+            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
+        """
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now)
-        elif key not in self.spent:
-            self._spend(key)
-            self._end(key, Reason.WITHDRAWN)
-            self._desk.counters["requests.withdrawn"] += 1
-            for parked in self._take_parked(key):
-                if isinstance(parked.message, Claim):  # releases were acknowledged when they came
-                    self._refuse(parked.message, parked.route, parked.source, Reason.WITHDRAWN)
+            return None
+        if self._is_spent(key):
+            return None
+        self.spent.add(key)
+        self._end(key, Reason.WITHDRAWN)
+        self._desk.counters["requests.withdrawn"] += 1
+        waited = []
+        for parked in self._take_parked(key):
+            if isinstance(parked.message, Claim):  # releases were acknowledged when they came
+                waited.append(parked.message.pull_id)
+                self._refuse(parked.message, parked.route, parked.source, Reason.WITHDRAWN)
+        return tuple(waited)
 
     @property
     def is_closed(self) -> bool:
@@ -204,21 +222,45 @@ class Lending:
         while self._parked_order and self._parked_order[0][0] <= now:
             _, key, slot = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
-            if slot in waiting and waiting[slot].until <= now:
+            if slot in waiting and (parked := waiting[slot]).until <= now:
+                if self._stays(parked, now):
+                    waiting[slot] = replace(parked, until=now + self._config.parked_s)
+                    self._parked_order.append((waiting[slot].until, key, slot))
+                    continue
                 self._unpark(waiting.pop(slot))
                 self._desk.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
 
-    def _spend(self, key: Key) -> None:
-        if given_up := self.spent.add(key):
-            self._desk.counters["keys.given_up"] += given_up
+    def _is_spent(self, key: Key) -> bool:
+        return key in self.spent or key in self.leases or key in self._ended
+
+    def _how_spent(self, key: Key) -> str:
+        if key in self.leases:
+            return "was lent before, and still is"
+        match self._ended.get(key):
+            case None if self.spent.num_given_up:
+                return (
+                    f"was lent or withdrawn before, or was open for too long: {self.spent.max_gaps:,} times others "
+                    f"were lent beyond one that never was (withdraw those that are aborted)"
+                )
+            case None:
+                return "was lent or withdrawn before"
+            case Reason.WITHDRAWN:
+                return "was withdrawn"
+            case reason:
+                return f"was lent before ({reason})"
 
     def _end(self, key: Key, reason: Reason) -> None:
         """Remember for a while how a request ended."""
         self._ended[key] = reason
-        if len(self._ended) > MAX_ENDED:
+        if len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
+
+    def _stays(self, parked: _Parked, now: float) -> bool:
+        """A release was acknowledged, so nobody repeats it: if there is room it waits as long as a lease may last."""
+        has_room = self.num_parked <= self._config.max_parked // 2
+        return has_room and isinstance(parked.message, Release) and now < parked.since + self._config.max_lease_s
 
     def _take_parked(self, key: Key) -> list[_Parked]:
         """Take out what came early for a request."""
@@ -245,29 +287,35 @@ class Lending:
     def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
         self._desk.counters[f"refused.{reason}"] += 1
         detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
+        if reason is Reason.WITHDRAWN and self._minors.get((source, route), 0) < 2:
+            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
         self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
-        slot = (type(message), message.pull_id, source, route)
+        slot = (message.pull_id, source, route)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(slot)
-        # No connection takes more than an eighth, so that one that floods us leaves room for others.
-        full = self.num_parked >= self._max_parked or self._parked_by[route] >= max(self._max_parked // 8, 1)
+        # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
+        # floods us leaves room for others.
+        most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
+        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[route] >= share)
         if known is None and full:
             self._desk.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # Not remembered; its sender repeats it.
                 self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
             return
-        until = now + self._parked_s
+        until, since, kept = now + self._config.parked_s, now, message
         if known is None:
             self._parked_order.append((until, message.key, slot))
         else:
-            until = known.until  # a lifetime of its own: repeats do not extend it
+            until, since = known.until, known.since  # a lifetime of its own: repeats do not extend it
+            if isinstance(known.message, Release):
+                kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
-        self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
+        self._parked.setdefault(message.key, waiting)[slot] = _Parked(kept, route, source, until, since)
         self._parked_by[route] += 1
-        if len(self._parked_order) > 8 * self._max_parked:
+        if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
             self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))

@@ -137,9 +137,10 @@ class Node:
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        self.lending = Lending(
-            layout, self.ledger, self.desk, self.timers, config.lease.parked_s, config.lease.max_parked
-        )
+        self._readers: dict[tuple[str, Route], int] = {}
+        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
+        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
+        self.lending = Lending(layout, self.ledger, self.desk, self.timers, config.lease, self._readers)
         self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
         self.lending.memory_epoch = identity.memory_epoch
         limits = config.limits
@@ -153,9 +154,6 @@ class Node:
         """Prefill groups -> the ranks of them that we answer for, and whether they are met first."""
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
-        self._readers: dict[tuple[str, Route], int] = {}
-        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
-        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ class Node:
         Raises:
             EngineClosed: Nothing new is lent.
             ConfigError: The lease time is out of range.
-            LocalProtocolError: The params are another engine's, or were lent before.
+            LocalProtocolError: The params are another engine's, or were lent or withdrawn before.
             PlanRefused: The blocks do not fit the layout.
         """
         self._check_open()
@@ -189,14 +187,17 @@ class Node:
         )
         return self.lending.lend(lent, now)
 
-    def withdraw(self, params: Params, now: float) -> None:
+    def withdraw(self, params: Params, now: float) -> tuple[str, ...] | None:
         """Never lend a request whose params left; revoke it if it is lent.
+
+        Returns:
+            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
 
         Raises:
             LocalProtocolError: The params are another engine's.
         """
         self._check_ours(params)
-        self.lending.withdraw(params.key, now)
+        return self.lending.withdraw(params.key, now)
 
     def _check_ours(self, params: Params) -> None:
         layout = self.identity.layout
@@ -695,6 +696,9 @@ class Node:
         return {
             "leases": len(self.lending.leases),
             "parked": self.lending.num_parked,
+            "keys_gaps": self.lending.spent.num_gaps,
+            "keys_given_up": self.lending.spent.num_given_up,
+            "keys_forgotten": self.lending.spent.num_forgotten,
             "pulls": len(pulls),
             "pulls_waiting": len(self.pulling.by_request),
             "pulls_unanswered": sum(not pull.is_told and not pull.is_answered for pull in pulls),

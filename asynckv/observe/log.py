@@ -23,7 +23,7 @@ from asynckv.config import LogConfig
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Reason
+from asynckv.core.types import Params, Reason
 from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
@@ -257,6 +257,17 @@ class Recorder:
             blocks=sum(n for g in lease.lent.groups for _, n in g.runs),
             **({} if good else {"owed": list(lease.owed()), "history": _relative(lease.history)}),
             **self._skip_count(),
+        )
+
+    def withdrawn(self, params: Params, waited: Sequence[str]) -> None:
+        """Log that a request will never be lent, and how many pulls waited for it."""
+        self.event(
+            "info",
+            "request_withdrawn",
+            request_id=params.request_id,
+            sequence=params.key.sequence,
+            waited=len(waited),
+            pull_ids=list(waited[:8]),
         )
 
     def peer_changed(self, peer: Peer, before: PeerState) -> None:

@@ -131,6 +131,10 @@ class Script:
     prefill_engines: int = 1
     budget: int = 0
     """Pulls that a decode rank reads at a time from one prefill engine; 0: as many as there are."""
+    schedulers: int = 1
+    """Of each prefill engine, taking turns."""
+    memory: int = 0
+    """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
 
     @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
@@ -225,11 +229,19 @@ def _disordered(rng: random.Random, script: Script) -> Script:
     """Lend in any order, and some never: no scheduler knows which request ends first, or is aborted."""
     if rng.random() < 0.4:
         return script
+    memory = rng.choice([0, 0, 0, 1, 1, 2])
+    # Where little is remembered it has to be needed, and who is not in trouble sees most.
+    odds = [LENT] * 8 + [ABORTED, WITHDRAWN]
+    if memory:
+        odds = [LENT] * 5 + [ABORTED] * 4 + [WITHDRAWN]
+    elif script.spared:
+        odds = [LENT] * 4 + [ABORTED] + [WITHDRAWN] * 3
     asks = []
     for ask in script.asks:
         late = rng.choice([0.0, 0.0, rng.uniform(0.0, 2.0)])
-        asks.append(replace(ask, lend_s=ask.lend_s or late, fate=rng.choice([LENT] * 8 + [ABORTED, WITHDRAWN])))
-    return replace(script, asks=tuple(asks))
+        routed_s = rng.choice([ask.routed_s, 6.0]) if memory else ask.routed_s
+        asks.append(replace(ask, lend_s=ask.lend_s or late, fate=rng.choice(odds), routed_s=routed_s))
+    return replace(script, asks=tuple(asks), schedulers=rng.choice([1, 1, 2]), memory=memory)
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:
