@@ -484,7 +484,7 @@ class Engine:
 
         Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. (Of very many
         that wait, those that found no room, `lease.max_parked`, hear of it when they ask again, within 2 s.) A request
-        that is lent already is revoked, and of one that has ended nothing changes, so that whoever aborts need not know.
+        that is lent already is revoked, and of one that has ended nothing changes: whoever aborts need not know.
 
         Raises:
             EngineClosed: The engine was not started.

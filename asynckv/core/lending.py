@@ -11,7 +11,6 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from asynckv.config import LeaseConfig
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
@@ -60,7 +59,7 @@ class Lending:
         desk: Desk,
         timers: Timers,
         config: LeaseConfig,
-        minors: Mapping[tuple[str, Route], int] = MappingProxyType({}),
+        minors: Mapping[tuple[str, Route], int],
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0

@@ -97,8 +97,8 @@ class _Greeting:
 
 
 class Wire:
-    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept. Nobody hears
-    that something is not lent yet which was lent, or withdrawn.
+    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept, and nobody
+    hears that something is not lent yet which was lent, or withdrawn.
 
     Args:
         is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
