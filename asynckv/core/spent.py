@@ -17,7 +17,7 @@ from asynckv.core.types import Key
 __all__ = ["MAX_EPOCHS", "MAX_GAPS", "SpentKeys"]
 
 MAX_GAPS = 65_536
-"""Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones have passed."""
+"""Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
 
 MAX_EPOCHS = 4096
 """Schedulers that are told apart (a `PrefillGroup` is one; not one per request). Beyond that the one is forgotten of
