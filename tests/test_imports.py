@@ -16,6 +16,7 @@ PACKAGE = Path(asynckv.__file__).parent
 
 CORE_MAY_IMPORT = {
     "__future__",
+    "asynckv.arguments",  # what callers give: pure checks
     "asynckv.config",  # durations and bounds: frozen values, checked once
     "asynckv.core",
     "asynckv.errors",
