@@ -94,8 +94,6 @@ class Lending:
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillGroup of the "
                 f"engine's endpoint and memory_epoch as they are now"
             )
-        # A rank that was restarted while others slept has memory as new as theirs.
-        self.memory_epoch = key.memory_epoch
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
                 f"request {lent.request_id!r} names {len(lent.groups)} groups, "
@@ -112,6 +110,8 @@ class Lending:
             blocks[index] = blocks_of(runs)
             check_blocks(f"group {index} ({group.name!r})", group, blocks[index])
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
+        # A rank that was restarted while others slept has memory as new as theirs.
+        self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
         self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
         self._desk.counters["leases.lent"] += 1

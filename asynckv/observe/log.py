@@ -19,6 +19,7 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
+from asynckv.arguments import shown
 from asynckv.config import LogConfig
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
@@ -27,6 +28,9 @@ from asynckv.core.types import Reason
 from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
+
+AWAY_PER_S = 0.1
+"""Warnings that the loop was away, at most."""
 
 MAX_REFUSALS = 10
 """Refusals logged at once; then one per second."""
@@ -46,8 +50,12 @@ def configure(
     Raises:
         ConfigError: There is no such level or form.
     """
-    if level not in LEVELS or form not in ("json", "console"):
-        raise ConfigError(f"log level {level!r} must be one of {', '.join(LEVELS)}, and form {form!r} json or console")
+    if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
+        raise ConfigError(
+            f"log level {shown(level)} must be one of {', '.join(LEVELS)}, and form {shown(form)} json or console"
+        )
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
     renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -141,7 +149,10 @@ class Recorder:
         self._log, self._level = _logger(**bound)
         self._successes, self._slow = _Bucket(config.successes_per_s), _Bucket(config.slow_per_s)
         self._skipped = 0
+        self.num_failed = 0
+        """Events that the application's logging raised at."""
         self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
+        self._away, self._away_skipped = _Bucket(AWAY_PER_S), 0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -155,7 +166,10 @@ class Recorder:
     def event(self, level: Literal["debug", "info", "warning", "error"], name: str, **fields: Any) -> None:
         """Log an event, if anybody listens."""
         if LEVELS[level] >= self._level:
-            getattr(self._log, level)(name, **fields)
+            try:
+                getattr(self._log, level)(name, **fields)
+            except Exception:  # the application's logging is broken; no request is to suffer for it
+                self.num_failed += 1
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Log the end of a decode side's request."""
@@ -235,6 +249,22 @@ class Recorder:
         self._refusals -= 1
         skipped, self._refusals_skipped = self._refusals_skipped, 0
         self.event("warning", "refused", cause=cause, who=who, **({"not_logged": skipped} if skipped else {}))
+
+    def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
+        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log."""
+        if not self._away.take(now):
+            self._away_skipped += 1
+            return
+        skipped, self._away_skipped = self._away_skipped, 0
+        self.event(
+            "warning",
+            "loop_was_away",
+            seconds=round(seconds, 3),
+            leases=gauges["leases"],
+            pulls=gauges["pulls"],
+            parked=gauges["parked"],
+            **({"not_logged": skipped} if skipped else {}),
+        )
 
     def internal_error(self, exc: Exception) -> None:
         """Log a bug of ours, with its traceback."""
