@@ -20,6 +20,7 @@ from asynckv import (
     EngineClosed,
     EngineConfig,
     LentRequest,
+    PeerUnreachable,
     PrefillGroup,
     PullConfig,
     PullTimeout,
@@ -534,3 +535,35 @@ async def test_a_step_that_holds_a_real_loop_is_noticed_when_it_ends(caplog: pyt
         assert all(1.3 < r.seconds < 2.5 for r in said(caplog))  # type: ignore[attr-defined]
         assert prefill.engine.statistics().loop_lag_most_s > 1.3
         lent.revoke()
+
+
+@pytest.mark.anyio
+async def test_who_waited_for_a_loop_that_is_away_is_told_once_in_full(
+    sim: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sim.pair() as (_, decode, group):
+        sim.network.fate = lambda sender, to, packet: "drop"
+
+        async def fail(count: int) -> list[logging.LogRecord]:
+            caplog.clear()
+            tasks = [
+                asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i])], group.make_params(f"r{i}", [(0, [i])], 16)))
+                for i in range(count)
+            ]
+            while not all(task.done() for task in tasks):
+                await asyncio.sleep(0)
+                sim.clock.advance(0.01)
+            assert all(isinstance(task.exception(), PeerUnreachable) for task in tasks)
+            return [r for r in caplog.records if r.getMessage().startswith("pull_ended")]
+
+        first, *others = await fail(30)
+        assert hasattr(first, "history")
+        assert len(others) == 29
+        assert {r.same_as for r in others} == {first.pull_id}  # type: ignore[attr-defined]
+        assert {r.request_id for r in (first, *others)} == {f"d{i}" for i in range(30)}  # type: ignore[attr-defined]
+        assert max(len(r.getMessage()) for r in others) < 300
+        # Later it is said again.
+        sim.clock.advance(60)
+        [again] = await fail(1)
+        assert hasattr(again, "history")
+        sim.network.fate = lambda sender, to, packet: "deliver"

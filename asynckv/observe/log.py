@@ -6,7 +6,8 @@ other library. `configure` is for programs that are asynckv's own, the command l
 
 An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
 before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
-own; those that failed always are, with their whole history.
+own; those that failed always are, with their whole history, or with the name of one that has just failed in the
+same words.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from asynckv.core.types import Reason
 from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
+
+SAME_S = 1.0
+"""For so long a failure with the same words as another is logged in short."""
 
 AWAY_PER_S = 0.1
 """Warnings that the loop was away, at most."""
@@ -152,6 +156,8 @@ class Recorder:
         self.num_failed = 0
         """Events that the application's logging raised at."""
         self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
+        self._failure: tuple[Reason | None, str] = (None, "")
+        self._failed_at, self._failed_as = 0.0, ""
         self._away, self._away_skipped = _Bucket(AWAY_PER_S), 0
 
     def bind(self, **bound: Any) -> None:
@@ -179,6 +185,20 @@ class Recorder:
         if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.legs)}
+        if not good and (like := self._same_as(pull, now)):
+            self.event(
+                "warning",
+                "pull_ended",
+                cause=pull.reason,
+                same_as=like,
+                request_id=pull.request_id,
+                prefill_request_id=pull.params.request_id,
+                pull_id=pull.pull_id,
+                **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
+                seconds=round(took, 6),
+                **held,
+            )
+            return
         self.event(
             "info" if good and not slow else "warning",
             "pull_ended",
@@ -203,6 +223,14 @@ class Recorder:
             **({} if good and not slow else {"history": _relative(pull.history)}),
             **self._skip_count(),
         )
+
+    def _same_as(self, pull: Pull, now: float) -> str:
+        """Name the pull of which all was said that there is to say of this one: one peer fails hundreds at once."""
+        what = (pull.reason, pull.detail)
+        if what == self._failure and now - self._failed_at < SAME_S:
+            return self._failed_as
+        self._failure, self._failed_at, self._failed_as = what, now, pull.pull_id
+        return ""
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         """Log that another attempt follows."""
