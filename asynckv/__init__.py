@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         ReadFailed,
         RemoteProtocolError,
         RemoteTooShort,
+        WrongThread,
     )
     from asynckv.observe.log import configure as configure_logging
     from asynckv.registration import Registration, register_memory
@@ -67,7 +68,7 @@ _HOMES = {
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
         "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
-        "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
+        "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
@@ -124,6 +125,7 @@ __all__ = [
     "Statistics",
     "TensorPart",
     "View",
+    "WrongThread",
     "attention_view",
     "configure_logging",
     "dense_part",

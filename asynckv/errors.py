@@ -5,6 +5,7 @@ AsyncKVError
 │   └── LayoutError         the declared memory does not hold together
 ├── ProtocolError
 │   ├── LocalProtocolError  this side called out of order; nothing was changed
+│   │   └── WrongThread     ... from another thread, or another event loop, than the engine's
 │   └── RemoteProtocolError the other side sent something malformed
 ├── EngineClosed            the engine was closed or is draining
 ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
@@ -50,6 +51,7 @@ __all__ = [
     "ReadFailed",
     "RemoteProtocolError",
     "RemoteTooShort",
+    "WrongThread",
 ]
 
 
@@ -71,6 +73,10 @@ class ProtocolError(AsyncKVError):
 
 class LocalProtocolError(ProtocolError):
     """This side called out of order; nothing was changed."""
+
+
+class WrongThread(LocalProtocolError):
+    """An engine was called from another thread or event loop than the one that it runs on; nothing was changed."""
 
 
 class RemoteProtocolError(ProtocolError):

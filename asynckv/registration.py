@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from asynckv.arguments import shown
 from asynckv.core.layout import Layout, check_layout
+from asynckv.core.types import sendable
 from asynckv.errors import LayoutError
 
 __all__ = ["Registration", "register_memory"]
@@ -37,8 +39,10 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
     """
     try:
         # Ours is held to the same bounds as a stranger's.
-        msgspec.convert(msgspec.to_builtins(layout), Layout)
-    except (msgspec.ValidationError, TypeError, OverflowError) as exc:
+        checked = sendable(layout, Layout)
+    except msgspec.ValidationError as exc:
         raise LayoutError(f"the layout cannot be described: {exc}") from exc
-    check_layout(layout)
-    return Registration(layout, owners)
+    if not isinstance(owners, tuple | list):
+        raise LayoutError(f"owners is {shown(owners)}; give a tuple of whatever must not be freed")
+    check_layout(checked)
+    return Registration(checked, tuple(owners))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from asynckv.config import LeaseConfig
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
@@ -46,7 +46,6 @@ class _Parked:
     route: Route
     source: str
     until: float
-    since: float
 
 
 class Lending:
@@ -221,11 +220,7 @@ class Lending:
         while self._parked_order and self._parked_order[0][0] <= now:
             _, key, slot = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
-            if slot in waiting and (parked := waiting[slot]).until <= now:
-                if self._stays(parked, now):
-                    waiting[slot] = replace(parked, until=now + self._config.parked_s)
-                    self._parked_order.append((waiting[slot].until, key, slot))
-                    continue
+            if slot in waiting and waiting[slot].until <= now:
                 self._unpark(waiting.pop(slot))
                 self._desk.counters["parked.expired"] += 1
                 if not waiting:
@@ -255,11 +250,6 @@ class Lending:
         self._ended[key] = reason
         if len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
-
-    def _stays(self, parked: _Parked, now: float) -> bool:
-        """A release was acknowledged, so nobody repeats it: if there is room it waits as long as a lease may last."""
-        has_room = self.num_parked <= self._config.max_parked // 2
-        return has_room and isinstance(parked.message, Release) and now < parked.since + self._config.max_lease_s
 
     def _take_parked(self, key: Key) -> list[_Parked]:
         """Take out what came early for a request."""
@@ -304,15 +294,15 @@ class Lending:
                 # Not remembered; its sender repeats it.
                 self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
             return
-        until, since, kept = now + self._config.parked_s, now, message
+        until, kept = now + self._config.parked_s, message
         if known is None:
             self._parked_order.append((until, message.key, slot))
         else:
-            until, since = known.until, known.since  # a lifetime of its own: repeats do not extend it
+            until = known.until  # a lifetime of its own: repeats do not extend it
             if isinstance(known.message, Release):
                 kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
-        self._parked.setdefault(message.key, waiting)[slot] = _Parked(kept, route, source, until, since)
+        self._parked.setdefault(message.key, waiting)[slot] = _Parked(kept, route, source, until)
         self._parked_by[route] += 1
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))

@@ -696,9 +696,6 @@ class Node:
         return {
             "leases": len(self.lending.leases),
             "parked": self.lending.num_parked,
-            "keys_gaps": self.lending.spent.num_gaps,
-            "keys_given_up": self.lending.spent.num_given_up,
-            "keys_forgotten": self.lending.spent.num_forgotten,
             "pulls": len(pulls),
             "pulls_waiting": len(self.pulling.by_request),
             "pulls_unanswered": sum(not pull.is_told and not pull.is_answered for pull in pulls),
