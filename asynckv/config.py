@@ -21,6 +21,9 @@ CORES_FOR_TWO = 2
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
 
+MIN_HELD_FRACTION = 0.01
+MAX_HELD_FRACTION = 1000.0
+
 MIN_LEASE_S = 2.0
 """A shorter lease could end between two renewals of a reader whose loop is merely busy."""
 
@@ -207,11 +210,15 @@ class LogConfig:
         successes_per_s: Most successful requests logged per second (0: none).
         slow_s: A request that took longer is logged like a failure.
         slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
+        held_fraction: What has been held for this fraction of its lease is warned of, and again at each doubling: a
+            lent request, and an announcement or a pull that has been in one state for so long (0: nothing is). What
+            waits for the same is one line, and there are a few lines in ten seconds at most.
     """
 
     successes_per_s: float = 10.0
     slow_s: float = 5.0
     slow_per_s: float = 10.0
+    held_fraction: float = 1 / 3
 
     def __post_init__(self) -> None:
         rates_fit = all(0 <= rate <= 1e6 for rate in (self.successes_per_s, self.slow_per_s))
@@ -219,6 +226,13 @@ class LogConfig:
             raise ConfigError(
                 f"successes_per_s {self.successes_per_s} and slow_per_s {self.slow_per_s} must be in [0, 1e6], and "
                 f"slow_s {self.slow_s} above 0"
+            )
+        fraction = self.held_fraction
+        is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+        if not (is_number and (fraction == 0 or MIN_HELD_FRACTION <= fraction <= MAX_HELD_FRACTION)):
+            raise ConfigError(
+                f"held_fraction is {fraction!r}; it must be a number from {MIN_HELD_FRACTION:g} to "
+                f"{MAX_HELD_FRACTION:g} (of a request's lease), or 0 to warn of nothing"
             )
 
 

@@ -356,7 +356,7 @@ def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None
         world.advance(0.1)
         world.letters.clear()
     assert it.reason is Reason.TIMEOUT
-    assert "no handshake with tp0 at world://p" in it.detail
+    assert "no handshake with prefill/tp0@p-0 (world://p)" in it.detail
     assert it.is_returned
 
 
@@ -395,7 +395,7 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
         world.advance(0.1)
         world.letters.clear()
     assert {(p.reason, p.detail) for p in pulls} == {
-        (Reason.UNREACHABLE, "prefill/tp0 at world://p did not answer within 5 s")
+        (Reason.UNREACHABLE, "prefill/tp0@p-0 (world://p) did not answer within 5 s")
     }
     late = world.pull(decode, "late", [1], world.params([prefill], "late", [1], 4))
     assert late.reason is None or "did not answer" in late.detail
