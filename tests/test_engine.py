@@ -507,7 +507,8 @@ async def test_an_application_without_structlog_hears_only_warnings(
                 await asyncio.sleep(0)
             sim.clock.advance(31)
             await lent.wait_released()
-    [record] = caplog.records
+    *held, record = caplog.records
+    assert [r.getMessage().split()[0] for r in held] == ["lease_held"] * 2
     assert record.getMessage().startswith("lease_ended engine_id=")
     assert "cause=expired" in record.getMessage()
     assert record.cause == "expired"  # type: ignore[attr-defined]

@@ -427,7 +427,7 @@ def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
-    for part in ("'prefill'", "'somebody-else'", "world://p"):
+    for part in ("prefill/tp0@p-0 listens", "somebody-else/tp0@p-0 (world://p)"):
         assert part in it.detail
 
 

@@ -28,6 +28,8 @@ __all__ = ["Lease", "LeaseState", "Lent", "Reader"]
 
 MAX_READERS = 4096
 MAX_HISTORY = 1024
+MAX_NAMED = 4
+"""Readers named in a sentence."""
 
 MAX_PULLS = 4096
 """Attempts that one lease remembers; a reader that needs more is refused."""
@@ -224,23 +226,23 @@ class Lease:
         for _ in range(self.lent.readers - len(self.cohorts)):
             yield None, "unclaimed", None
 
-    @property
-    def waits(self) -> str:
+    def waits(self, now: float) -> str:
         """What this waits for, in words."""
         said: dict[str, list[str]] = {}
-        for reader, state, _ in self.readers():
-            said.setdefault(state, []).append("a decode engine" if reader is None else reader.name)
-        words = [
-            f"{_few(said[state])} {text}"
-            for state, text in (
-                ("granted", "is still promised the blocks" if self.state is L.ENDING else "claimed it and renews"),
-                ("lapsed", "claimed it and renews no more"),
-                ("retrying", "failed and will try again"),
-                ("unclaimed", "has not claimed it"),
-            )
-            if state in said
-        ]
-        return "; ".join(words)
+        for reader, state, promise in self.readers():
+            if reader is None:
+                continue
+            if state == "granted" and self.state is L.ENDING:
+                words = "still promised to"
+            elif state == "granted" and promise is not None and now - promise.asked_at > self.lent.grant_s / 2:
+                words = "claimed, but a renewal is overdue, by"
+            else:
+                words = _WAITS.get(state, "")
+            said.setdefault(words, []).append(reader.name)
+        if unknown := self.lent.readers - len(self.cohorts):
+            more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
+            said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "anybody")
+        return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
 
     @property
     def since(self) -> float:
@@ -423,9 +425,17 @@ class Lease:
         return Reader(cohort.id, cohort.tp_rank, cohort.pp_stage, source)
 
 
+_WAITS = {
+    "granted": "claimed and renewed by",
+    "lapsed": "claimed and no longer renewed by",
+    "retrying": "to be tried again by",
+    "unclaimed": "not claimed by",
+}
+
+
 def _few(names: list[str]) -> str:
     """Name a few of many."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def _refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:

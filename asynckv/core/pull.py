@@ -706,8 +706,7 @@ class Pull:
             if self.state is not S.DRAINING:
                 self._enter(S.DRAINING, now)
 
-    @property
-    def waits(self) -> str:
+    def waits(self, now: float) -> str:
         """What this waits for, in words."""
         match self.state:
             case S.DRAINING | S.HELD:
@@ -716,10 +715,8 @@ class Pull:
                 )
             case S.NOTIFYING:
                 return "the release is not acknowledged by " + self._names(lambda leg: not leg.is_settled)
-            case S.ANNOUNCED if not any(leg.covered_until > -math.inf for leg in self.legs):
-                return "announced and never pulled"
-            case S.ANNOUNCED:
-                renewed = self._names(lambda leg: leg.covered_until > -math.inf)
+            case S.ANNOUNCED if any(leg.covered_until > now for leg in self.legs):
+                renewed = self._names(lambda leg: leg.covered_until > now)
                 return f"announced and never pulled; its lease is renewed at {renewed}"
             case S.RELEASED:
                 return ""

@@ -51,7 +51,7 @@ class Watch:
         """Say soon that something has been held for long."""
         if not self._kinds:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
-        self._kinds.setdefault((held.state, held.waits), []).append(held)
+        self._kinds.setdefault((held.state, held.waits(now)), []).append(held)
 
     def tick(self, now: float) -> None:
         """Say what has been gathered, of what is still held."""
