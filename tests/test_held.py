@@ -245,20 +245,20 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
 
 
-def test_ten_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
+def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
     world, prefill, _ = pair(reuse=False)
     leases = []
-    for i in range(10_000):
+    for i in range(2000):
         params = world.params([prefill], f"r{i}", [i % NUM_BLOCKS], BLOCK, lease_s=600.0)
         leases.append(prefill.node.lend(params, 1, world.time(prefill)))
-        if i % 1000 == 999:
+        if i % 200 == 199:
             world.advance(2.0)
     world.settle(prefill)
     world.advance(590.0)
     times = [t for t, _ in prefill.said]
     assert all(b - a > PAUSE_S - 1e-6 for a, b in itertools.pairwise(times))
     assert len(times) <= 2 * 4  # twenty seconds long, at a third and at two thirds
-    assert sum(said.number for _, said in prefill.said) == 20_000
+    assert sum(said.number for _, said in prefill.said) == 4000
     first = prefill.said[0][1]
     assert (first.waits, first.oldest) == ("not claimed by anybody", tuple(leases[:3]))
 
@@ -297,6 +297,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:
     errors: list[Exception] = []
+    texts: list[str] = []
     async with sim.pair(lease=LeaseConfig(lease_s=6.0, grant_s=2.0)) as (prefill, decode, group):
         assert decode.data is not None
         for how in ("good", "fails", "stuck"):
@@ -304,8 +305,9 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
             params = group.make_params(how, [(0, [1])], 16, written=True, lease_s=6.0)
             lent = prefill.engine.lend(params)
             task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
-            await until(lambda: prefill.engine.statistics().gauges["leases"] and decode.engine.requests())
-            texts = [str(h.waits_for) for h in (*prefill.engine.holds(), *decode.engine.holds())]
+            await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
+            await until(lambda: prefill.engine.requests())
+            texts += [str(h.waits_for) for h in (*prefill.engine.holds(), *decode.engine.holds())]
             texts += [str(r) for r in (*prefill.engine.requests(), *decode.engine.requests())]
             if how == "fails":
                 decode.data.fail(next(iter(decode.data.running)))
