@@ -245,6 +245,28 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
 
 
+def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
+    world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    for _ in range(4):
+        world.deliver_all()
+        if decode.reads:
+            break
+    del world.ranks[prefill.name]
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    assert pull.reason is Reason.COMPLETE
+    world.advance(60.0)
+    assert [(s.state, s.number, round(t - decode.epoch)) for t, s in decode.said] == [
+        ("notifying", 1, 10),
+        ("notifying", 1, 20),
+    ]
+    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill-host-1)"
+    assert decode.node.is_idle
+
+
 def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
     world, prefill, _ = pair(reuse=False)
     leases = []

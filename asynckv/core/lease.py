@@ -210,9 +210,9 @@ class Lease:
         `unclaimed`, `granted`, `lapsed`, `retrying`, or how it released.
         """
         known = self.promises()
-        owed = [reader for bound in self.cohorts.values() for reader in sorted(bound.owed)]
-        holding = [promise.reader for promise in self.held.values() if promise.reader not in owed]
-        for reader in (*owed, *sorted(set(holding))):
+        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
+        holding = {promise.reader for promise in self.held.values()} - owed
+        for reader in (*sorted(owed), *sorted(holding)):
             promise = known.get(reader)
             if promise is None:
                 yield reader, "unclaimed", None

@@ -104,7 +104,7 @@ class Hold:
         blocks: Group -> block ids.
         held_s: Since when.
         left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks whose transfers run.
+        waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
         pull_id: Of a pull, as in the logs.
     """
 
