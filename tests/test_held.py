@@ -285,6 +285,15 @@ def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -
     assert (first.waits, first.oldest) == ("not claimed by anybody", tuple(leases[:3]))
 
 
+def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> None:
+    world, prefill, _ = pair()
+    for i, lease_s in enumerate((24.0, 27.0, 27.0, 27.0)):
+        world.lend(prefill, world.params([prefill], f"r{i}", [i], BLOCK, lease_s=lease_s))
+    # After 8 and 16 seconds, and after 9 and 18: but there is a pause.
+    world.advance(23.0)
+    assert [(t, said.number) for t, said in prefill.said] == [(8.25, 1), (18.25, 4)]
+
+
 def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
     world, prefill, decode = pair()
     for i in range(12):

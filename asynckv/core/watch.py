@@ -45,24 +45,25 @@ class Watch:
         """When `tick` has something to say."""
         self._desk = desk
         self._said_at = -math.inf
-        self._kinds: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
+        self._gathered: dict[Lease | Pull, tuple[LeaseState | PullState, str]] = {}
+        """What is held, its state, and what it waits for as this was found last."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
         """Say soon that something has been held for long."""
-        if not self._kinds:
+        if not self._gathered:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
-        self._kinds.setdefault((held.state, held.waits(now)), []).append(held)
+        self._gathered[held] = (held.state, held.waits(now))
 
     def tick(self, now: float) -> None:
         """Say what has been gathered, of what is still held."""
         if now < self.next_at:
             return
-        gathered, self._kinds, self.next_at = self._kinds, {}, math.inf
-        kinds = [
-            (state, waits, left)
-            for (state, waits), each in gathered.items()
-            if (left := [x for x in each if x.state is state])
-        ]
+        gathered, self._gathered, self.next_at = self._gathered, {}, math.inf
+        found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
+        for held, kind in gathered.items():
+            if held.state is kind[0]:
+                found.setdefault(kind, []).append(held)
+        kinds = [(state, waits, left) for (state, waits), left in found.items()]
         kinds.sort(key=lambda kind: -len(kind[2]))
         for state, waits, left in kinds[:MAX_KINDS]:
             self._say(state.value, waits, left)
