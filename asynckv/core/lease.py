@@ -28,6 +28,9 @@ __all__ = ["Lease", "LeaseState", "Lent", "Reader"]
 
 MAX_READERS = 4096
 MAX_HISTORY = 1024
+NOTICED_S = 0.1
+"""Longer ago than that, history says when: nobody is woken for a promise that runs out while a reader is owed."""
+
 MAX_NAMED = 4
 """Readers named in a sentence."""
 
@@ -300,7 +303,8 @@ class Lease:
             self.lapsed += 1
             lapsed = self.held.pop(pull_id)
             self.past[lapsed.reader] = lapsed
-            self._note((now, f"grant lapsed to {lapsed.reader.name}, pull {pull_id}"))
+            late = f" ({now - lapsed.until:.1f} s ago)" if now - lapsed.until > NOTICED_S else ""
+            self._note((now, f"grant lapsed to {lapsed.reader.name}, pull {pull_id}{late}"))
         if self.is_over or self.held or (self.state is L.LENT and self._owes()):
             return
         self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
