@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         shard,
     )
     from asynckv.core.node import Hold
+    from asynckv.core.requests import RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
     from asynckv.engine import Engine, LentRequest
@@ -61,6 +62,7 @@ _HOMES = {
     "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
     "asynckv.core.group": "PrefillGroup",
     "asynckv.core.node": "Hold",
+    "asynckv.core.requests": "RankStatus RequestStatus",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
@@ -118,10 +120,12 @@ __all__ = [
     "PullError",
     "PullResult",
     "PullTimeout",
+    "RankStatus",
     "ReadFailed",
     "Registration",
     "RemoteProtocolError",
     "RemoteTooShort",
+    "RequestStatus",
     "Statistics",
     "TensorPart",
     "View",

@@ -23,6 +23,9 @@ CORES_FOR_TWO = 2
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
 
+MIN_HELD_FRACTION = 0.01
+MAX_HELD_FRACTION = 1000.0
+
 MIN_LEASE_S = 2.0
 """A shorter lease could end between two renewals of a reader whose loop is merely busy."""
 
@@ -216,18 +219,29 @@ class LogConfig:
         slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
         away_s: Where the event loop was away for longer than this, so that nobody was answered, a warning says so
             (`loop_was_away`), at most one in ten seconds.
+        held_fraction: What has been held for this fraction of its lease is warned of, and again at each doubling: a
+            lent request, and an announcement or a pull that has been in one state for so long (0: nothing is). What
+            waits for the same is one line, and there are a few lines in ten seconds at most.
     """
 
     successes_per_s: float = 10.0
     slow_s: float = 5.0
     slow_per_s: float = 10.0
     away_s: float = 1.0
+    held_fraction: float = 1 / 3
 
     def __post_init__(self) -> None:
         for name in ("successes_per_s", "slow_per_s"):
             object.__setattr__(self, name, number(name, getattr(self, name), 0, 1e6, ConfigError))
         for name in ("slow_s", "away_s"):
             object.__setattr__(self, name, seconds(name, getattr(self, name), ConfigError))
+        fraction = number("held_fraction", self.held_fraction, 0, MAX_HELD_FRACTION, ConfigError)
+        if 0 < fraction < MIN_HELD_FRACTION:
+            raise ConfigError(
+                f"held_fraction is {fraction!r}; it must be a number from {MIN_HELD_FRACTION:g} to "
+                f"{MAX_HELD_FRACTION:g} (of a request's lease), or 0 to warn of nothing"
+            )
+        object.__setattr__(self, "held_fraction", fraction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

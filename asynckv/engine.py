@@ -33,7 +33,9 @@ from asynckv.core.commands import (
     BlocksReturned,
     Command,
     Disconnect,
+    HeldForLong,
     LeaseEnded,
+    LeaseGranted,
     LoadPeer,
     PeerChanged,
     PeerDraining,
@@ -50,6 +52,7 @@ from asynckv.core.node import Hold, Identity, Node
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
+from asynckv.core.requests import RequestStatus
 from asynckv.core.retry import CURABLE, Retry
 from asynckv.core.types import (
     MAX_HASHES,
@@ -63,6 +66,7 @@ from asynckv.core.types import (
     Reason,
     Route,
     decode_params,
+    rank_name,
     sendable,
 )
 from asynckv.errors import (
@@ -298,6 +302,7 @@ class Engine:
             engine_id=config.engine_id,
             tp_rank=layout.tp_rank,
             incarnation=self.incarnation,
+            rank=self._rank,
         )
         self._data = data if data is not None else _nixl(config, f"{layout.tp_rank}-{self.incarnation}")
         self._control = control if control is not None else _zmq(config)
@@ -491,12 +496,17 @@ class Engine:
         for address in {peer.address for peer in old.pulling.peers.values()}:
             self._control.disconnect(address)
         node.desk.counters.update(old.desk.counters)
-        self._recorder.bind(incarnation=self.incarnation)
+        self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._node_or_none, self._is_suspended, self._is_serving = node, False, False
         self._recorder.event(
             "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
         )
         self._soon()
+
+    @property
+    def _rank(self) -> str:
+        layout = self.registration.layout
+        return rank_name(self.config.engine_id, layout.tp_rank, layout.pp_stage, self.incarnation)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -532,8 +542,10 @@ class Engine:
         readers = integer("readers", readers, 1, MAX_RANKS)
         node, wanted = self._node, _params(params)
         self._soon()  # first: without a turn nothing may begin
-        lease = node.lend(wanted, readers, self._clock.now())
+        now = self._clock.now()
+        lease = node.lend(wanted, readers, now)
         lent = LentRequest(self, lease)
+        self._recorder.lease_lent(lease, now)
         if lease.is_over:  # released before it was lent
             lent._ended.set()
         else:
@@ -727,7 +739,6 @@ class Engine:
         when = retry.next_at(pull.reason, pull.not_before, self._clock.now())
         if when == math.inf:
             return None
-        state.blocks = _blocks(pull)
         self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
         with self._waking(state, when):
             await state.wake.wait()
@@ -839,6 +850,15 @@ class Engine:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._asked("holds")
         return self._node.holds(self._clock.now()) + self._between_attempts()
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """Say how every request stands that is announced, pulled or lent here, the oldest first.
+
+        What `holds` is for blocks, this is for requests: an announcement holds no block of this engine, and yet keeps
+        blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
+        """
+        self._asked("requests")
+        return self._node.requests(self._clock.now()) + self._retries()
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -1043,6 +1063,8 @@ class Engine:
             case PullEnded(pull):
                 if not pull.is_returned:
                     self._held.add(pull.pull_id)
+                if (retrying := self._retrying.get(pull.request_id)) is not None:
+                    retrying.blocks = _blocks(pull)
                 waiting = self._waiting.get(pull.pull_id)
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)
@@ -1063,6 +1085,10 @@ class Engine:
                     waiting.retired = True
                     waiting.returned.set()
                 self._recorder.blocks_retired(pull, now)
+            case LeaseGranted(lease, pull_id):
+                self._recorder.lease_granted(lease, pull_id, now)
+            case HeldForLong():
+                self._recorder.held_for_long(command, [node.status(held, now) for held in command.oldest])
             case LeaseEnded(lease):
                 if (lent := self._lent.pop(id(lease), None)) is not None:
                     lent._ended.set()
@@ -1123,9 +1149,10 @@ class Engine:
         assert pull.reason is not None
         kind = _ERRORS.get(pull.reason, LeaseRefused)
         return kind(
-            f"request {pull.request_id[:200]!r}: {pull.detail}",
+            f"request {pull.request_id[:200]!r} failed in {pull.failed_in}: {pull.detail}",
             request_id=pull.request_id,
             pull_id=pull.pull_id,
+            failed_in=pull.failed_in,
             reason=pull.reason.value,
             held=held,
             wait_returned=wait_returned,
@@ -1186,6 +1213,24 @@ class Engine:
             Hold(request_id, "retrying", state.blocks, now - state.begun_at, max(state.deadline - now, 0.0), ())
             for request_id, state in self._retrying.items()
             if request_id not in known
+        )
+
+    def _retries(self) -> tuple[RequestStatus, ...]:
+        """Say how requests stand that wait for another attempt."""
+        return tuple(
+            RequestStatus(
+                kind="retrying",
+                request_id=hold.request_id,
+                prefill_request_id="",
+                state="retrying",
+                age_s=hold.held_s,
+                state_s=hold.held_s,
+                left_s=hold.left_s,
+                blocks=sum(map(len, hold.blocks.values())),
+                waits="another attempt follows",
+                ranks=(),
+            )
+            for hold in self._between_attempts()
         )
 
     def _end_waiting(self) -> None:
@@ -1295,6 +1340,7 @@ def _cancelled(last: PullError) -> PullCancelled:
         request_id=last.request_id,
         pull_id=last.pull_id,
         reason=Reason.CANCELLED.value,
+        failed_in="retry",
         held=last.held,
         wait_returned=last.returned,
         attempts=last.attempts,

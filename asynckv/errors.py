@@ -106,6 +106,8 @@ class PullError(AsyncKVError):
             block is the caller's again.
         is_retryable: Another attempt with the same params may do better.
         attempts: How many were made.
+        failed_in: What it was at: `announced`, a phase of `asynckv.observe.log.phases` (`handshake`, `queue`, `plan`,
+            `read`, `confirm`), or `retry` between two attempts; empty if nothing was started.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class PullError(AsyncKVError):
         wait_returned: Callable[[], Awaitable[None]] | None = None,
         is_retryable: bool = False,
         attempts: int = 1,
+        failed_in: str = "",
     ) -> None:
         super().__init__(message)
         self.request_id = request_id
@@ -127,6 +130,7 @@ class PullError(AsyncKVError):
         self.held: Mapping[int, tuple[int, ...]] = dict(held or {})
         self.is_retryable = is_retryable
         self.attempts = attempts
+        self.failed_in = failed_in
         self._wait_returned = wait_returned
 
     async def returned(self) -> None:
@@ -139,7 +143,8 @@ class PullError(AsyncKVError):
             await self._wait_returned()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {name: getattr(self, name) for name in ("request_id", "pull_id", "reason", "is_retryable", "attempts")}
+        names = ("request_id", "pull_id", "reason", "is_retryable", "attempts", "failed_in")
+        fields = {name: getattr(self, name) for name in names}
         return _rebuild, (type(self), str(self), fields | {"held": dict(self.held)})
 
 

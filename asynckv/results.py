@@ -44,7 +44,7 @@ class LeaseEnd:
 
     Attributes:
         cause: `released`, `expired` or `revoked`; `closed` if the engine was closed with it.
-        readers: Who released it, and how their attempts ended.
+        readers: Who released it (`decode/tp0`, whichever process that was), and how their attempts ended.
         owed: Readers that never did; `*` for a cohort that never spoke up.
         held_s: How long it was lent.
     """

@@ -107,7 +107,16 @@ FUNCTIONS = {
 }
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
 """Written down by callers, and checked by whoever is given them."""
-RESULTS = {"Hold", "LeaseEnd", "LentRequest", "PullResult", "Statistics", "ONE_PER_REQUEST"}
+RESULTS = {
+    "Hold",
+    "LeaseEnd",
+    "LentRequest",
+    "PullResult",
+    "RankStatus",
+    "RequestStatus",
+    "Statistics",
+    "ONE_PER_REQUEST",
+}
 """Made by the library."""
 
 

@@ -167,7 +167,7 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, timeout_s=3.0))
         await until(lambda: decode.data is not None and decode.data.running)
         sim.clock.advance(3.1)
-        with pytest.raises(PullTimeout, match="still reading from tp0") as caught:
+        with pytest.raises(PullTimeout, match="failed in read: still reading from prefill/tp0@") as caught:
             await task
         assert caught.value.held == {0: (6,)}
         returned = asyncio.create_task(caught.value.returned())
@@ -234,7 +234,8 @@ async def test_blocks_that_never_come_back_are_retired_with_an_alarm(
                 await task
             [hold] = decode.engine.holds()
             assert (hold.request_id, hold.reason, hold.blocks) == ("d", "quarantined", {0: (6,)})
-            assert hold.waits_for == (f"tp0 at {prefill.engine.endpoint.address}",)
+            there = prefill.engine.endpoint
+            assert hold.waits_for == (f"prefill/tp0@{there.incarnation[:8]} ({there.address})",)
             assert 593 < hold.left_s <= 600
             waiting = asyncio.create_task(caught.value.returned())
             await asyncio.sleep(0)
@@ -506,7 +507,8 @@ async def test_an_application_without_structlog_hears_only_warnings(
                 await asyncio.sleep(0)
             sim.clock.advance(31)
             await lent.wait_released()
-    [record] = caplog.records
+    *held, record = caplog.records
+    assert {r.getMessage().split()[0] for r in held} == {"lease_held"}
     assert record.getMessage().startswith("lease_ended engine_id=")
     assert "cause=expired" in record.getMessage()
     assert record.cause == "expired"  # type: ignore[attr-defined]

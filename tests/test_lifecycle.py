@@ -250,7 +250,7 @@ async def test_a_drain_names_the_stragglers_at_its_deadline_and_cancels_nothing(
         draining = asyncio.create_task(prefill.engine.drain(1.0))
         (straggler,) = await passing(sim, draining)
         assert (straggler.request_id, straggler.reason, straggler.blocks) == ("r", "lent", {0: (1,)})
-        assert straggler.waits_for == ("decode/tp0",)
+        assert straggler.waits_for == (f"decode/tp0@{decode.engine.incarnation[:8]}",)
         assert not lent.is_over
         decode.data.finish()
         await passing(sim, task)

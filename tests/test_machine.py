@@ -8,6 +8,9 @@ revoke, forget. Freed prefill blocks are overwritten at once, so a byte believed
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from asynckv.core.pulling import News
 from asynckv.core.topology import remote_ranks
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
+from asynckv.observe.log import phases
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 
 CONFIG = EngineConfig(
@@ -172,6 +176,31 @@ class Machine(RuleBasedStateMachine):
             assert pull.is_returned or rank.node.ledger.get(pull.pull_id) is not None
             if pull.reason is not None:
                 assert pull.published_at <= max(pull.deadline, pull.called_at + 6.0) + 0.001
+
+    @invariant()
+    def every_request_can_be_listed(self) -> None:
+        for rank in (*self.prefill, *self.decode):
+            node = rank.node
+            requests = node.requests(self.world.time(rank))
+            listed = [r.pull_id or (r.request_id, r.sequence) for r in requests]
+            known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in node.lending.leases.values()]
+            assert sorted(listed, key=str) == sorted([*known, *node.pulling.pulls], key=str)
+            assert sum(r.blocks for r in requests) == sum(hold.num_blocks for hold in node.ledger)
+            assert json.loads(json.dumps([dataclasses.asdict(r) for r in requests], allow_nan=False)) or not requests
+            for request in requests:
+                assert request.waits or request.kind == "lease"
+                assert all(x.bytes_read <= x.bytes_planned for x in request.ranks)
+
+    @invariant()
+    def phases_add_up_to_what_a_pull_took(self) -> None:
+        for rank in self.decode:
+            for pull in rank.ended:
+                spans = phases(pull)
+                in_turn = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
+                began = pull.begun_at if pull.begun_at < math.inf else pull.history[0][0]
+                assert min(spans.values()) >= 0
+                assert sum(spans.get(x, 0.0) for x in in_turn) == pytest.approx(pull.published_at - began)
+                assert (pull.failed_in in in_turn[:-1]) is (pull.reason is not Reason.COMPLETE)
 
     def teardown(self) -> None:
         """Let everything end: afterwards every node is idle and every ledger empty."""

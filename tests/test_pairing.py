@@ -136,7 +136,7 @@ def test_rosters_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch)
     node = make_node()
     for number in range(20):
         places(node, number, endpoints(3, 1000 + 10 * number))
-        assert sum(len(roster) for roster, _, _ in node._rosters) <= 8
+        assert sum(len(roster) for _, roster, _, _ in node._rosters) <= 8
 
 
 def test_a_group_that_is_not_whole_is_refused_every_time() -> None:

@@ -371,7 +371,19 @@ def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
     it = world.pull(decode, "d-req", [1], params, timeout=3)
     world.run(4)
     assert it.reason is Reason.NOT_LENT_YET
-    assert re.match(r"not lent yet by tp0 .*\(as it said \d\.\d s ago\) when the deadline passed", it.detail)
+    assert re.match(r"not lent yet by prefill/tp0@\S+ \(\S+\) when the deadline passed", it.detail)
+
+
+def test_an_answer_that_should_have_been_repeated_since_is_told_with_its_age() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    it = world.pull(decode, "d-req", [1], params, timeout=9)
+    world.run()
+    world.lend(prefill, params)
+    world.letters.clear()
+    world.advance(9.5)
+    assert it.reason is Reason.NOT_LENT_YET
+    assert "(as it said 9 s ago, and nothing since) when the deadline passed" in it.detail
 
 
 def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
@@ -383,7 +395,7 @@ def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
     world.deliver_all()  # all reads are posted, and none of them ends
     world.advance(4)
     assert it.reason is Reason.TIMEOUT
-    assert re.match("still reading from tp0 .*, tp1 .*, and not lent yet by tp1 ", it.detail)
+    assert re.match("still reading from prefill/tp0@.*, prefill/tp1@.*, and not lent yet by prefill/tp1@", it.detail)
 
 
 def test_a_release_takes_the_place_of_its_early_claim() -> None:
@@ -460,7 +472,7 @@ def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
     world.letters.clear()
     world.complete_all()
     world.advance(4)
-    assert (it.reason, it.detail[:31]) == (Reason.TIMEOUT, "no answer to the claim from tp0")
+    assert (it.reason, it.detail[:38]) == (Reason.TIMEOUT, "no answer to the claim from prefill/tp")
 
 
 def test_ten_thousand_requests_are_lent_in_any_order() -> None:
@@ -550,7 +562,7 @@ def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None
         world.advance(0.1)
         world.letters.clear()
     assert it.reason is Reason.TIMEOUT
-    assert "no handshake with tp0 at world://p" in it.detail
+    assert "no handshake with prefill/tp0@p-0 (world://p)" in it.detail
     assert it.is_returned
 
 
@@ -589,7 +601,7 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
         world.advance(0.1)
         world.letters.clear()
     assert {(p.reason, p.detail) for p in pulls} == {
-        (Reason.UNREACHABLE, "prefill/tp0 at world://p did not answer within 5 s")
+        (Reason.UNREACHABLE, "prefill/tp0@p-0 (world://p) did not answer within 5 s")
     }
     late = world.pull(decode, "late", [1], world.params([prefill], "late", [1], 4))
     assert late.reason is None or "did not answer" in late.detail
@@ -621,7 +633,7 @@ def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
-    for part in ("'prefill'", "'somebody-else'", "world://p"):
+    for part in ("prefill/tp0@p-0 listens", "somebody-else/tp0@p-0 (world://p)"):
         assert part in it.detail
 
 

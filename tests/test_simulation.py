@@ -93,7 +93,7 @@ SLOW = {
     "nobody_says_that_no_attempt_follows": 1507,
     "old_references_are_served_after_sleep": 9,
     "one_handshake_at_a_time": 116,
-    "one_queue_for_all": 255,
+    "one_queue_for_all": 219,
     "one_window_for_all_peers": 740,
     "releases_are_sent_once": 1501,
     "sleep_does_not_end_the_agent": 991,

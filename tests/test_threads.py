@@ -67,6 +67,7 @@ def calls(params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "forget_peer": ("sim://1",),
         "statistics": (),
         "holds": (),
+        "requests": (),
         "describe": (),
         "check_integrity": (),
     }

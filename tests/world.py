@@ -18,6 +18,7 @@ from asynckv.config import EngineConfig
 from asynckv.core.commands import (
     AddTable,
     BlocksReturned,
+    HeldForLong,
     LeaseEnded,
     LoadPeer,
     PostRead,
@@ -157,6 +158,7 @@ class Rank:
     returned: list[Pull] = field(default_factory=list)
     leases_ended: list[Lease] = field(default_factory=list)
     loading: list[Peer] = field(default_factory=list)
+    said: list[tuple[float, HeldForLong]] = field(default_factory=list)
 
     @property
     def address(self) -> Address:
@@ -266,6 +268,8 @@ class World:
                         mine = {t for leg in pull.legs for t in leg.running | leg.doubtful}
                         assert not mine & rank.reads.keys(), "returned while something can write"
                         rank.returned.append(pull)
+                    case HeldForLong():
+                        rank.said.append((self.time(rank), command))
                     case LeaseEnded(lease):
                         rank.leases_ended.append(lease)
                         if self.reuse:

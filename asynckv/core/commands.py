@@ -30,7 +30,7 @@ from asynckv.core.messages import (
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.plan import PieceTable, Post
 from asynckv.core.pull import Pull
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, PullId, Route, TransferId
 
 __all__ = [
     "AddTable",
@@ -39,7 +39,9 @@ __all__ = [
     "Command",
     "Desk",
     "Disconnect",
+    "HeldForLong",
     "LeaseEnded",
+    "LeaseGranted",
     "LoadPeer",
     "PeerChanged",
     "PeerDraining",
@@ -140,6 +142,24 @@ class PullOver:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """A pull was promised the blocks of a sampled lease for the first time."""
+
+    lease: Lease
+    pull_id: PullId
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForLong:
+    """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
+
+    state: str
+    waits: str
+    number: int
+    oldest: tuple[Lease | Pull, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseEnded:
     """A lease is over; its blocks are the engine's."""
 
@@ -180,7 +200,9 @@ Command = (
     | BlocksReturned
     | BlocksRetired
     | PullOver
+    | LeaseGranted
     | LeaseEnded
+    | HeldForLong
     | PeerChanged
     | PeerDraining
     | Traced

@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from asynckv.core.messages import Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.core.topology import owed_readers
-from asynckv.core.types import BlockRuns, Cohort, Key, Outcome, PullId, Reason, RequestId
+from asynckv.core.types import BlockRuns, Cohort, Key, Outcome, PullId, Reason, RequestId, rank_name
 
 __all__ = ["Lease", "LeaseState", "Lent", "Reader"]
 
 MAX_READERS = 4096
 MAX_HISTORY = 1024
+NOTICED_S = 0.1
+"""Longer ago than that, history says when: nobody is woken for a promise that runs out while a reader is owed."""
+
+MAX_NAMED = 4
+"""Readers named in a sentence."""
 
 MAX_PULLS = 4096
 """Attempts that one lease remembers; a reader that needs more is refused."""
@@ -85,25 +90,42 @@ class Lent:
     """Cohorts that may read: 1, or more for siblings and routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
+    warn_s: float = math.inf
+    """Held for longer, it is worth a word."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reader:
-    """One decode rank of one cohort."""
+    """One decode rank of one cohort.
+
+    Attributes:
+        incarnation: The start of its process that spoke up, if any has; whichever it is, it is the same reader.
+    """
 
     cohort: str
     tp_rank: int
     pp_stage: int = 0
+    incarnation: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"{self.cohort}/tp{self.tp_rank}" + (f"/pp{self.pp_stage}" if self.pp_stage else "")
+        return rank_name(self.cohort, self.tp_rank, self.pp_stage)
+
+    @property
+    def name(self) -> str:
+        """The reader and its process, for people."""
+        return rank_name(self.cohort, self.tp_rank, self.pp_stage, self.incarnation)
 
 
 @dataclass(slots=True)
-class _Hold:
+class Promise:
+    """What was granted to one pull, and when it was last asked for."""
+
+    pull_id: PullId
     reader: Reader
     source: str
     until: float
+    since: float
+    asked_at: float
 
 
 @dataclass(slots=True)
@@ -124,7 +146,9 @@ class Lease:
     cause: Reason = Reason.RELEASED
     expires_at: float = field(init=False)
     cohorts: dict[str, _Bound] = field(default_factory=dict)
-    held: dict[PullId, _Hold] = field(default_factory=dict)
+    held: dict[PullId, Promise] = field(default_factory=dict)
+    past: dict[Reader, Promise] = field(default_factory=dict)
+    """The last promise to readers that let it lapse, or will try again."""
     final: set[PullId] = field(default_factory=set)
     lapsed: int = 0
     """Grants that ran out; only bounds how often a reader may try."""
@@ -136,9 +160,14 @@ class Lease:
     num_traced: int = 0
     """History entries that were reported one by one."""
     ended_at: float = math.inf
+    warn_at: float = math.inf
+    """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
+    is_sampled: bool = False
+    """What becomes of it is reported though it be well."""
 
     def __post_init__(self) -> None:
         self.expires_at = self.lent_at + self.lent.lease_s
+        self.warn_at = self.lent_at + self.lent.warn_s
         self.digest = blocks_digest(self.lent.groups, self.lent.num_tokens, self.lent.written)
         self._note((self.lent_at, "lent"))
 
@@ -154,8 +183,8 @@ class Lease:
             return math.inf
         lapse = [hold.until for hold in self.held.values()]
         if self.state is L.ENDING:
-            return max(lapse, default=-math.inf)
-        return min([self.expires_at, *lapse] if not self._owes() else [self.expires_at])
+            return min(max(lapse, default=-math.inf), self.warn_at)
+        return min(self.expires_at, self.warn_at, *() if self._owes() else lapse)
 
     @property
     def until(self) -> float:
@@ -167,6 +196,70 @@ class Lease:
         """Names of the readers that have not released; `*` for cohorts that never spoke up."""
         names = [str(r) for bound in self.cohorts.values() for r in sorted(bound.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Name the same readers with the process that was last promised the blocks, if any was."""
+        known = self.promises()
+        names = [known[r].reader.name if r in known else r.name for b in self.cohorts.values() for r in sorted(b.owed)]
+        return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
+
+    def promises(self) -> dict[Reader, Promise]:
+        """Return the last promise to each reader that is owed, or holds one."""
+        return self.past | {promise.reader: promise for promise in self.held.values()}
+
+    def readers(self) -> Iterator[tuple[Reader | None, str, Promise | None]]:
+        """Say of every reader what it is at, and what it was promised last; None is a cohort that never spoke up.
+
+        `unclaimed`, `granted`, `lapsed`, `retrying`, or how it released.
+        """
+        known = self.promises()
+        owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
+        holding = {promise.reader for promise in self.held.values()} - owed
+        for reader in (*sorted(owed), *sorted(holding)):
+            promise = known.get(reader)
+            if promise is None:
+                yield reader, "unclaimed", None
+            elif promise.pull_id in self.held:
+                yield promise.reader, "granted", promise
+            else:
+                yield promise.reader, "retrying" if promise.pull_id in self.final else "lapsed", promise
+        for reader, outcome in self.outcomes.items():
+            if reader not in holding:
+                yield reader, outcome.value, None
+        for _ in range(self.lent.readers - len(self.cohorts)):
+            yield None, "unclaimed", None
+
+    def waits(self, now: float) -> str:
+        """What this waits for, in words."""
+        said: dict[str, list[str]] = {}
+        for reader, state, promise in self.readers():
+            if reader is None:
+                continue
+            if state == "granted" and self.state is L.ENDING:
+                words = "still promised to"
+            elif state == "granted" and promise is not None and now - promise.asked_at > self.lent.grant_s / 2:
+                words = "claimed, but a renewal is overdue, by"
+            else:
+                words = _WAITS.get(state, "")
+            said.setdefault(words, []).append(reader.name)
+        if unknown := self.lent.readers - len(self.cohorts):
+            more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
+            said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "anybody")
+        return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
+
+    @property
+    def since(self) -> float:
+        """Since when it is in this state."""
+        begun = (at for at, text in reversed(self.history) if text.startswith("ending"))
+        return next(begun, self.lent_at) if self.state is L.ENDING else self.lent_at
+
+    def is_stuck(self, now: float) -> bool:
+        """It has been lent for `warn_s`, or for twice as long as when this was last so."""
+        if now < self.warn_at:
+            return False
+        while self.warn_at <= now:
+            self.warn_at = self.lent_at + 2 * (self.warn_at - self.lent_at)
+        return True
 
     def receive(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:
         """Take a message from the process start `source` and answer it."""
@@ -208,7 +301,10 @@ class Lease:
         for pull_id in [p for p, hold in self.held.items() if hold.until <= now]:
             # The promise has run out, so it cannot bind us; the reader knows, it counted faster.
             self.lapsed += 1
-            self._note((now, f"grant lapsed {pull_id} of {self.held.pop(pull_id).reader}"))
+            lapsed = self.held.pop(pull_id)
+            self.past[lapsed.reader] = lapsed
+            late = f" ({now - lapsed.until:.1f} s ago)" if now - lapsed.until > NOTICED_S else ""
+            self._note((now, f"grant lapsed to {lapsed.reader.name}, pull {pull_id}{late}"))
         if self.is_over or self.held or (self.state is L.LENT and self._owes()):
             return
         self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
@@ -218,7 +314,7 @@ class Lease:
         match message:
             case Claim():
                 refusal = self._refuse_claim(message, source)
-                return refusal or self._grant(message, self._reader(message.cohort), source, now)
+                return refusal or self._grant(message, self._reader(message.cohort, source), source, now)
             case Renew():
                 hold = self.held.get(PullId(message.pull_id))
                 if self.state is not L.LENT:
@@ -238,10 +334,10 @@ class Lease:
         pull_id = PullId(ask.pull_id)
         hold = self.held.get(pull_id)
         if hold is None:
-            self._note((now, f"granted {pull_id} to {reader}"))
-            self.held[pull_id] = _Hold(reader, source, now + seconds)
+            self._note((now, f"granted to {reader.name}, pull {pull_id}"))
+            self.held[pull_id] = Promise(pull_id, reader, source, now + seconds, now, now)
         else:
-            hold.until = max(hold.until, now + seconds)
+            hold.until, hold.asked_at = max(hold.until, now + seconds), now
         self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
@@ -266,7 +362,7 @@ class Lease:
         return None
 
     def _release(self, release: Release, source: str, now: float) -> Ack | Refused:
-        pull_id, reader = PullId(release.pull_id), self._reader(release.cohort)
+        pull_id, reader = PullId(release.pull_id), self._reader(release.cohort, source)
         if pull_id in self.final:
             return Ack(release.key, pull_id)
         hold = self.held.get(pull_id)
@@ -281,7 +377,9 @@ class Lease:
         if release.outcome is not Outcome.RETRY:
             self.cohorts[reader.cohort].owed.discard(reader)
             self.outcomes.setdefault(reader, release.outcome)
-        self._note((now, f"released {pull_id} by {reader}: {release.outcome}"))
+        else:
+            self.past[reader] = Promise(pull_id, reader, source, now, now if hold is None else hold.since, now)
+        self._note((now, f"released by {reader.name}, pull {pull_id}: {release.outcome}"))
         return Ack(release.key, pull_id)
 
     def _bind(self, message: Claim | Release) -> Refused | None:
@@ -327,8 +425,21 @@ class Lease:
         return None
 
     @staticmethod
-    def _reader(cohort: Cohort) -> Reader:
-        return Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
+    def _reader(cohort: Cohort, source: str = "") -> Reader:
+        return Reader(cohort.id, cohort.tp_rank, cohort.pp_stage, source)
+
+
+_WAITS = {
+    "granted": "claimed and renewed by",
+    "lapsed": "claimed and no longer renewed by",
+    "retrying": "to be tried again by",
+    "unclaimed": "not claimed by",
+}
+
+
+def _few(names: list[str]) -> str:
+    """Name a few of many."""
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def _refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asynckv.config import LeaseConfig
-from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
+from asynckv.core.commands import Desk, LeaseEnded, LeaseGranted, Timers, Traced
 from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.core.plan import check_blocks
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import NULL, Key, Reason, Route
+from asynckv.core.types import NULL, Key, PullId, Reason, Route
 from asynckv.errors import LocalProtocolError
 
 __all__ = ["Lending"]
@@ -268,7 +268,10 @@ class Lending:
             # Parked messages may end a lease before the last of them is answered.
             self.receive(message, route, source, now)
             return
+        known = not lease.is_sampled or message.pull_id in lease.held
         answer = lease.receive(message, source, now)
+        if not known and message.pull_id in lease.held:
+            self._desk.commands.append(LeaseGranted(lease, PullId(message.pull_id)))
         if isinstance(answer, Refused):
             self._desk.counters[f"refused.{answer.reason}"] += 1
         self._desk.send(route, source, answer)

@@ -46,9 +46,11 @@ from asynckv.core.peer import Peer
 from asynckv.core.plan import BlockLists, check_block_ids, common_prefix
 from asynckv.core.pull import Leg, Pull, PullState
 from asynckv.core.pulling import Pulling
+from asynckv.core.requests import RequestStatus, lease_status, pull_status
 from asynckv.core.sources import predicted
 from asynckv.core.topology import remote_ranks
-from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, RequestId, Route
+from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, RequestId, Route, rank_name
+from asynckv.core.watch import Watch, warn_after
 from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -102,7 +104,7 @@ class Hold:
         blocks: Group -> block ids.
         held_s: Since when.
         left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks whose transfers run.
+        waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
         pull_id: Of a pull, as in the logs.
     """
 
@@ -141,7 +143,10 @@ class Node:
         """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
         shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
         self.lending = Lending(layout, self.ledger, self.desk, self.timers, config.lease, self._readers)
-        self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
+        self.watch = Watch(self.desk)
+        self.pulling = Pulling(
+            layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces, self.watch
+        )
         self.lending.memory_epoch = identity.memory_epoch
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
@@ -150,10 +155,16 @@ class Node:
         self._pull_prefix = f"{identity.incarnation[:16]}-"
         self._predicted: dict[int, list[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
-        self._rosters: dict[tuple[tuple[Endpoint, ...], int, int], tuple[tuple[Endpoint, bool], ...]] = {}
-        """Prefill groups -> the ranks of them that we answer for, and whether they are met first."""
+        self._rosters: dict[tuple[str, tuple[Endpoint, ...], int, int], tuple[tuple[str, Endpoint, bool], ...]] = {}
+        """Prefill groups -> the ranks of them that we answer for, by name, and whether they are met first."""
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
+
+    @property
+    def name(self) -> str:
+        """This rank, for people on either side."""
+        layout = self.identity.layout
+        return rank_name(self.identity.engine_id, layout.tp_rank, layout.pp_stage, self.identity.incarnation)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -184,6 +195,7 @@ class Node:
             readers=readers,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
+            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
         )
         return self.lending.lend(lent, now)
 
@@ -243,7 +255,7 @@ class Node:
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        route = (tuple(params.roster), params.tp_size, params.pp_size)
+        route = (params.engine_id, tuple(params.roster), params.tp_size, params.pp_size)
         ranks = self._rosters.get(route)
         if ranks is None:
             ranks = self._answered_for(request_id, params)
@@ -254,8 +266,10 @@ class Node:
             self._rosters[route] = ranks
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         legs = [
-            Leg(e.tp_rank, Address(e.address), e.incarnation, is_source and reads, e.pp_stage, is_source and reads)
-            for e, is_source in ranks
+            Leg(
+                e.tp_rank, Address(e.address), e.incarnation, is_source and reads, name, e.pp_stage, is_source and reads
+            )
+            for name, e, is_source in ranks
         ]
         cohort = msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
         pull_config = self.config.pull
@@ -273,6 +287,7 @@ class Node:
             release_retry_s=pull_config.release_retry_s,
             release_timeout_s=pull_config.release_timeout_s,
             held_s=pull_config.held_s,
+            warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
             is_hit=not reads,
             is_announced=is_announced,
             is_last=is_last,
@@ -286,8 +301,8 @@ class Node:
         self.pulling.add(pull, now, begins=begins)
         return pull
 
-    def _answered_for(self, request_id: str, params: Params) -> tuple[tuple[Endpoint, bool], ...]:
-        """Return the remote ranks that we answer for, and whether they are met first, by stage and rank.
+    def _answered_for(self, request_id: str, params: Params) -> tuple[tuple[str, Endpoint, bool], ...]:
+        """Return the remote ranks that we answer for, by name, and whether they are met first; by stage and rank.
 
         Raises:
             PlanRefused: The roster is not a whole group, or much too large a one.
@@ -312,7 +327,10 @@ class Node:
                 reason=Reason.UNPLANNABLE,
             )
         first = self._sources(ranks, params.tp_size)
-        return tuple((e, e.tp_rank in first) for e in _answered(params, ranks))
+        return tuple(
+            (rank_name(params.engine_id, e.tp_rank, e.pp_stage, e.incarnation), e, e.tp_rank in first)
+            for e in _answered(params, ranks)
+        )
 
     def pull(
         self,
@@ -466,7 +484,7 @@ class Node:
                 reason=pull.state.value,
                 blocks={},
                 held_s=now - pull.history[0][0],
-                left_s=max(pull.wake_at - now, 0.0),
+                left_s=max(pull.until - now, 0.0),
                 waits_for=tuple(leg.where for leg in pull.legs if not leg.is_settled),
                 pull_id=pull.pull_id,
             )
@@ -507,7 +525,7 @@ class Node:
                 waits_for = tuple(leg.where for leg in legs)
                 reason, until = pull.held_as
             elif lease is not None:
-                waits_for, reason, until = lease.owed(), lease.state.value, lease.until
+                waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
             out.append(
                 Hold(
                     request_id=hold.request_id,
@@ -520,6 +538,20 @@ class Node:
                 )
             )
         return tuple(out)
+
+    def requests(self, now: float) -> tuple[RequestStatus, ...]:
+        """Say how every pull, announcement and lease stands, the oldest first."""
+        requests = [self.status(lease, now) for lease in self.lending.leases.values()]
+        requests += [self.status(pull, now) for pull in self.pulling.pulls.values()]
+        return tuple(sorted(requests, key=lambda request: -request.age_s))
+
+    def status(self, request: Lease | Pull, now: float) -> RequestStatus:
+        """Say how one of them stands."""
+        hold = self.ledger.get(request.lent.key.token if isinstance(request, Lease) else request.pull_id)
+        blocks = hold.num_blocks if hold is not None else 0
+        if isinstance(request, Lease):
+            return lease_status(request, blocks, now)
+        return pull_status(request, self.pulling.peer_of, blocks, now)
 
     def check_integrity(self) -> list[str]:
         """List what does not add up; empty is right."""
@@ -579,6 +611,7 @@ class Node:
     def tick(self, now: float, most: int = 256) -> None:
         """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
         self.lending.tick(now)
+        self.watch.tick(now)
         for _ in range(most):
             match self.timers.pop(now):
                 case None:
@@ -587,6 +620,8 @@ class Node:
                     self.pulling.tick_pull(pull, now)
                 case Lease() as lease:
                     lease.tick(now)
+                    if not lease.is_over and lease.is_stuck(now):
+                        self.watch.add(lease, now)
                     self.lending.after(lease, now)
                 case Peer() as peer:
                     self.pulling.tick_peer(peer, now)
@@ -596,7 +631,7 @@ class Node:
     @property
     def next_at(self) -> float:
         """When `tick` will have something to do."""
-        return min(self.timers.next_at, self.lending.next_at)
+        return min(self.timers.next_at, self.lending.next_at, self.watch.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -626,7 +661,7 @@ class Node:
 
     def _misdirected(self, message: Message, route: Route, source: str) -> None:
         """Answer what was meant for a process that is no more."""
-        detail = f"incarnation {self.identity.incarnation} listens here now"
+        detail = f"{self.name} listens here now"
         match message:
             case Claim() | Renew():
                 self.desk.send(
@@ -649,10 +684,8 @@ class Node:
         return here == (hello.engine_id, hello.pp_stage, hello.tp_rank)
 
     def _wrong_target(self, hello: Hello) -> Unwelcome:
-        layout = self.identity.layout
-        here = f"engine {self.identity.engine_id!r} pp_stage {layout.pp_stage} tp_rank {layout.tp_rank} listens here"
-        there = f"engine {hello.engine_id!r} pp_stage {hello.pp_stage} tp_rank {hello.tp_rank}"
-        text = f"{here}, not {there}; correct the roster's address"
+        there = rank_name(hello.engine_id, hello.tp_rank, hello.pp_stage)
+        text = f"{self.name} listens here, not {there}; correct the roster's address"
         return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
     def _greet(self, hello: Hello, route: Route, source: str) -> None:

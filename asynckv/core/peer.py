@@ -19,7 +19,7 @@ from asynckv.core.admission import Window
 from asynckv.core.layout import Layout
 from asynckv.core.plan import PeerMap
 from asynckv.core.pull import Leg, Pull
-from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.types import Address, PullId, Reason, TransferId, rank_name
 from asynckv.errors import LocalProtocolError
 
 __all__ = ["Peer", "PeerEvent", "PeerState"]
@@ -111,6 +111,10 @@ class Peer:
     """Piece tables that the data plane knows."""
     is_alive: bool = False
     """It is given up for another reason than its end."""
+    is_orderly: bool = False
+    """It said goodbye, or we did: nobody need look into its end."""
+    num_failed: int = 0
+    """Pulls that its last failure, or its end, took along."""
     moved_at: float = -math.inf
     """When something was last posted into an empty window, or arrived."""
     is_set_aside: bool = False
@@ -128,8 +132,12 @@ class Peer:
     @property
     def name(self) -> str:
         """For people."""
-        stage = f"/pp{self.pp_stage}" if self.pp_stage else ""
-        return f"{self.engine_id}{stage}/tp{self.tp_rank}"
+        return rank_name(self.engine_id, self.tp_rank, self.pp_stage, self.incarnation)
+
+    @property
+    def where(self) -> str:
+        """The rank and its address, for people."""
+        return f"{self.name} ({self.address})"
 
     @property
     def identity(self) -> tuple[str, int, int]:

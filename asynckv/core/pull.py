@@ -48,6 +48,9 @@ MIN_RENEW_S = 0.05
 MAX_ASKED_S = 86_400.0
 """No claim asks for more at once, however far the deadline is; renewals ask again."""
 
+MAX_CLAIM_PAUSE_S = 2.0
+"""Between two claims that are not answered, or answered `NotYet`."""
+
 MAX_NONCES = 8
 """Transmissions per leg whose answers still count."""
 
@@ -172,6 +175,8 @@ class Leg:
     incarnation: str
     reads: bool
     """This rank is a source, as far as is known. What it is read *of* is known once all sources are met."""
+    name: str
+    """The rank, for people."""
     pp_stage: int = 0
     was_met: bool = False
     """It was asked what it holds, or is being asked."""
@@ -194,6 +199,8 @@ class Leg:
     first_posted_at: float = math.inf
     done_at: float = -math.inf
     nonce_when_done: int = 0
+    bytes_read: int = 0
+    """Landed so far."""
 
     nonces: dict[int, float] = field(default_factory=dict)
     """Transmission -> the moment before it was sent."""
@@ -238,14 +245,9 @@ class Leg:
         return post
 
     @property
-    def name(self) -> str:
-        """For people."""
-        return f"pp{self.pp_stage}/tp{self.tp_rank}" if self.pp_stage else f"tp{self.tp_rank}"
-
-    @property
     def where(self) -> str:
         """The rank and its address, for people."""
-        return f"{self.name} at {self.address}"
+        return f"{self.name} ({self.address})"
 
     def prove(self) -> None:
         """Note it if the bytes are what was lent: nothing that comes later changes that."""
@@ -274,6 +276,8 @@ class Pull:
     held_s: float
     max_post_bytes: int
     max_post_descriptors: int
+    warn_s: float = math.inf
+    """In one state for longer, and again at each doubling, it is worth a word."""
     priority: int = 0
     """The smaller goes first, as in vLLM."""
     attempt: int = 1
@@ -303,7 +307,13 @@ class Pull:
     ready_at: float = math.inf
     admitted_at: float = math.inf
     planned_at: float = math.inf
+    posted_at: float = math.inf
     read_at: float = -math.inf
+    failed_at: float = math.inf
+    failed_in: str = ""
+    """The phase in which it failed."""
+    warn_at: float = math.inf
+    """When to look whether it has been in one state for too long."""
     released_at: float = math.inf
     post_s: float = 0.0
     detect_s: float = 0.0
@@ -329,6 +339,7 @@ class Pull:
 
     def __post_init__(self) -> None:
         self.history.append((self.called_at, self.state))
+        self.warn_at = self.called_at + self.warn_s
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -384,22 +395,48 @@ class Pull:
             case S.RELEASED:
                 return math.inf
             case S.HELD:
-                return self.retire_at
+                return min(self.retire_at, self.warn_at)
             case S.NOTIFYING:
-                when = min(self.published_at + self.release_timeout_s, self.retire_at)
+                when = min(self.published_at + self.release_timeout_s, self.retire_at, self.warn_at)
                 for leg in self.legs:
                     when = min(when, leg.release_at)
                 return when
             case S.DRAINING:
-                return min(self.drain_by, self.deadline, self._claims_due)
+                return min(self.drain_by, self.deadline, self._claims_due, self.warn_at)
             case _:
-                return min(self.deadline, self._claims_due)
+                return min(self.deadline, self._claims_due, self.warn_at)
 
     @property
     def retire_at(self) -> float:
         """When blocks that something may still write are given up."""
         held = not self.is_retired and self.begun_at < math.inf and self.holds_blocks
         return self.published_at + self.held_s if held else math.inf
+
+    @property
+    def until(self) -> float:
+        """When this state ends at the latest; infinite if nothing bounds it."""
+        if self.state is S.DRAINING:
+            return min(self.drain_by, self.deadline)
+        if self.is_told:
+            return self.published_at + self.release_timeout_s if self.state is S.NOTIFYING else self.retire_at
+        return self.deadline
+
+    @property
+    def since(self) -> float:
+        """Since when it has been in this state."""
+        return next(at for at, text in reversed(self.history) if text is self.state)
+
+    def is_stuck(self, now: float) -> bool:
+        """It has been in one state for `warn_s`, or for twice as long as when this was last so."""
+        if now < self.warn_at:
+            return False
+        since = self.since
+        self.warn_at = since + self.warn_s
+        if now < self.warn_at:
+            return False  # it has moved on
+        while self.warn_at <= now:
+            self.warn_at = since + 2 * (self.warn_at - since)
+        return True
 
     @property
     def held_as(self) -> tuple[str, float]:
@@ -422,6 +459,7 @@ class Pull:
         """Attach the blocks to fill; from here on the caller waits."""
         after = self._allow(E.BEGUN)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
+        self.warn_at = now + self.warn_s
         self.is_announced = False
         if lists.is_empty:
             self.is_hit = True
@@ -449,6 +487,7 @@ class Pull:
         after = self._allow(E.ADMITTED)
         assert all(leg.plan is not None for leg in self.legs if leg.reads)
         self.planned_at = min(self.planned_at, now)
+        self.warn_at = now + self.warn_s
         self._enter(after, now)
         self._advance(now)
 
@@ -490,6 +529,8 @@ class Pull:
         """A transfer is about to be posted; `before` was read before that."""
         leg.running.add(transfer_id)
         leg.first_posted_at = min(leg.first_posted_at, before)
+        if not self.num_posted:
+            self.posted_at = before
         self.num_posted += 1
         self.num_descriptors_posted += num_descriptors
 
@@ -566,7 +607,7 @@ class Pull:
         while len(leg.nonces) > MAX_NONCES:
             del leg.nonces[next(iter(leg.nonces))]
         leg.claims += 1
-        leg.claim_at = now + min(self.claim_retry_s * 2 ** min(leg.claims - 1, 6), 2.0)
+        leg.claim_at = now + min(self.claim_retry_s * 2 ** min(leg.claims - 1, 6), MAX_CLAIM_PAUSE_S)
         seconds = min(max(min(self.drain_by, self.deadline) - now, 0.001), MAX_ASKED_S)
         if now < leg.covered_until:
             return Renew(self.params.key, self.pull_id, nonce, seconds)
@@ -664,11 +705,47 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is None and self.reason is None:
             self.failure = (reason, detail)
+            self.failed_at, self.failed_in = now, self._phase
             is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
             self.drain_by = now if is_late else min(self.deadline, now + self.drain_s)
             self._note(now, f"{reason}: {detail}")
             if self.state is not S.DRAINING:
                 self._enter(S.DRAINING, now)
+
+    def waits(self, now: float) -> str:
+        """What this waits for, in words."""
+        match self.state:
+            case S.DRAINING | S.HELD:
+                return "a transfer may still write the blocks, from " + self._names(
+                    lambda leg: bool(leg.running or leg.doubtful)
+                )
+            case S.NOTIFYING:
+                return "the release is not acknowledged by " + self._names(lambda leg: not leg.is_settled)
+            case S.ANNOUNCED if any(leg.covered_until > now for leg in self.legs):
+                renewed = self._names(lambda leg: leg.covered_until > now)
+                return f"announced and never pulled; its lease is renewed at {renewed}"
+            case S.RELEASED:
+                return ""
+            case _:
+                return self._waiting_for(now)[1]
+
+    @property
+    def _phase(self) -> str:
+        """What this is at, or was when it began to drain, by the names of `asynckv.observe.log.phases`."""
+        states = (text for _, text in reversed(self.history) if isinstance(text, S) and text is not S.DRAINING)
+        match next(states, S.ANNOUNCED):
+            case S.ANNOUNCED:
+                return "announced"
+            case S.CONNECTING:
+                return "handshake"
+            case S.QUEUED if self.admitted_at < math.inf and self.planned_at == math.inf:
+                return "plan"
+            case S.READING if self.posted_at < math.inf:
+                return "read"
+            case S.CONFIRMING:
+                return "confirm"
+            case _:
+                return "queue"
 
     def _waiting_for(self, now: float) -> tuple[Reason, str]:
         """Say what a pull waits for, and why it fails if that does not come in time."""
@@ -677,7 +754,7 @@ class Pull:
         if self.state is S.CONNECTING:
             return Reason.TIMEOUT, "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
         ahead = [leg for leg in self.legs if leg.reads and leg.is_not_yet]
-        not_lent = ", ".join(f"{leg.where} (as it said {now - leg.not_yet_at:.1f} s ago)" for leg in ahead)
+        not_lent = ", ".join(leg.where + _since(now - leg.not_yet_at) for leg in ahead)
         if self.state is S.READING and any(leg.running for leg in self.legs):
             reading = "still reading from " + self._names(lambda leg: leg.reads and bool(leg.running))
             return Reason.TIMEOUT, f"{reading}, and not lent yet by {not_lent}" if ahead else reading
@@ -762,7 +839,7 @@ class Pull:
         early = [leg for leg in legs if leg.is_early]
         for leg in early:
             self._note(now, f"{leg.name} read before it was lent, reading again")
-            leg.first_posted_at, leg.done_at, leg.confirmed = math.inf, -math.inf, False
+            leg.first_posted_at, leg.done_at, leg.confirmed, leg.bytes_read = math.inf, -math.inf, False, 0
             leg.lent_before = -math.inf  # granted by now, so whatever begins from here on is late enough
             self._start_posts(leg)
             self.rereads += 1
@@ -778,8 +855,14 @@ class Pull:
 
     def _publish(self, reason: Reason, detail: str, now: float) -> None:
         self.reason, self.detail, self.published_at = reason, detail, now
+        self.warn_at = now + self.warn_s
         self._enter(S.NOTIFYING, now)
         for leg in self.legs:
             leg.claim_at, leg.next_post = math.inf, None
             if leg.release is not ReleaseState.SETTLED:
                 leg.release_at = now
+
+
+def _since(seconds: float) -> str:
+    """Say how old an answer is, if it should have been repeated since."""
+    return f" (as it said {seconds:.0f} s ago, and nothing since)" if seconds > 2 * MAX_CLAIM_PAUSE_S else ""

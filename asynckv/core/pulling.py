@@ -58,7 +58,8 @@ from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
 from asynckv.core.plan import BlockLists, PeerMap, PieceTable, plan_read
 from asynckv.core.pull import Leg, News, Pull, PullState, ReleaseState
 from asynckv.core.sources import NotCovered, assign, compare
-from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId
+from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
+from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 
 __all__ = ["News", "Pulling"]
@@ -116,6 +117,7 @@ class Pulling:
         desk: Desk,
         timers: Timers,
         nonces: Iterator[int],
+        watch: Watch,
     ) -> None:
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}
@@ -138,6 +140,7 @@ class Pulling:
         self._ids = itertools.count(1)
         self._table_ids = itertools.count(1)
         """One for all peers: two of them may be one process under two addresses."""
+        self._watch = watch
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -280,6 +283,7 @@ class Pulling:
             self._take_back(peer)
         if news.ok:
             pull.detect_s = max(pull.detect_s, min(detect_s, now - transfer.posted_at))
+            leg.bytes_read += transfer.num_bytes
             self._desk.counters["bytes.read"] += transfer.num_bytes
         pull.ended(leg, news, now)
         if news.peer_lost:
@@ -303,7 +307,7 @@ class Pulling:
         for other in list(self.peers.values()):
             # One address serves one start of a process at a time.
             if other.address == peer.address and other is not peer and other.state in (S.READY, S.SUSPECT):
-                self._lose(other, Reason.RESTARTED, f"{peer.name} answers as {peer.incarnation} now", now)
+                self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
@@ -315,21 +319,21 @@ class Pulling:
 
     def table_failed(self, peer: Peer, cause: str, now: float) -> None:
         """The data plane could not prepare a table."""
-        self._lose(peer, Reason.GEOMETRY, f"{peer.name} at {peer.address} cannot be read: {cause}", now)
+        self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
 
     def tick_peer(self, peer: Peer, now: float) -> None:
         """Let time pass for a peer."""
         config = self._config
         if peer.state is S.CONNECTING:
             if now >= peer.deadline:
-                text = f"{peer.name} at {peer.address} did not answer within {config.handshake_s:g} s"
+                text = f"{peer.where} did not answer within {config.handshake_s:g} s"
                 text += f"; {peer.hint}" if peer.hint else ""
                 self._failed(peer, Reason.UNREACHABLE, text, now)
             elif now >= peer.retry_at:
                 self._hello(peer, now)
         elif peer.state is S.LOADING:
             if now >= peer.deadline:
-                text = f"the metadata of {peer.name} at {peer.address} was not loaded within {config.handshake_s:g} s"
+                text = f"the metadata of {peer.where} was not loaded within {config.handshake_s:g} s"
                 self._failed(peer, Reason.UNREACHABLE, text, now)
         elif peer.state in (S.READY, S.SUSPECT) and peer.pulls:
             if now > self._ping_at(peer) + config.heartbeat_s:
@@ -337,7 +341,7 @@ class Pulling:
                 peer.watched_at = now - config.heartbeat_s
             silent = now - max(peer.heard_at, peer.watched_at)
             if silent >= config.gone_s:
-                self._lose(peer, Reason.PEER_LOST, f"{peer.name} was silent for {silent:.1f} s", now)
+                self._lose(peer, Reason.PEER_LOST, f"{peer.where} was silent for {silent:.1f} s", now)
             elif now >= self._ping_at(peer):
                 peer.pinged_at = now
                 self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
@@ -352,24 +356,30 @@ class Pulling:
             self._drop(peer)
             return
         elif peer.state in (S.READY, S.SUSPECT) and now >= peer.unused_at + config.idle_s:
-            peer.is_alive = True
-            self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.name} for {config.idle_s:g} s", now)
+            peer.is_alive = peer.is_orderly = True
+            self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.where} for {config.idle_s:g} s", now)
             peer.not_before = now
         elif peer.state is S.GONE and now >= peer.gone_at + TOMBSTONE_S and not peer.transfers and not peer.pulls:
             self._drop(peer)
             return
         self._wake(peer)
 
+    def peer_of(self, leg: Leg) -> Peer | None:
+        """The rank that a leg is about, if it is known still."""
+        return self.peers.get((leg.address, leg.incarnation))
+
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
         for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
             # With keys an address names its key after a mark; a router may know only what is before it.
             if address in (peer.address, peer.address.partition("#")[0]):
+                peer.is_orderly = True
                 self._lose(peer, Reason.PEER_LOST, "forgotten by request", now)
 
     def leave(self, now: float) -> None:
         """Part from everybody: our memory, or our process, is going."""
         for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
+            peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, "this side has closed its connections", now)
 
     def destroyed(self, now: float) -> None:
@@ -397,7 +407,7 @@ class Pulling:
     def refused(self, address: Address, detail: str, now: float) -> None:
         """The control plane may not talk to an address at all."""
         for peer in self._greeted(address):
-            self._failed(peer, Reason.UNREACHABLE, f"{peer.name} at {address} cannot be asked: {detail}", now)
+            self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         """The listener at an address speaks another protocol version."""
@@ -424,7 +434,8 @@ class Pulling:
                 pass
             case Goodbye():
                 if peer is not None:
-                    self._lose(peer, Reason.PEER_LOST, f"{peer.name} said goodbye", now)
+                    peer.is_orderly = True
+                    self._lose(peer, Reason.PEER_LOST, f"{peer.where} said goodbye", now)
             case Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
@@ -444,6 +455,8 @@ class Pulling:
             for leg in pull.legs:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
                 self._part(pull, leg, now)
+        if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
+            self._watch.add(pull, now)
         self._after(pull, now)
 
     def _after(self, pull: Pull, now: float) -> None:
@@ -567,7 +580,7 @@ class Pulling:
             peer = self.peers.get((address, leg.incarnation))
             asked = answer.nonce in leg.nonces or (answer.nonce == 0 and leg.release is ReleaseState.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
-                self._lose(peer, Reason.RESTARTED, answer.detail, now)
+                self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
         if isinstance(answer, Refused) and answer.nonce == 0:
             self._acked(answer, address, source, f"refused: {answer.reason}", now)
@@ -626,7 +639,7 @@ class Pulling:
         peer = self._attach(pull, leg, now)
         identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
         if peer.identity != identity:
-            text = f"{leg.address} is {peer.name}, but the params name {identity[0]!r} {leg.name}; correct the roster"
+            text = f"{leg.address} is {peer.name}, but the params name {leg.name}; correct the roster"
             self._unmet(pull, leg, Reason.WRONG_TARGET, text, now)
         elif peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
             peer.deadline = now + self._config.handshake_s
@@ -664,7 +677,7 @@ class Pulling:
             self._desk.counters["dropped.stale_answer"] += 1
             return
         if isinstance(message, Unwelcome):
-            text = f"{peer.name} at {address} refused the handshake: {message.detail or message.reason}"
+            text = f"{peer.where} refused the handshake: {message.detail or message.reason}"
             if message.reason in FINAL:
                 self._lose(peer, message.reason, text, now)
             else:
@@ -672,7 +685,7 @@ class Pulling:
             return
         refusal = self._inspect(peer, message, source)
         if refusal:
-            self._lose(peer, refusal[0], f"{peer.name} at {address}: {refusal[1]}", now)
+            self._lose(peer, refusal[0], f"{peer.where}: {refusal[1]}", now)
             return
         peer.agent_name = message.agent_name
         self._hellos.pop(peer.nonce, None)
@@ -684,15 +697,16 @@ class Pulling:
     def _inspect(self, peer: Peer, welcome: Welcome, source: str) -> tuple[Reason, str] | None:
         """Refuse what a remote rank says of itself, or make the map to it."""
         if source != peer.incarnation:
-            return Reason.RESTARTED, f"answers as incarnation {source}, expected {peer.incarnation}"
+            there = rank_name(welcome.engine_id, welcome.layout.tp_rank, welcome.layout.pp_stage, source)
+            return Reason.RESTARTED, f"{there} answers there now"
         if welcome.major != MAJOR:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
         layout = welcome.layout
         if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
             return (
                 Reason.WRONG_TARGET,
-                f"engine {welcome.engine_id!r} pp_stage {layout.pp_stage} tp_rank {layout.tp_rank} answers, but the "
-                f"params name {peer.engine_id!r} pp_stage {peer.pp_stage} tp_rank {peer.tp_rank}; correct the roster",
+                f"{rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, source)} answers there; correct the "
+                f"roster",
             )
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
@@ -898,7 +912,9 @@ class Pulling:
         self._wake(peer)
 
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
+        peer.num_failed = 0
         for pull in self._pulls_of(peer):
+            was_well = pull.failure is None
             for leg in pull.legs:
                 if (leg.address, leg.incarnation) != (peer.address, peer.incarnation):
                     continue
@@ -909,6 +925,7 @@ class Pulling:
                     # A rank that was read nothing from never fails a pull.
                     self._unmet(pull, leg, reason, detail, now)
                     self._route(pull, now)
+            peer.num_failed += was_well and pull.failure is not None
             self._after(pull, now)
 
     def _reap(self, peer: Peer) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "Seconds",
     "TransferId",
     "decode_params",
+    "rank_name",
     "sendable",
 ]
 
@@ -217,6 +218,21 @@ def sendable(value: object, kind: type[T]) -> T:
     except (msgspec.ValidationError, UnicodeEncodeError, TypeError, OverflowError, RecursionError) as exc:
         text = str(exc)
         raise msgspec.ValidationError(text if len(text) < 500 else f"{text[:300]} ... {text[-100:]}") from exc
+
+
+SHORT = 8
+"""Letters of an incarnation by which people know a start of a process."""
+
+
+def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str = "") -> str:
+    """Write a rank, for people: `prefill/pp1/tp3@0a1b2c3d`.
+
+    Everything that names a rank does it so, on both sides: engine, stage (but the first), rank, and the first letters
+    of the incarnation that this process logged when it started, if that is known.
+    """
+    stage = f"/pp{pp_stage}" if pp_stage else ""
+    start = f"@{incarnation[:SHORT]}" if incarnation else ""
+    return f"{engine_id}{stage}/tp{tp_rank}{start}"
 
 
 def decode_params(value: object) -> Params:

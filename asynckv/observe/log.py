@@ -13,6 +13,7 @@ same words.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -22,10 +23,12 @@ import structlog
 
 from asynckv.arguments import shown
 from asynckv.config import LogConfig
+from asynckv.core.commands import HeldForLong
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Params, Reason
+from asynckv.core.requests import RequestStatus
+from asynckv.core.types import Params, PullId, Reason
 from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
@@ -35,6 +38,8 @@ SAME_S = 1.0
 
 AWAY_PER_S = 0.1
 """Warnings that the loop was away, at most."""
+MAX_RANKS = 8
+"""Named of one request."""
 
 MAX_REFUSALS = 10
 """Refusals logged at once; then one per second."""
@@ -103,28 +108,35 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
 def phases(pull: Pull) -> dict[str, float]:
     """How long a pull spent in what, in seconds.
 
-    `handshake` until the peer was ready, `queue` until it may read and again until its first post, `plan` between
-    the two, `post` inside posting
+    `handshake` until the peer was ready, `queue` until it may read (it waits for others, or to be lent) and again until
+    its first post, `plan` between the two, `post` inside posting
     calls (local transports copy there), `read` from the first post to the last completion, `detect` at
     most between a completion and its discovery, `confirm` from then to the proof, `release` in the
-    background until every rank acknowledged.
+    background until every rank acknowledged. One that failed was in the phase in which it failed until then, and in
+    `drain` until its outcome was told; one that was only announced has `announced` for all but these two.
     """
-    # One that never posted was in the queue until its end.
-    first = pull.published_at
-    for leg in pull.legs:
-        first = min(first, leg.first_posted_at)
-    plan_s = pull.planned_at - pull.admitted_at
-    spans = {
-        "handshake": pull.ready_at - pull.begun_at,
-        "queue": first - pull.ready_at - (plan_s if plan_s < 1e9 else 0.0),
+    release_s = max(pull.released_at - pull.published_at, 0.0) if pull.released_at < math.inf else 0.0
+    end = pull.published_at if pull.failed_at == math.inf else pull.failed_at
+    failed = {"drain": pull.published_at - end} if pull.failed_at < math.inf else {}
+    if pull.begun_at == math.inf:
+        return {"announced": end - pull.history[0][0], **failed, "release": release_s}
+    ready, first = min(pull.ready_at, end), min(pull.posted_at, end)
+    plan_s = max(min(pull.planned_at, end) - min(pull.admitted_at, end), 0.0)
+    # Of several ranks one may have been read long before it failed, and what is read may have to wait to be lent.
+    read_at = end if pull.failed_in == "read" else min(max(pull.read_at, first), end)
+    confirm_s = 0.0 if pull.failed_in == "queue" else end - read_at
+    handshake_s, read_s = ready - pull.begun_at, read_at - first
+    return {
+        "handshake": handshake_s,
+        "queue": max(end - pull.begun_at - handshake_s - plan_s - read_s - confirm_s, 0.0),
         "plan": plan_s,
         "post": pull.post_s,
-        "read": pull.read_at - first,
+        "read": read_s,
         "detect": pull.detect_s,
-        "confirm": pull.published_at - pull.read_at,
-        "release": pull.released_at - pull.published_at,
+        "confirm": confirm_s,
+        **failed,
+        "release": release_s,
     }
-    return {name: s if 0 <= s < 1e9 else 0.0 for name, s in spans.items()}
 
 
 class _Bucket:
@@ -203,7 +215,7 @@ class Recorder:
             "info" if good and not slow else "warning",
             "pull_ended",
             cause=pull.reason,
-            **({"detail": pull.detail} if pull.detail else {}),
+            **({"failed_in": pull.failed_in, "detail": pull.detail} if pull.failed_in else {}),
             request_id=pull.request_id,
             prefill_request_id=pull.params.request_id,
             pull_id=pull.pull_id,
@@ -212,7 +224,6 @@ class Recorder:
             peer=pull.params.engine_id,
             peer_ranks=[leg.name for leg in pull.legs],
             read_ranks=[leg.name for leg in pull.legs if leg.reads],
-            peer_incarnations=[leg.incarnation for leg in pull.legs],
             seconds=round(took, 6),
             bytes=pull.num_bytes if pull.reason is Reason.COMPLETE else 0,
             descriptors=pull.num_descriptors,
@@ -302,7 +313,7 @@ class Recorder:
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a prefill side's lease; one that expired names the readers still owed."""
         good = lease.state is LeaseState.RELEASED
-        if self._level > logging.WARNING or (good and not self._may_log(now)):
+        if self._level > logging.WARNING or (good and not lease.is_sampled):
             return
         self.event(
             "info" if good else "warning",
@@ -311,9 +322,9 @@ class Recorder:
             request_id=lease.lent.request_id,
             sequence=lease.lent.key.sequence,
             seconds=round(lease.ended_at - lease.lent_at, 6),
-            readers={str(r): o.value for r, o in sorted(lease.outcomes.items())},
-            blocks=sum(n for g in lease.lent.groups for _, n in g.runs),
-            **({} if good else {"owed": list(lease.owed()), "history": _relative(lease.history)}),
+            readers={r.name: o.value for r, o in sorted(lease.outcomes.items())},
+            blocks=_num_blocks(lease),
+            **({} if good else {"owed": list(lease.waits_for()), "history": _relative(lease.history)}),
             **self._skip_count(),
         )
 
@@ -328,9 +339,56 @@ class Recorder:
             pull_ids=list(waited[:8]),
         )
 
+    def lease_lent(self, lease: Lease, now: float) -> None:
+        """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
+        lease.is_sampled = self._may_log(now)
+        if not lease.is_sampled:
+            return
+        self.event(
+            "info",
+            "lease_lent",
+            request_id=lease.lent.request_id,
+            sequence=lease.lent.key.sequence,
+            blocks=_num_blocks(lease),
+            lease_s=lease.lent.lease_s,
+            **({"readers": lease.lent.readers} if lease.lent.readers > 1 else {}),
+            **self._skip_count(),
+        )
+        for pull_id in lease.held:  # claimed before it was lent
+            self.lease_granted(lease, pull_id, now)
+
+    def lease_granted(self, lease: Lease, pull_id: PullId, now: float) -> None:
+        """Log that a reader was promised the blocks of a sampled lease."""
+        promise = lease.held.get(pull_id)
+        if promise is not None:
+            self.event(
+                "info",
+                "lease_granted",
+                request_id=lease.lent.request_id,
+                sequence=lease.lent.key.sequence,
+                reader=promise.reader.name,
+                pull_id=pull_id,
+                seconds=round(promise.until - promise.since, 6),
+                after_s=round(promise.since - lease.lent_at, 6),
+            )
+
+    def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
+        """Log what has been held for long, with the oldest of it."""
+        is_lease = bool(oldest) and oldest[0].kind == "lease"
+        self.event(
+            "warning",
+            "lease_held" if is_lease else "pull_held",
+            **({"state": held.state} if held.state else {}),
+            waits=held.waits,
+            requests=held.number,
+            oldest=[_lease_entry(x) if x.kind == "lease" else _pull_entry(x) for x in oldest],
+        )
+
     def peer_changed(self, peer: Peer, before: PeerState) -> None:
-        """Log a peer's transition."""
-        bad = peer.state in (PeerState.GONE, PeerState.SUSPECT) or (peer.state is PeerState.NEW)
+        """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
+        over = peer.state is PeerState.GONE
+        bad = peer.state in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
+        said = peer.detail and (bad or over)
         self.event(
             "warning" if bad else "info",
             "peer_changed",
@@ -339,7 +397,8 @@ class Recorder:
             peer_incarnation=peer.incarnation,
             before=before.value,
             state=peer.state.value,
-            **({"cause": peer.reason, "detail": peer.detail} if bad and peer.detail else {}),
+            **({"cause": peer.reason, "detail": peer.detail} if said else {}),
+            **({"pulls_failed": peer.num_failed} if said and peer.num_failed else {}),
         )
 
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str]]) -> None:
@@ -366,6 +425,39 @@ class Recorder:
     def _skip_count(self) -> dict[str, int]:
         skipped, self._skipped = self._skipped, 0
         return {"successes_not_logged": skipped} if skipped else {}
+
+
+def _num_blocks(lease: Lease) -> int:
+    return sum(n for g in lease.lent.groups for _, n in g.runs)
+
+
+def _lease_entry(lease: RequestStatus) -> dict[str, Any]:
+    """One lease among those that are held for long."""
+    claims = {x.rank: {"pull_id": x.pull_id, "heard_s": _rounded(x.heard_s)} for x in lease.ranks if x.pull_id}
+    return {
+        "request_id": lease.request_id,
+        "sequence": lease.sequence,
+        "lent_s": _rounded(lease.age_s),
+        "left_s": _rounded(lease.left_s),
+        "claims": dict(list(claims.items())[:MAX_RANKS]),
+    }
+
+
+def _pull_entry(pull: RequestStatus) -> dict[str, Any]:
+    """One pull among those that are held for long."""
+    return {
+        "request_id": pull.request_id,
+        "prefill_request_id": pull.prefill_request_id,
+        "pull_id": pull.pull_id,
+        "sequence": pull.sequence,
+        "state_s": _rounded(pull.state_s),
+        "left_s": _rounded(pull.left_s),
+        "ranks": {x.rank: x.state for x in pull.ranks[:MAX_RANKS]},
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def _relative(history: Sequence[tuple[float, str]]) -> list[list[Any]]:

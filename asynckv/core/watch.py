@@ -1,0 +1,77 @@
+"""What has been held for long: worth a word, but a thousand of a kind are worth no more than one.
+
+Leases and pulls say by themselves when they have been held for too long (`is_stuck`). They are gathered here by what
+they wait for, and said together, at intervals: when a reader dies with ten thousand leases, that is a line in ten
+seconds, not ten thousand.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from asynckv.core.commands import Desk, HeldForLong
+from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.pull import Pull, PullState
+
+__all__ = ["MIN_WARN_S", "Watch", "warn_after"]
+
+MIN_WARN_S = 0.5
+"""Nothing is worth a word sooner, whatever a lease says that came with somebody's params."""
+
+GATHER_S = 0.25
+"""How long the first of a kind waits for more."""
+
+PAUSE_S = 10.0
+"""Between what is said together and what is said next."""
+
+MAX_KINDS = 8
+"""Said at once; all others are one kind more."""
+
+OLDEST = 3
+"""Named of each kind."""
+
+
+def warn_after(lease_s: float, fraction: float) -> float:
+    """How long something may be held under a lease before it is worth a word; infinite if nothing is."""
+    return max(lease_s * fraction, MIN_WARN_S) if fraction else math.inf
+
+
+class Watch:
+    """Gathers what is held for long."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.next_at = math.inf
+        """When `tick` has something to say."""
+        self._desk = desk
+        self._said_at = -math.inf
+        self._gathered: dict[Lease | Pull, tuple[LeaseState | PullState, str]] = {}
+        """What is held, its state, and what it waits for as this was found last."""
+
+    def add(self, held: Lease | Pull, now: float) -> None:
+        """Say soon that something has been held for long."""
+        if not self._gathered:
+            self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
+        self._gathered[held] = (held.state, held.waits(now))
+
+    def tick(self, now: float) -> None:
+        """Say what has been gathered, of what is still held."""
+        if now < self.next_at:
+            return
+        gathered, self._gathered, self.next_at = self._gathered, {}, math.inf
+        found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
+        for held, kind in gathered.items():
+            if held.state is kind[0]:
+                found.setdefault(kind, []).append(held)
+        kinds = [(state, waits, left) for (state, waits), left in found.items()]
+        kinds.sort(key=lambda kind: -len(kind[2]))
+        for state, waits, left in kinds[:MAX_KINDS]:
+            self._say(state.value, waits, left)
+        if rest := kinds[MAX_KINDS:]:
+            self._say("", f"{len(rest)} other ways to be held", [x for _, _, left in rest for x in left])
+        if kinds:
+            self._said_at = now
+
+    def _say(self, state: str, waits: str, held: list[Lease | Pull]) -> None:
+        oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
+        self._desk.commands.append(HeldForLong(state, waits, len(held), tuple(oldest)))

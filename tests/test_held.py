@@ -1,0 +1,503 @@
+"""Who holds what, for whom and since when: in a list, in the logs of both sides, and under one name."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import itertools
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynckv import (
+    ConfigError,
+    EngineConfig,
+    LeaseConfig,
+    LogConfig,
+    PeerLost,
+    PeerUnreachable,
+    PullCancelled,
+    PullConfig,
+    PullTimeout,
+)
+from asynckv.core.lease import LeaseState
+from asynckv.core.types import Outcome, Reason, rank_name
+from asynckv.core.watch import GATHER_S, PAUSE_S
+from asynckv.observe.log import configure, phases
+from tests.engines import Bench, until
+from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
+
+pytestmark = pytest.mark.anyio
+
+
+def pair(*, reuse: bool = True, **config: Any) -> tuple[World, Rank, Rank]:
+    world = World(EngineConfig(engine_id="x", **config), reuse=reuse)
+    return (
+        world,
+        world.add("prefill-host-1", make_layout(), engine_id="prefill", seed=1),
+        world.add("decode-host-2", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
+    )
+
+
+def running(world: World, seconds: float, *, step: float = 0.5) -> None:
+    """Let time pass with every letter delivered, and nothing read to its end."""
+    for _ in range(round(seconds / step)):
+        world.advance(step)
+        world.deliver_all()
+
+
+@pytest.fixture
+def events() -> Iterator[list[dict[str, Any]]]:
+    """What is logged from level info on, filled when the test asks for it by `read`."""
+    stream = io.StringIO()
+    configure("info", stream=stream)
+
+    class Lines(list[dict[str, Any]]):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter([json.loads(line) for line in stream.getvalue().splitlines()])
+
+    yield Lines()
+    structlog.reset_defaults()
+
+
+# -- the list ----------------------------------------------------------------------------------------
+
+
+def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    world.lend(prefill, params)
+    decode.node.announce("d-req", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    running(world, 60.0)
+    assert decode.node.holds(world.time(decode)) == ()
+    (request,) = decode.node.requests(world.time(decode))
+    assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
+    assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
+    assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
+    assert (
+        request.waits
+        == "announced and never pulled; its lease is renewed at prefill/tp0@prefill- (world://prefill-host-1)"
+    )
+    (rank,) = request.ranks
+    assert (rank.rank, rank.state, rank.bytes_planned) == ("prefill/tp0@prefill-", "granted", 0)
+    assert rank.granted_s is not None
+    assert 5 < rank.granted_s < 10
+    # And the other side says who it is that renews.
+    (lease,) = prefill.node.requests(world.time(prefill))
+    assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
+    assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
+    (reader,) = lease.ranks
+    assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-h", "granted", request.pull_id)
+    assert reader.heard_s is not None
+    assert reader.heard_s < 5
+
+
+def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
+    world, prefill, decode = pair(pull=PullConfig(max_post_bytes=64))
+    params = world.params([prefill], "req", [3], 4)
+    pull = world.pull(decode, "d", [9], params, timeout=100)
+
+    def state() -> tuple[str, str, int]:
+        (request,) = decode.node.requests(world.time(decode))
+        return request.state, request.ranks[0].state, request.ranks[0].bytes_read
+
+    assert state() == ("connecting", "connecting", 0)
+    world.deliver_all()
+    assert state() == ("reading", "not_lent", 0)
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    state_then, rank_then, landed = state()
+    assert (state_then, rank_then, landed > 0) == ("confirming", "landed", True)
+    (request,) = decode.node.requests(world.time(decode))
+    assert request.ranks[0].bytes_planned == landed
+    world.lend(prefill, params)
+    world.deliver_all()
+    world.advance(0)
+    assert state() == ("reading", "granted", 0)  # it had begun too early
+    (request,) = decode.node.requests(world.time(decode))
+    assert (request.kind, request.blocks, request.ranks[0].transfers) == ("pull", 1, len(decode.reads))
+    world.complete(decode, next(iter(decode.reads)))
+    assert 0 < state()[2] < landed
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    assert decode.node.requests(world.time(decode)) == prefill.node.requests(world.time(prefill)) == ()
+
+
+def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params, readers=2)
+    world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    del world.ranks[decode.name]
+    world.advance(25.0)
+    (request,) = prefill.node.requests(world.time(prefill))
+    gone, nobody = request.ranks
+    assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
+    assert gone.heard_s == pytest.approx(25.0)
+    assert (nobody.rank, nobody.state, nobody.heard_s) == ("*", "unclaimed", None)
+    assert request.waits == "claimed and no longer renewed by decode/tp0@decode-h; not claimed by another decode engine"
+    assert lease.waits_for() == ("decode/tp0@decode-h", "*")
+    assert lease.owed() == ("decode/tp0", "*")
+    assert lease.state is LeaseState.LENT
+
+
+async def test_a_request_between_two_attempts_is_listed(sim: Bench) -> None:
+    sim.network.fate = lambda sender, to, packet: "drop"
+    async with sim.pair(pull=PullConfig(handshake_s=1.0, backoff_s=5.0)) as (_, decode, group):
+        params = group.make_params("r", [(0, [1, 2])], 32)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6, 7])], params, retries=1))
+        await until(lambda: decode.engine.requests())
+        sim.clock.advance(1.1)
+        await until(lambda: "retrying" in [r.kind for r in decode.engine.requests()])
+        (request,) = [r for r in decode.engine.requests() if r.kind == "retrying"]
+        assert (request.request_id, request.blocks) == ("d", 2)
+        assert json.dumps([dataclasses.asdict(request)])
+        decode.engine.cancel("d")
+        with pytest.raises(PullCancelled, match="cancelled between two attempts") as caught:
+            await task
+        assert caught.value.failed_in == "retry"
+        sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+# -- what is held for long ---------------------------------------------------------------------------
+
+
+@given(lease_s=st.floats(2.0, 1000.0), fraction=st.sampled_from([0.05, 1 / 3, 0.5, 2.0]), renewals=st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
+    lease_s: float, fraction: float, renewals: int
+) -> None:
+    world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
+    params = world.params([prefill], "req", [3], 4, lease_s=lease_s)
+    lease = world.lend(prefill, params)
+    if renewals:
+        decode.node.announce("d", params, "", 1e6, world.time(decode))
+        world.settle(decode)
+        world.deliver_all()
+        for _ in range(3 * renewals):  # three times in each promise
+            world.advance(min(decode.node.next_at - decode.epoch - world.now, lease_s / 4))
+            world.deliver_all()
+        del world.ranks[decode.name]
+    world.advance(2000.0)
+    first, at = max(lease_s * fraction, 0.5), -PAUSE_S
+    due = []
+    for crossed in (first * 2**i for i in range(20)):
+        # What is crossed while there is a pause is said after it.
+        if crossed + GATHER_S > at:
+            at = max(crossed + GATHER_S, at + PAUSE_S)
+            due.append(at)
+    assert [t for t, _ in prefill.said] == pytest.approx([at for at in due if at < lease.ended_at])
+    assert {said.state for _, said in prefill.said} <= {"lent"}
+
+
+def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
+    for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
+        world, prefill, decode = pair(log=log)
+        params = world.params([prefill], "req", [3], 4)
+        world.lend(prefill, params)
+        decode.node.announce("d", params, "", 300.0, world.time(decode))
+        world.settle(decode)
+        running(world, seconds)
+        assert prefill.said == decode.said == []
+
+
+def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    world.lend(prefill, params)
+    decode.node.announce("d", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    running(world, 50.0, step=0.05)
+    for side in (prefill, decode):
+        assert [t - side.epoch for t, _ in side.said] == pytest.approx([10.25, 20.25, 40.25], abs=0.1)
+    assert {(s.state, s.number) for _, s in decode.said} == {("announced", 1)}
+    assert "announced and never pulled; its lease is renewed at prefill/tp0@" in decode.said[0][1].waits
+
+
+def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    decode.node.announce("d", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    running(world, 9.0)
+    world.lend(prefill, params)
+    pull = decode.node.pull("d", [(0, [9])], params, "", 100.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    running(world, 9.0)
+    assert decode.said == []
+    running(world, 2.0)
+    ((_, said),) = decode.said
+    assert (said.state, said.number, said.oldest) == ("reading", 1, (pull,))
+    assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
+
+
+def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
+    world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    for _ in range(4):
+        world.deliver_all()
+        if decode.reads:
+            break
+    del world.ranks[prefill.name]
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    assert pull.reason is Reason.COMPLETE
+    world.advance(60.0)
+    assert [(s.state, s.number, round(t - decode.epoch)) for t, s in decode.said] == [
+        ("notifying", 1, 10),
+        ("notifying", 1, 20),
+    ]
+    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill-host-1)"
+    assert decode.node.is_idle
+
+
+def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
+    world, prefill, _ = pair(reuse=False)
+    leases = []
+    for i in range(2000):
+        params = world.params([prefill], f"r{i}", [i % NUM_BLOCKS], BLOCK, lease_s=600.0)
+        leases.append(prefill.node.lend(params, 1, world.time(prefill)))
+        if i % 200 == 199:
+            world.advance(2.0)
+    world.settle(prefill)
+    world.advance(590.0)
+    times = [t for t, _ in prefill.said]
+    assert all(b - a > PAUSE_S - 1e-6 for a, b in itertools.pairwise(times))
+    assert len(times) <= 2 * 4  # twenty seconds long, at a third and at two thirds
+    assert sum(said.number for _, said in prefill.said) == 4000
+    first = prefill.said[0][1]
+    assert (first.waits, first.oldest) == ("not claimed by anybody", tuple(leases[:3]))
+
+
+def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> None:
+    world, prefill, _ = pair()
+    for i, lease_s in enumerate((24.0, 27.0, 27.0, 27.0)):
+        world.lend(prefill, world.params([prefill], f"r{i}", [i], BLOCK, lease_s=lease_s))
+    # After 8 and 16 seconds, and after 9 and 18: but there is a pause.
+    world.advance(23.0)
+    assert [(t, said.number) for t, said in prefill.said] == [(8.25, 1), (18.25, 4)]
+
+
+def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
+    world, prefill, decode = pair()
+    for i in range(12):
+        params = world.params([prefill], f"r{i}", [i], BLOCK)
+        world.lend(prefill, params)
+        for _ in range(2 if i == 11 else 1):
+            decode.node.pull(f"d{i}", [(0, [i])], params, f"cohort-{i}", 5.0, world.time(decode)) if i < 11 else None
+    world.settle(decode)
+    world.deliver_all()
+    del world.ranks[decode.name]
+    world.advance(11.0)
+    assert len(prefill.said) == 9
+    assert sum(said.number for _, said in prefill.said) == 12
+    assert prefill.said[-1][1].waits == "4 other ways to be held"
+
+
+@pytest.mark.parametrize("fraction", [-1, 0.001, float("nan"), float("inf"), 1e6, True, "1/3", None])
+def test_a_fraction_that_cannot_be_meant_is_refused(fraction: Any) -> None:
+    with pytest.raises(ConfigError, match=r"held_fraction is .*from 0.01 to 1000 .*or 0 to warn of nothing"):
+        LogConfig(held_fraction=fraction)
+
+
+# -- one name for a rank -----------------------------------------------------------------------------
+
+
+def test_a_rank_is_written_in_one_way() -> None:
+    assert rank_name("decode", 3) == "decode/tp3"
+    assert rank_name("decode", 3, 1, "5c3acdd90e818f26") == "decode/pp1/tp3@5c3acdd9"
+
+
+async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_started(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    errors: list[Exception] = []
+    texts: list[str] = []
+    async with sim.pair(lease=LeaseConfig(lease_s=6.0, grant_s=2.0)) as (prefill, decode, group):
+        assert decode.data is not None
+        for how in ("good", "fails", "stuck"):
+            decode.data.deferred = how != "good"
+            params = group.make_params(how, [(0, [1])], 16, written=True, lease_s=6.0)
+            lent = prefill.engine.lend(params)
+            task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
+            await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
+            await until(lambda: prefill.engine.requests())
+            texts += [str(h.waits_for) for h in (*prefill.engine.holds(), *decode.engine.holds())]
+            texts += [str(r) for r in (*prefill.engine.requests(), *decode.engine.requests())]
+            if how == "fails":
+                decode.data.fail(next(iter(decode.data.running)))
+            elif how == "stuck":
+                sim.clock.advance(4.1)
+            try:
+                await task
+            except Exception as exc:
+                errors.append(exc)
+            decode.data.finish()
+            await lent.wait_released()
+        # One that is stopped, and one that is never there.
+        await prefill.engine.aclose()
+        await until(lambda: any(e.get("state") == "gone" for e in events))
+        with pytest.raises(PeerLost) as caught:
+            await decode.engine.pull("gone", [(0, [1])], params)
+        errors.append(caught.value)
+    assert [type(e).__name__ for e in errors[:2]] == ["ReadFailed", "PullTimeout"]
+    starts = {e["engine_id"]: e["incarnation"] for e in events if e["event"] == "engine_started"}
+    found = [json.dumps(e) for e in events if e["event"] != "engine_started"] + [str(e) for e in errors] + texts
+    names = [match for text in found for match in re.findall(r"(?:(\w+)/)?\btp\d+(?:/pp\d)?(@\w{8}\b)?", text)]
+    assert len(names) > 50
+    assert {(engine, at) for engine, at in names} == {
+        (engine, f"@{incarnation[:8]}") for engine, incarnation in starts.items()
+    }
+
+
+def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    world.pull(decode, "d", [9], params)
+    world.run()
+    ((reader, outcome),) = lease.outcomes.items()
+    assert (str(reader), reader.name, outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
+    # What a pull is called is said to be a pull, and whose.
+    notes = [text for _, text in lease.history]
+    pull_id = decode.ended[0].pull_id
+    assert notes[1] == f"granted to decode/tp0@decode-h, pull {pull_id}"
+    assert notes[2] == f"released by decode/tp0@decode-h, pull {pull_id}: complete"
+
+
+# -- what is logged ----------------------------------------------------------------------------------
+
+
+async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    async with sim.pair(log=LogConfig(successes_per_s=3.0)) as (prefill, decode, group):
+        for i in range(9):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{i}", [(0, [i])], params)
+            await lent.wait_released()
+        expired = prefill.engine.lend(group.make_params("never", [(0, [30])], 16))
+        sim.clock.advance(31)
+        await expired.wait_released()
+    for i in range(9):
+        said = [e["event"] for e in events if e["engine_id"] == "prefill" and e.get("request_id") == f"r{i}"]
+        assert said == (["lease_lent", "lease_granted", "lease_ended"] if i < 3 else [])
+    granted = [e for e in events if e["event"] == "lease_granted"]
+    ended = {e["pull_id"]: e for e in events if e["event"] == "pull_ended"}
+    for e in granted:
+        assert (ended[e["pull_id"]]["rank"], ended[e["pull_id"]]["sequence"]) == (e["reader"], e["sequence"])
+    (failed,) = [e for e in events if e["event"] == "lease_ended" and e["cause"] == "expired"]
+    assert (failed["request_id"], failed["owed"]) == ("never", ["*"])
+
+
+async def test_a_claim_that_came_before_its_request_is_logged_as_granted_too(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
+        await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
+        prefill.engine.lend(params)
+        await task
+        await until(lambda: not prefill.engine.statistics().gauges["leases"])
+    assert [e["event"] for e in events if e["event"].startswith("lease")] == [
+        "lease_lent",
+        "lease_granted",
+        "lease_ended",
+    ]
+
+
+async def test_a_failed_handshake_says_so_with_its_seconds(sim: Bench, events: list[dict[str, Any]]) -> None:
+    sim.network.fate = lambda sender, to, packet: "drop"
+    async with sim.pair() as (_, decode, group):
+        params = group.make_params("r", [(0, [1])], 16)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
+        sim.clock.advance(5.1)
+        with pytest.raises(PeerUnreachable, match="request 'd' failed in handshake: prefill/tp0@") as caught:
+            await task
+        assert caught.value.failed_in == pickle.loads(pickle.dumps(caught.value)).failed_in == "handshake"
+        sim.network.fate = lambda sender, to, packet: "deliver"
+    (line,) = [e for e in events if e["event"] == "pull_ended"]
+    assert (line["failed_in"], line["phases"]["handshake"]) == ("handshake", pytest.approx(5.0, abs=0.11))
+    assert line["phases"]["read"] == line["phases"]["queue"] == 0
+    (changed,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "new"]
+    assert changed["pulls_failed"] == 1
+
+
+async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        for i, (how, seconds) in enumerate({"timeout": 6.0, "cancelled": 7.5}.items()):
+            params = group.make_params(how, [(0, [i])], 16, written=True)
+            prefill.engine.lend(params)
+            pull = decode.engine.pull(how, [(0, [i])], params, timeout_s=6.0 if how == "timeout" else 60.0)
+            task = asyncio.create_task(pull)
+            await until(lambda: decode.data and decode.data.running)
+            sim.clock.advance(6.0)
+            if how == "cancelled":
+                decode.engine.cancel(how)
+                sim.clock.advance(1.5)
+                decode.data.finish()
+            with pytest.raises((PullTimeout, PullCancelled), match="failed in read: "):
+                await task
+            decode.data.finish()
+            (line,) = [e for e in events if e["event"] == "pull_ended" and e["request_id"] == how]
+            assert (line["failed_in"], line["phases"]["read"], line["seconds"]) == ("read", 6.0, seconds)
+            assert line["phases"]["drain"] == seconds - 6.0
+
+
+@pytest.mark.parametrize("takes", [False, True])
+async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
+    sim: Bench, events: list[dict[str, Any]], takes: bool
+) -> None:
+    async with sim.pair(lease=LeaseConfig(lease_s=2.0, grant_s=0.5)) as (prefill, decode, group):
+        assert decode.data is not None
+        params = group.make_params("r", [(0, [1])], 16, written=True, lease_s=2.0)
+        lent = prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [1])], params)
+        await lent.wait_released()
+        if takes:
+            other = group.make_params("s", [(0, [2])], 16, lease_s=2.0)
+            prefill.engine.lend(other)
+            decode.engine.announce("e", other)
+            await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
+        prefill.engine._node.say_goodbye()
+        prefill.engine._soon()
+        await until(lambda: any(e.get("state") == "gone" for e in events))
+        assert decode.engine.statistics().gauges["pulls_waiting"] == 0
+        assert [r.state for r in decode.engine.requests()] == []
+        sim.clock.advance(3.0)
+    (gone,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "gone"]
+    assert (gone["level"], gone.get("pulls_failed", 0)) == (("warning", 1) if takes else ("info", 0))
+    assert gone["detail"].endswith("said goodbye")
+
+
+def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    pull = decode.node.announce("d", params, "", 20.0, world.time(decode))
+    world.settle(decode)
+    running(world, 25.0)
+    assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")
+    assert phases(pull)["announced"] == pytest.approx(20.0)
