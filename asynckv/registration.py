@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
-from asynckv.core.layout import Layout, check_layout
-from asynckv.errors import LayoutError
+from asynckv.core.layout import Layout, check_layout, valid_layout
 
 __all__ = ["Registration", "register_memory"]
 
@@ -35,10 +32,6 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
     Raises:
         LayoutError: Naming the field, both numbers and the remedy.
     """
-    try:
-        # Ours is held to the same bounds as a stranger's.
-        msgspec.convert(msgspec.to_builtins(layout), Layout)
-    except (msgspec.ValidationError, TypeError, OverflowError) as exc:
-        raise LayoutError(f"the layout cannot be described: {exc}") from exc
+    layout = valid_layout(layout)
     check_layout(layout)
     return Registration(layout, owners)

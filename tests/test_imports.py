@@ -20,6 +20,7 @@ CORE_MAY_IMPORT = {
     "asynckv.core",
     "asynckv.errors",
     "collections",
+    "contextlib",
     "dataclasses",
     "enum",
     "functools",
@@ -30,6 +31,7 @@ CORE_MAY_IMPORT = {
     "msgspec",
     "numpy",
     "operator",
+    "re",
     "typing",
 }
 # Minting keys needs randomness; only the scheduler's module may have it.

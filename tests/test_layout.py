@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core.layout import (
+    MAX_VIEWS,
     Dim,
     Group,
     Layout,
@@ -87,7 +88,7 @@ def test_groups_that_see_the_same_pages_share_a_pool() -> None:
 
 @pytest.mark.timeout(10)
 def test_a_hostile_number_of_interleaved_parts_is_checked_in_time() -> None:
-    n = 16_384
+    n = MAX_VIEWS
     views = tuple(View(0, 0, f"l{i}", i, n, (Part("k", "int8", 1, 0, (Dim("token", 1, 1),)),)) for i in range(n))
     check_layout(layout(memories=(Memory(1 << 30, 10 * n),), groups=(Group("g", 1, 10),), views=views))
 

@@ -32,7 +32,16 @@ KEY = Key("epoch", 0, 7, "0" * 32)
 COHORT = Cohort("decode:0,\n", 2, 1)
 ALL: list[m.Message] = [
     m.Hello(1, 1, 0, "prefill", 0, COHORT),
-    m.Welcome(1, 1, 0, "prefill", "agent", b"metadata", hashlib.sha256(b"metadata").digest(), make_layout()),
+    m.Welcome(
+        1,
+        1,
+        0,
+        "prefill",
+        "agent",
+        b"metadata",
+        hashlib.sha256(b"metadata").digest(),
+        msgspec.Raw(msgspec.msgpack.encode(make_layout())),
+    ),
     m.Unwelcome(1, Reason.WRONG_TARGET, "detail"),
     m.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
     m.Renew(KEY, "pull", 6, 30.0),

@@ -153,6 +153,7 @@ class Node:
         """Prefill groups -> the ranks of them that we answer for, and whether they are met first."""
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
+        self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
         self._readers: dict[tuple[str, Route], int] = {}
         """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
         shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
@@ -669,7 +670,7 @@ class Node:
             identity.agent_name,
             identity.metadata,
             self._digest,
-            identity.layout,
+            self._layout,
         )
 
     def _status(self, nonce: int) -> Status:

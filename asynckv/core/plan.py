@@ -65,6 +65,9 @@ MAX_CUTS = 1024
 MAX_KINDS = 1024
 """Most kinds of cuts of two block sizes; sizes that share no boundary for longer are refused."""
 
+MAX_SHAPES = 4096
+"""Most kinds of cuts times shapes of parts: each is cut by itself, and the strides there are a stranger's."""
+
 MAX_REGULAR = 64
 """Most tables that are made for a pair of groups before any request needs them."""
 
@@ -271,17 +274,19 @@ class PeerMap:
     def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
         self.local = local
         self.remote = remote
-        self._shares: dict[tuple[int, int], list[Share]] = {}
+        pairs: dict[tuple[int, int], list[Share]] = {}
         for share in shares:
-            self._shares.setdefault((share.here.group, share.there.group), []).append(share)
+            pairs.setdefault((share.here.group, share.there.group), []).append(share)
+        self._layers = {pair: len({s.here.layer for s in shares}) for pair, shares in pairs.items()}
+        self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Cut, PieceTable] = OrderedDict()
         self._ids = ids
         self.warnings: list[str] = []
         self.entries = {
-            pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in self._shares.items()
+            pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in pairs.items()
         }
         """Tokens of which the first token to be read must be a multiple, per pair of groups."""
-        cuts = [cut for pair in self._shares for cut in self._regular_cuts(*pair)]
+        cuts = [cut for pair in pairs for cut in self._regular_cuts(*pair)]
         if (pieces := sum(map(self._num_pieces, cuts))) > MAX_ROWS:
             raise LayoutError(
                 f"{pieces} pieces would be needed for {len(cuts)} kinds of cuts, more than {MAX_ROWS}; use the same "
@@ -296,7 +301,7 @@ class PeerMap:
     @property
     def pairs(self) -> Sequence[tuple[int, int]]:
         """Local and remote groups that share layers."""
-        return tuple(self._shares)
+        return tuple(self._alike)
 
     def _regular_cuts(self, group: int, remote_group: int) -> list[Cut]:
         here, there = self.local.groups[group], self.remote.groups[remote_group]
@@ -312,10 +317,17 @@ class PeerMap:
         edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
         ends = [*edges[1:], period]
         cuts = (Cut(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
-        return list(dict.fromkeys(cuts))
+        kinds, shapes = list(dict.fromkeys(cuts)), len(self._alike[group, remote_group])
+        if len(kinds) * shapes > MAX_SHAPES:
+            raise LayoutError(
+                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there make {len(kinds)} kinds of "
+                f"cuts of {shapes} differently shaped parts, more than {MAX_SHAPES} in all; use one memory order for "
+                f"all layers, or block sizes with a common factor"
+            )
+        return kinds
 
     def _warn(self, table: PieceTable) -> None:
-        layers = len({s.here.layer for s in self._shares[table.cut.group, table.cut.remote_group]})
+        layers = self._layers[table.cut.group, table.cut.remote_group]
         if table.num_rows > WARN_PIECES * layers:
             self.warnings.append(
                 f"group {table.cut.group} needs {table.num_rows / layers:.0f} pieces (of {int(table.length.min())} "
@@ -349,8 +361,7 @@ class PeerMap:
         return out
 
     def _num_pieces(self, cut: Cut) -> int:
-        shapes = Counter(_spot(cut, share)[2:] for share in self._shares[cut.group, cut.remote_group])
-        return sum(n * num_pieces(*shape) for shape, n in shapes.items())
+        return sum(len(kind.places) * kind.num_pieces(cut) for kind in self._alike[cut.group, cut.remote_group])
 
     def _compile(self, cut: Cut) -> PieceTable:
         pair = cut.group, cut.remote_group
@@ -362,14 +373,8 @@ class PeerMap:
                 f"group {cut.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
                 f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
             )
-        # Layers are much alike: what is the same shape is cut once.
-        shapes: dict[_Shape, tuple[Int64s, Int64s, int]] = {}
-        rows = _merge(np.concatenate([_rows(share, cut, shapes) for share in self._shares[pair]]))
+        rows = _merge(np.concatenate([kind.rows(cut) for kind in self._alike[pair]]))
         return PieceTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
-
-
-_Shape = tuple[int, tuple[tuple[int, int, int], ...]]
-"""Bytes per element, and `(entries, stride, stride)` per dim."""
 
 
 def _entry(share: Share, here: Group) -> int:
@@ -379,38 +384,68 @@ def _entry(share: Share, here: Group) -> int:
     return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
 
 
-def _spot(cut: Cut, share: Share) -> tuple[int, int, int, tuple[tuple[int, int, int], ...]]:
-    """Where a cut of a part begins in kernel block 0 here and there, and its shape."""
-    here, there, a, b, lo, hi = share
-    twins = {d.name: d for d in b.dims}
-    start_a, start_b = here.offset + a.offset, there.offset + b.offset
-    dims = []
-    for dim in a.dims:
-        twin, size = twins[dim.name], dim.size
-        if dim.name == TOKEN:
-            start_a += cut.local_offset // a.tokens_per_entry * dim.stride
-            start_b += cut.remote_offset // a.tokens_per_entry * twin.stride
-            size = cut.tokens // a.tokens_per_entry
-        elif dim.name == a.axis:
-            start_a += (lo - a.held[0]) * dim.stride
-            start_b += (lo - b.held[0]) * twin.stride
-            size = hi - lo
-        dims.append((size, dim.stride, twin.stride))
-    return start_a, start_b, a.itemsize, tuple(dims)
+class _Shape(NamedTuple):
+    """What parts that are cut alike have in common: layers are much alike, so that there are few."""
+
+    itemsize: int
+    tokens_per_entry: int
+    dims: tuple[tuple[int, int, int], ...]
+    """`(entries, byte stride here, byte stride there)` of what is read along every dim but the tokens."""
+    token: tuple[int, int]
+    """Byte strides along the tokens, here and there; 0, 0 for a part without that dim."""
 
 
-def _rows(share: Share, cut: Cut, shapes: dict[_Shape, tuple[Int64s, Int64s, int]]) -> Int64s:
-    """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one part."""
-    start_a, start_b, itemsize, dims = _spot(cut, share)
-    shape = (itemsize, dims)
-    if (pieces := shapes.get(shape)) is None:
-        pieces = shapes[shape] = strided_pieces(*shape)
-    in_a, in_b, length = pieces
-    rows = np.empty((len(in_a), 7), np.int64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = share.here.memory, start_a + in_a, share.here.stride
-    rows[:, 3], rows[:, 4], rows[:, 5] = share.there.memory, start_b + in_b, share.there.stride
-    rows[:, 6] = length
-    return rows
+class _Alike:
+    """Parts of one shape, and where each begins in its views' block 0."""
+
+    def __init__(self, shape: _Shape, places: Int64s) -> None:
+        self._shape = shape
+        self.places = places
+        """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
+
+    def _dims(self, cut: Cut) -> list[tuple[int, int, int]]:
+        _, each, dims, token = self._shape
+        return [*dims, (cut.tokens // each, *token)] if any(token) else list(dims)
+
+    def num_pieces(self, cut: Cut) -> int:
+        """Pieces per part, of one cut."""
+        return num_pieces(self._shape.itemsize, self._dims(cut))
+
+    def rows(self, cut: Cut) -> Int64s:
+        """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one cut."""
+        in_a, in_b, length = strided_pieces(self._shape.itemsize, self._dims(cut))
+        each, (here, there) = self._shape.tokens_per_entry, self._shape.token
+        rows = np.empty((len(self.places), len(in_a), 7), np.int64)
+        rows[:, :, :6] = self.places[:, None, :]
+        rows[:, :, 1] += in_a + cut.local_offset // each * here
+        rows[:, :, 4] += in_b + cut.remote_offset // each * there
+        rows[:, :, 6] = length
+        return rows.reshape(-1, 7)
+
+
+def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
+    """Put parts of one shape together."""
+    found: dict[_Shape, list[tuple[int, ...]]] = {}
+    for here, there, a, b, lo, hi in shares:
+        twins = {d.name: d for d in b.dims}
+        start_a, start_b = here.offset + a.offset, there.offset + b.offset
+        dims, token = [], (0, 0)
+        for dim in a.dims:
+            # A dim of one entry may be missing.
+            twin, size = twins.get(dim.name, dim), dim.size
+            if dim.name == TOKEN:
+                token = (dim.stride, twin.stride)
+                continue
+            if dim.name == a.axis:
+                start_a += (lo - a.held[0]) * dim.stride
+                start_b += (lo - b.held[0]) * twin.stride
+                size = hi - lo
+            if size > 1:
+                dims.append((size, dim.stride, twin.stride))
+        shape = _Shape(a.itemsize, a.tokens_per_entry, tuple(dims), token)
+        place = (here.memory, start_a, here.stride, there.memory, start_b, there.stride)
+        found.setdefault(shape, []).append(place)
+    return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
 
 
 def _merge(rows: Int64s) -> Int64s:
