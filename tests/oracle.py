@@ -280,7 +280,7 @@ def execute(
             local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
             moved += n
         assert moved == post.num_bytes
-        assert 1 <= post.num_descriptors <= len(post.local)
+        assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
         assert post.num_bytes <= limits[0] or len(post.local) == 1
         total += moved
     assert total == plan.num_bytes

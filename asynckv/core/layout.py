@@ -463,8 +463,11 @@ def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
         elif nested is not None:
             kind, called, known_by = nested
             value, nested = _entry(value, at), None
-            label = _field(value, kind, known_by) if known_by else at
-            said[-1] = f"{called} {label if isinstance(label, str) and not known_by else repr(label)}"
+            label = _field(value, kind, known_by) if known_by else ""
+            if isinstance(label, str):
+                said[-1] = f"{called} {label!r:.80}" if label else f"{called} {at}"
+            else:
+                said[-1] += f"[{at}]"
         else:
             said[-1] += f"[{at}]"
             value = _entry(value, at)
@@ -530,20 +533,17 @@ def check_layout(layout: Layout) -> None:
 
 def _check_size(layout: Layout) -> None:
     """Refuse what no real layout needs, before anything is looked at."""
-    parts = sum(len(view.parts) for view in layout.views) if len(layout.views) <= MAX_VIEWS else 0
-    dims = sum(len(part.dims) for view in layout.views for part in view.parts) if parts <= MAX_PARTS else 0
-    for what, count, most in (
-        ("memories", len(layout.memories), MAX_VIEWS),
-        ("groups", len(layout.groups), MAX_GROUPS),
-        ("views", len(layout.views), MAX_VIEWS),
-        ("aliases", len(layout.aliases), MAX_VIEWS),
-        ("parts in all views together", parts, MAX_PARTS),
-        ("dims in all parts together", dims, MAX_DIMS),
-    ):
-        if count > most:
-            raise LayoutError(
-                f"the layout has {count} {what}, and at most {most} are taken; declare fewer, larger ones"
-            )
+    _check_count("memories", len(layout.memories), MAX_VIEWS)
+    _check_count("groups", len(layout.groups), MAX_GROUPS)
+    _check_count("aliases", len(layout.aliases), MAX_VIEWS)
+    _check_count("views", len(layout.views), MAX_VIEWS)
+    _check_count("parts in all views together", sum(len(v.parts) for v in layout.views), MAX_PARTS)
+    _check_count("dims in all parts together", sum(len(p.dims) for v in layout.views for p in v.parts), MAX_DIMS)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise LayoutError(f"the layout has {count} {what}, and at most {most} are taken; declare fewer, larger ones")
 
 
 def _check_aliases(layout: Layout) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "Post",
     "Section",
     "check_block_ids",
+    "check_covers",
     "common_prefix",
     "plan_read",
 ]
@@ -71,8 +72,9 @@ MAX_SHAPES = 4096
 MAX_REGULAR = 64
 """Most tables that are made for a pair of groups before any request needs them."""
 
-MAX_ROWS = 1 << 19
-"""Most pieces of all tables made for a peer beforehand, and of one made later: the remote strides decide it."""
+MAX_ROWS = 1 << 18
+"""Most pieces of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
+many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
 
 WARN_PIECES = 64
 
@@ -163,13 +165,16 @@ class Section:
     local: Int32s
     remote: Int32s
 
+    def breaks(self) -> npt.NDArray[np.bool_]:
+        """Whether the ids of pair `i + 1` do not both follow those of pair `i`: a descriptor ends there."""
+        a, b = self.local, self.remote
+        found: npt.NDArray[np.bool_] = np.logical_or(a[1:] - a[:-1] != 1, b[1:] - b[:-1] != 1)
+        return found
+
     @property
     def num_runs(self) -> int:
         """Stretches in which both ids step by one."""
-        a, b = self.local, self.remote
-        if len(a) < 2:
-            return len(a)
-        return 1 + int(np.count_nonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)))
+        return 1 + int(np.count_nonzero(self.breaks())) if len(self.local) > 1 else len(self.local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,8 +196,8 @@ class Plan:
     def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[Post]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
-        Every post holds at least one descriptor, whatever the bounds. Rows come in order and blocks
-        within a row ascend, so that neighbours stay neighbours.
+        Every post holds at least one descriptor, whatever the bounds; only one of a single descriptor may exceed
+        them, in bytes. Rows come in order and blocks within a row ascend, so that neighbours stay neighbours.
         """
         return (_expand(s, piece) for s in self.sections for piece in _cut_section(s, max_bytes, max_descriptors))
 
@@ -229,22 +234,31 @@ def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
+    # Where a row's blocks may be cut, so that a slice has so many runs: runs differ in length as they like.
+    ends = np.flatnonzero(section.breaks()) + 1
     row = 0
     while row < table.num_rows:
-        ends = (
+        end = min(
             int(np.searchsorted(total, total[row] + most, side="right")) - 1
             for total, most in ((size, max_bytes), (descs, max_descriptors))
         )
-        if (end := min(ends)) > row:
+        if end > row:
             yield _Piece(row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end
             continue
-        one = int(length[row])
-        step = max(1, min(max_bytes // one, max_descriptors * blocks // int(per_row[row]), blocks))
-        for lo in range(0, blocks, step):
-            hi = min(lo + step, blocks)
-            part = Section(table, section.local[lo:hi], section.remote[lo:hi])
-            yield _Piece(row, row + 1, lo, hi, one * (hi - lo), part.num_runs if dense[row] else hi - lo)
+        one, lo = int(length[row]), 0
+        while lo < blocks:
+            hi = min(lo + max(1, max_bytes // one), blocks)
+            if dense[row]:
+                ended = int(np.searchsorted(ends, lo, side="right"))
+                if ended + max_descriptors <= len(ends):
+                    hi = min(hi, int(ends[ended + max_descriptors - 1]))
+                num_descriptors = 1 + int(np.searchsorted(ends, hi)) - ended
+            else:
+                hi = min(hi, lo + max_descriptors)
+                num_descriptors = hi - lo
+            yield _Piece(row, row + 1, lo, hi, one * (hi - lo), num_descriptors)
+            lo = hi
         row += 1
 
 
@@ -517,17 +531,14 @@ class BlockLists:
         return pairs
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
-        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed."""
+        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed.
+
+        Blocks of states hold no tokens: one is filled, whole, and of the others nothing is said.
+        """
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
-            size, place = group.block_size, first // group.block_size
             if group.kind == "state":
-                at = _state_place(group, first, self.num_tokens)
-                yield from (
-                    Padding(index, b, 0, size)
-                    for i, b in enumerate(ids.tolist())
-                    if b != NULL and (i != at or first >= self.num_tokens)
-                )
                 continue
+            size, place = group.block_size, first // group.block_size
             end = max(self.num_tokens, first)
             for i in range(max(end // size - place, 0), len(ids)):
                 lo = max(end - (place + i) * size, 0)
@@ -545,7 +556,9 @@ class BlockLists:
             inside = max(0, self.num_tokens - here.window + 1)
             wider = max(0, inside - 1)
             wider -= wider % (mine if mine == theirs else entry)
-            inside = max(first, inside - inside % entry)
+            if inside < self.num_tokens:  # a window of one token needs none
+                inside -= inside % entry
+            inside = max(first, inside)
             first = max(first, wider if wider >= offer.first_token else inside)
         end = min((self.local[group][0] // here.block_size + len(ids)) * here.block_size, self.num_tokens)
         if first >= end:
@@ -578,7 +591,7 @@ class BlockLists:
         block = offer.lookup(source // there.ratio - offer.first_token // there.block_size)
         block[block == there.null_block] = NULL
         if here.window and block[0] == NULL:
-            needed = (block != NULL) | (start + tokens > inside)
+            needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
             start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
             source, block = source[needed], block[needed]
         if not len(block):
@@ -846,6 +859,26 @@ def _is_plain(ids: object, group: Group) -> bool:
         if type(block) is not int:
             return False
     return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
+
+
+def check_covers(where: str, group: Group, offer: BlockRuns, num_tokens: int) -> None:
+    """Refuse a lent list that ends before the tokens which it is said to hold.
+
+    Where nothing is needed nothing need be given: an empty list, placeholders alone, a window of one token. States are
+    kept here and there, and a list of them may end anywhere.
+
+    Raises:
+        PlanRefused: Naming both numbers.
+    """
+    if group.kind == "state" or group.window == 1 or all(first == NULL for first, _ in offer.runs):
+        return
+    count = sum(count for _, count in offer.runs)
+    end = (offer.first_token // group.block_size + count) * group.block_size
+    if offer.first_token < num_tokens and end < num_tokens:
+        raise PlanRefused(
+            f"{where}: {count} blocks of {group.block_size} tokens from token {offer.first_token} on end at token "
+            f"{end}, but num_tokens is {num_tokens}; give make_params all blocks, or as many tokens as they hold"
+        )
 
 
 def check_blocks(where: str, group: Group, ids: Int64s) -> None:
