@@ -553,3 +553,14 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     world.complete_all()
     world.run()
     assert it.reason is Reason.COMPLETE
+
+
+def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
+    world = World()
+    prefill = world.add("p", make_layout(), engine_id="prefill")
+    params = world.params([prefill], "req", [3, 5], 1000)
+    said = "2 blocks of 4 tokens from token 0 on end at token 8, but num_tokens is 1000"
+    with pytest.raises(PlanRefused, match=said):
+        world.lend(prefill, params)
+    assert prefill.node.is_idle
+    world.lend(prefill, world.params([prefill], "req", [3, 5], 8))
