@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asynckv.core.layout import ONE_PER_REQUEST, Layout, check_layout
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, check_blocks, common_prefix, plan_read
-from asynckv.core.sources import NotCovered, assign, compare, predicted
+from asynckv.core.sources import NotCovered, _cover, assign, compare, predicted
 from asynckv.core.topology import remote_ranks
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from tests import oracle
@@ -821,3 +821,27 @@ def test_a_window_of_one_token_needs_nothing_of_the_past(data: st.DataObject) ->
     theirs: Any = data.draw(st.sampled_from([[], [None] * count, [None] * count + [3]]))
     plan = one(prefill, decode, [(0, theirs)], [(0, range(math.ceil(tokens / size)))], tokens)
     assert plan.num_bytes == 0
+
+
+RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@given(st.tuples(st.integers(0, 6), st.integers(1, 12)), st.lists(RANGES, max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_a_range_is_covered_from_the_left_by_whoever_reaches_farthest(
+    wanted: tuple[int, int], held: list[tuple[int, int]]
+) -> None:
+    lo, hi = wanted[0], sum(wanted)
+    at = lo
+    for index, start, end in _cover(lo, hi, held):
+        assert start == at < end <= hi
+        here = [i for i, (a, b) in enumerate(held) if a <= start < b]
+        if index is None:
+            assert not here
+            assert end == min([a for a, _ in held if a > start] + [hi])
+        else:
+            farthest = max(held[i][1] for i in here)
+            assert index == min(i for i in here if held[i][1] == farthest)
+            assert end == min(farthest, hi)
+        at = end
+    assert at == hi
