@@ -19,7 +19,7 @@ from msgspec import structs
 from asynckv.core.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 from asynckv.errors import LayoutError
 
-__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "predicted"]
+__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "layer_names", "predicted", "strange_layers"]
 
 MAX_DIFFERENCES = 16
 
@@ -66,7 +66,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     if local.model and remote.model and local.model != remote.model:
         out.append(Difference("model", local.model, remote.model))
     ours, theirs = _places(local), _places(remote)
-    mine, other = _strange(local, theirs), _strange(remote, ours)
+    mine, other = strange_layers(local, theirs), strange_layers(remote, ours)
     if local.pp_size == remote.pp_size == 1 and (mine or other):
         out.append(Difference("layers only on one side", _some(mine), _some(other)))
     elif local.pp_size == 1 and other:
@@ -97,7 +97,7 @@ def _places(layout: Layout) -> dict[str, _Parts]:
     return out
 
 
-def _names(layout: Layout) -> dict[str, list[str]]:
+def layer_names(layout: Layout) -> dict[str, list[str]]:
     """Layer that has memory -> the names that it goes by."""
     out = {view.layer: [view.layer] for view in layout.views}
     for alias, layer in layout.aliases:
@@ -105,9 +105,9 @@ def _names(layout: Layout) -> dict[str, list[str]]:
     return out
 
 
-def _strange(layout: Layout, others: Container[str]) -> list[str]:
+def strange_layers(layout: Layout, others: Container[str]) -> list[str]:
     """Layers with memory of which the other side knows none of the names."""
-    return [layer for layer, names in _names(layout).items() if not any(name in others for name in names)]
+    return [layer for layer, names in layer_names(layout).items() if not any(name in others for name in names)]
 
 
 def _some(names: Iterable[str]) -> object:
@@ -230,7 +230,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     Raises:
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
-    theirs, names = [_places(remote) for remote in remotes], _names(local)
+    theirs, names = [_places(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}
     """Layers are much alike: what covers one mostly covers the others."""
     out: list[list[Share]] = [[] for _ in remotes]
