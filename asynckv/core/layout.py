@@ -69,9 +69,9 @@ MAX_PIECES = 65_536
 """Most contiguous pieces that one view's block may fall into."""
 
 # Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
-# models need: 126 layers with keys, values and a scale for each, every part registered by itself, are 504 views and
-# parts with 1,512 dims, in 45 KB; the presets of `asynckv.models` stay below 80 views, 256 parts and 18 KB.
-# Twice 256 such layers fit, which take 20 ms (`python -m scripts.bench_plan --layouts`).
+# models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
+# views and parts with 1,260 dims in 58 KB; the presets of `asynckv.models` have up to 80 views, 256 parts and 18 KB.
+# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench_plan --layouts`).
 
 MAX_LAYOUT_BYTES = 256 * 1024
 """Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
@@ -687,9 +687,9 @@ def _check_overlap(layout: Layout, spots: Sequence[_Spot]) -> None:
 def _check_apart(spots: list[_Spot], budget: list[int]) -> None:
     """No byte is in two of these arrays, nor twice in one.
 
-    Arrays whose ranges are apart are apart. Those that mesh mostly do so along a dim that all of them have, the blocks,
-    or the tokens: where what one entry of it holds, of all together, is no longer than its stride, one
-    entry tells of all. What is left when no dim is of this kind is compared piece by piece, of which there may be few.
+    Arrays whose ranges are apart are apart. Those that mesh mostly do so along a dim that all of them have, the blocks
+    or the tokens: if what one entry of it holds, of all together, is no longer than its stride, entries are apart, and
+    one tells of all. What remains where no dim is of this kind is compared piece by piece, of which there may be few.
     """
     for cluster in _clusters(spots):
         first = cluster[0]
