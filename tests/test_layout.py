@@ -244,6 +244,10 @@ def test_too_many_views_are_refused_before_any_is_looked_at() -> None:
         (layout(views=views(1025, 1, 8)), "8200 dims in all parts together, and at most 8192"),
         (layout(memories=(Memory(0, 1),) * 2049), "2049 memories, and at most 2048"),
         (layout(aliases=(("a", "l"),) * 2049), "2049 aliases, and at most 2048"),
+        (
+            layout(views=tuple(change(v, layer="l", parts=(change(v.parts[0], name=v.layer),)) for v in views(65))),
+            "65 parts in layer 'l', and at most 64",
+        ),
         (layout(groups=(Group("g", 4, 10),) * 65), "65 groups, and at most 64"),
     ],
 )

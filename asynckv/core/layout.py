@@ -81,6 +81,9 @@ MAX_VIEWS = 2048
 MAX_PARTS = 2048
 """Most parts in all views together."""
 
+MAX_LAYER_PARTS = 64
+"""Most parts of one layer, of which the largest known has six."""
+
 MAX_DIMS = 8192
 """Most dims in all parts together."""
 
@@ -524,6 +527,8 @@ def check_layout(layout: Layout) -> None:
     twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
     if twice:
         raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every part of a layer has one place")
+    for layer, count in Counter([layer for layer, _ in parts]).most_common(1):
+        _check_count(f"parts in layer {layer!r}", count, MAX_LAYER_PARTS)
     _check_aliases(layout)
     _check_memories(layout)
     spots = _spots(layout)
