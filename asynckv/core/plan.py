@@ -234,8 +234,8 @@ def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
-    # Where a row's blocks may be cut, so that a slice has so many runs: runs differ in length as they like.
-    ends = np.flatnonzero(section.breaks()) + 1
+    ends: Int64s | None = None
+    """Where runs end: they differ in length as they like, and a slice has so many of them at most."""
     row = 0
     while row < table.num_rows:
         end = min(
@@ -250,6 +250,8 @@ def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -
         while lo < blocks:
             hi = min(lo + max(1, max_bytes // one), blocks)
             if dense[row]:
+                if ends is None:
+                    ends = np.flatnonzero(section.breaks()) + 1
                 ended = int(np.searchsorted(ends, lo, side="right"))
                 if ended + max_descriptors <= len(ends):
                     hi = min(hi, int(ends[ended + max_descriptors - 1]))
