@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         LeaseLost,
         LeaseRefused,
         LocalProtocolError,
+        NotLentYet,
         Overloaded,
         PeerLost,
         PeerUnreachable,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         ReadFailed,
         RemoteProtocolError,
         RemoteTooShort,
+        WrongThread,
     )
     from asynckv.observe.log import configure as configure_logging
     from asynckv.registration import Registration, register_memory
@@ -65,8 +67,8 @@ _HOMES = {
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
-        "LeaseRefused LocalProtocolError Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError PullCancelled "
-        "PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort"
+        "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
+        "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
     "asynckv.observe.log": "configure_logging",
     "asynckv.registration": "Registration register_memory",
@@ -102,6 +104,7 @@ __all__ = [
     "LogConfig",
     "Memory",
     "NixlConfig",
+    "NotLentYet",
     "Overloaded",
     "Params",
     "Part",
@@ -122,6 +125,7 @@ __all__ = [
     "Statistics",
     "TensorPart",
     "View",
+    "WrongThread",
     "attention_view",
     "configure_logging",
     "dense_part",

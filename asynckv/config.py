@@ -5,16 +5,18 @@ Durations are seconds, sizes bytes. `docs/embedding.md` shows the ones that matt
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from asynckv.arguments import MAX_INTEGER, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
 
 __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
+MAX_NAME = 512
+MAX_PATH = 4096
 MAX_POSTING_THREADS = 16
 CORES_FOR_TWO = 2
 
@@ -180,14 +182,19 @@ class NixlConfig:
 
     def __post_init__(self) -> None:
         threads = self.posting_threads
-        if threads != "auto" and (type(threads) is not int or not 0 <= threads <= MAX_POSTING_THREADS):
+        if not (isinstance(threads, str) and threads == "auto") and (
+            type(threads) is not int or not 0 <= threads <= MAX_POSTING_THREADS
+        ):
             raise ConfigError(
-                f"posting_threads is {threads!r}; it must be 0 (post on the loop) to {MAX_POSTING_THREADS}, or 'auto'"
+                f"posting_threads is {shown(threads)}; it must be 0 (post on the loop) to {MAX_POSTING_THREADS}, or "
+                f"'auto'"
             )
         for name in ("bulk_bytes", "bulk_descriptors"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be an integer above 0")
+            object.__setattr__(self, name, integer(name, getattr(self, name), 1, MAX_INTEGER, ConfigError))
+        text("backend", self.backend, MAX_NAME, 1, ConfigError)
+        pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
+        if not all(is_text(each) for pair in pairs for each in pair):
+            raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
 
     @property
     def num_posters(self) -> int:
@@ -207,19 +214,20 @@ class LogConfig:
         successes_per_s: Most successful requests logged per second (0: none).
         slow_s: A request that took longer is logged like a failure.
         slow_per_s: Most slow requests logged per second: when all are, the log must not make them slower.
+        away_s: Where the event loop was away for longer than this, so that nobody was answered, a warning says so
+            (`loop_was_away`), at most one in ten seconds.
     """
 
     successes_per_s: float = 10.0
     slow_s: float = 5.0
     slow_per_s: float = 10.0
+    away_s: float = 1.0
 
     def __post_init__(self) -> None:
-        rates_fit = all(0 <= rate <= 1e6 for rate in (self.successes_per_s, self.slow_per_s))
-        if not (rates_fit and self.slow_s > 0):
-            raise ConfigError(
-                f"successes_per_s {self.successes_per_s} and slow_per_s {self.slow_per_s} must be in [0, 1e6], and "
-                f"slow_s {self.slow_s} above 0"
-            )
+        for name in ("successes_per_s", "slow_per_s"):
+            object.__setattr__(self, name, number(name, getattr(self, name), 0, 1e6, ConfigError))
+        for name in ("slow_s", "away_s"):
+            object.__setattr__(self, name, seconds(name, getattr(self, name), ConfigError))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +246,8 @@ class KeysConfig:
     def __post_init__(self) -> None:
         for name in ("secret", "authorized"):
             value = getattr(self, name)
-            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-                raise ConfigError(f"keys.{name} is {value!r}; give a path (asynckv keygen NAME makes keys)")
+            if not isinstance(value, str | os.PathLike) or not is_text(os.fspath(value), MAX_PATH, 1):
+                raise ConfigError(f"keys.{name} is {shown(value)}; give a path (asynckv keygen NAME makes keys)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +278,6 @@ class EngineConfig:
             "engine_id": str,
             "bind": str,
             "advertise": str,
-            "allow_insecure": bool,
             "keys": KeysConfig | None,
         }
         kinds |= {
@@ -280,12 +287,15 @@ class EngineConfig:
             "log": LogConfig,
             "limits": LimitsConfig,
         }
+        flag("allow_insecure", self.allow_insecure, ConfigError)
         for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind):
                 wanted = getattr(kind, "__name__", str(kind))
-                raise ConfigError(f"{name} is {value!r:.100}; it must be a {wanted}")
-        if not 1 <= len(self.engine_id) <= 512:
-            raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to 512")
+                raise ConfigError(f"{name} is {shown(value)}; it must be a {wanted}")
+        if not 1 <= len(self.engine_id) <= MAX_NAME:
+            raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to {MAX_NAME}")
+        for name in ("engine_id", "bind", "advertise"):
+            text(name, getattr(self, name), MAX_NAME, error=ConfigError)
         for name in ("bind", "advertise"):
             value = getattr(self, name)
             if (value or name == "bind") and not value.startswith("tcp://"):
@@ -311,8 +321,8 @@ def _positive(config: object, but: tuple[str, ...] = ()) -> None:
     """Refuse what is no number, and zero, negative, infinite and nan, in every field."""
     for entry in fields(config):  # type: ignore[arg-type]
         value = getattr(config, entry.name)
-        if isinstance(value, bool) or not isinstance(value, int if entry.type == "int" else int | float):
-            kind = "an integer" if entry.type == "int" else "a number"
-            raise ConfigError(f"{entry.name} is {value!r}; it must be {kind}")
-        if entry.name not in but and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{entry.name} is {value}; it must be a positive, finite number")
+        if entry.type == "int":
+            value = integer(entry.name, value, 0 if entry.name in but else 1, MAX_INTEGER, ConfigError)
+        else:
+            value = seconds(entry.name, value, ConfigError)
+        object.__setattr__(config, entry.name, value)  # frozen, and of numpy's types no longer

@@ -4,15 +4,19 @@ Everything that happens (a packet, a completion, a timer, a call) is handed to t
 time read after it was observed. What the core leaves on its desk is done once per turn of the loop:
 messages first, so that a claim leaves before its read is posted, then commands, then as many posts as
 fit into a short slice. The engine decides nothing.
+
+All of it happens on one event loop, the one that `start` ran on: whoever calls from elsewhere is refused at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import secrets
+import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -21,7 +25,8 @@ from typing import Any, Self, TypeVar, TypeVarTuple, assert_never
 import anyio
 import msgspec
 
-from asynckv.config import MAX_RETRIES, EngineConfig
+from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
+from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
 from asynckv.core.commands import (
     AddTable,
     BlocksRetired,
@@ -46,15 +51,30 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.pulling import News
 from asynckv.core.retry import CURABLE, Retry
-from asynckv.core.types import NULL, Address, Endpoint, Params, PullId, Reason, Route, decode_params
+from asynckv.core.types import (
+    MAX_HASHES,
+    MAX_RANKS,
+    MAX_TOKENS,
+    NULL,
+    Address,
+    Endpoint,
+    Params,
+    PullId,
+    Reason,
+    Route,
+    decode_params,
+    sendable,
+)
 from asynckv.errors import (
     AsyncKVError,
     BackendError,
+    ConfigError,
     EngineClosed,
     GeometryRefused,
     LeaseLost,
     LeaseRefused,
     LocalProtocolError,
+    NotLentYet,
     PeerLost,
     PeerUnreachable,
     PlanRefused,
@@ -64,14 +84,17 @@ from asynckv.errors import (
     ReadFailed,
     RemoteProtocolError,
     RemoteTooShort,
+    WrongThread,
 )
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import Recorder, phases
 from asynckv.ports import Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
 from asynckv.registration import Registration
-from asynckv.results import LeaseEnd, PullResult, Statistics
+from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]
+
+NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 
 GRACE_S = 1.0
 """How long closing waits for what owes nothing but an acknowledgement."""
@@ -83,9 +106,14 @@ TURNED_AWAY = (
 POST_SLICE_S = 0.001
 """How long a turn may go on posting before the loop gets its turn."""
 
+BEAT_S = 0.25
+"""While anything is under way the engine's timer runs at least this often, to notice that the loop was away."""
+
+IDLE_BEAT_S = 2.5
+"""And else this often: who comes for the first time gives up after `handshake_s`, and nobody here has a deadline."""
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-MAX_PRIORITY = 1 << 53
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
 
@@ -93,6 +121,7 @@ _ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.CANCELLED: PullCancelled,
     Reason.ENGINE_CLOSED: PeerUnreachable,
     Reason.TIMEOUT: PullTimeout,
+    Reason.NOT_LENT_YET: NotLentYet,
     Reason.GEOMETRY: GeometryRefused,
     Reason.UNPLANNABLE: PlanRefused,
     Reason.REMOTE_TOO_SHORT: RemoteTooShort,
@@ -127,14 +156,17 @@ class LentRequest:
 
     def owed(self) -> tuple[str, ...]:
         """Name the readers that have not released yet; `*` for a cohort that never spoke up."""
+        self._engine._asked("LentRequest.owed")
         return self._lease.owed()
 
     def revoke(self) -> None:
         """Grant nothing any more; the blocks return when no promise runs."""
+        self._engine._here("LentRequest.revoke")
         self._engine._revoke(self._lease)
 
     async def wait_released(self) -> LeaseEnd:
         """Wait until the blocks are the engine's again, whatever the reason."""
+        self._engine._here("LentRequest.wait_released")
         await self._ended.wait()
         lease = self._lease
         cause = lease.state.value if lease.is_over else "closed"
@@ -156,13 +188,17 @@ class _Waiting:
     returned: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is nothing more to wait for."""
     retired: bool = False
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     async def wait(self) -> None:
         """Wait for the blocks.
 
         Raises:
             BlocksRetired: They were given up.
+            WrongThread: This is not the engine's event loop.
         """
+        if asyncio.get_running_loop() is not self.loop:
+            raise _wrong_thread("PullError.returned", self.loop)
         await self.returned.wait()
         if self.retired:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
@@ -189,7 +225,8 @@ class _Retrying:
 
     begun_at: float
     deadline: float
-    blocks: Mapping[int, tuple[int, ...]]
+    blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of the attempt before."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Time is up, or no attempt may follow."""
     stop: Reason | None = None
@@ -213,13 +250,16 @@ class _Retrying:
                 each.cancel()
 
 
-_NOT_RETRYING = _Retrying(0.0, 0.0, {})
+_NOT_RETRYING = _Retrying(0.0, 0.0)
 
 
 class Engine:
     """One rank of an inference engine: lends its blocks, pulls others'.
 
-    Use it as an async context manager, or call `start` and `aclose`.
+    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop that `start` ran on:
+    every method raises `WrongThread` elsewhere, with nothing changed. `statistics`, `holds` and the other questions
+    may be asked on that loop's thread whatever runs there. `config`, `registration`, `incarnation`, `endpoint` and
+    `memory_epoch` may be read from any thread.
 
     Args:
         config: Checked configuration.
@@ -228,6 +268,9 @@ class Engine:
         control: Control plane; ZMQ if left out.
         clock: Clock; the system's if left out.
         token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
+
+    Raises:
+        ConfigError: The configuration or the registration is something else.
     """
 
     def __init__(
@@ -240,8 +283,13 @@ class Engine:
         clock: Clock | None = None,
         token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is {shown(config)}; it must be an EngineConfig")
+        _check(registration, ConfigError)
         self.config = config
         self.registration = registration
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
         self._token_hex = token_hex
         self.incarnation = token_hex(16)
         layout = registration.layout
@@ -283,6 +331,9 @@ class Engine:
         """Pulls that failed while something could still write their blocks."""
         self._polled_at = -math.inf
         self._release_s: deque[float] = deque(maxlen=4096)
+        self._beat_at = math.inf
+        """When the timer runs even if the core wants nothing."""
+        self._lag = LoopLag(config.log.away_s)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -302,10 +353,12 @@ class Engine:
             BackendError: NIXL or the address is not to be had; nothing is left running.
             LayoutError: The layout does not hold together.
         """
+        self._here("start")
         if self._closing is not None:
             raise EngineClosed("the engine was closed; make a new one")
         if self._node_or_none is not None:
             raise LocalProtocolError("the engine was started before")
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         try:
             self._node_or_none = self._begin()
             await self._control.start(self._on_packet, self._on_refused)
@@ -321,6 +374,8 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             **self._data.describe(),
         )
+        self._beat_at = self._clock.now() + IDLE_BEAT_S
+        self._soon()
 
     def _begin(self, memory_epoch: int = 0) -> Node:
         """Bring the data plane up, register the memory, and make the node that speaks for it."""
@@ -348,11 +403,11 @@ class Engine:
         Returns:
             What is still under way after `timeout_s`, the oldest holders of blocks first; empty if all is done.
         """
-        if not 0 <= timeout_s < math.inf:
-            raise LocalProtocolError(f"a timeout of {timeout_s} s is not a finite number of seconds")
+        self._here("drain")
+        timeout_s = number("timeout_s", timeout_s, 0)
         node = self._node
-        node.shut()
         self._soon()
+        node.shut()
         await self._wait(lambda: self._is_idle() or self._is_hurried, timeout_s)
         stragglers = node.stragglers(self._clock.now()) + self._between_attempts()
         if stragglers:
@@ -368,6 +423,7 @@ class Engine:
             BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
                 returned yet. Call again to wait again.
         """
+        self._here("aclose")
         if self._closing is None or _has_failed(self._closing):
             # A task of its own, so that a caller who is cancelled does not leave it half done.
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -388,6 +444,8 @@ class Engine:
             BackendError: Something is still inside NIXL, so the memory may still be read and written. Call again to
                 wait again, or `aclose`.
         """
+        self._here("suspend")
+        timeout_s = number("timeout_s", timeout_s, 0)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
         node = self._node
@@ -414,6 +472,9 @@ class Engine:
             BackendError: NIXL cannot register the memory; the engine stays suspended.
             LayoutError: The layout does not hold together; the engine stays suspended.
         """
+        self._here("resume")
+        if registration is not None:
+            _check(registration, LocalProtocolError)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
         if not self._is_suspended or self._moving is not None:
@@ -455,7 +516,7 @@ class Engine:
     def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
         """Lend the blocks that params (`PrefillGroup.make_params`) describe; on every prefill rank.
 
-        The KV has to be in the blocks. Lend requests in the order in which their params were made.
+        The KV has to be in the blocks. Requests are lent in any order, each once.
 
         Args:
             params: From the group's scheduler; may have reached the decode side already.
@@ -464,17 +525,39 @@ class Engine:
         Raises:
             EngineClosed: The engine is closed or draining.
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The params are another engine's, were lent before, or a block is being written.
+            LocalProtocolError: The params are another engine's, were lent before or withdrawn, or a block is being
+                written.
         """
-        node = self._node
-        lease = node.lend(_params(params), readers, self._clock.now())
+        self._here("lend")
+        readers = integer("readers", readers, 1, MAX_RANKS)
+        node, wanted = self._node, _params(params)
+        self._soon()  # first: without a turn nothing may begin
+        lease = node.lend(wanted, readers, self._clock.now())
         lent = LentRequest(self, lease)
         if lease.is_over:  # released before it was lent
             lent._ended.set()
         else:
             self._lent[id(lease)] = lent
-        self._soon()
         return lent
+
+    def withdraw(self, params: Params | Mapping[str, Any]) -> None:
+        """Say that a request whose params have left will never be lent: it was aborted; on every prefill rank.
+
+        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. (Of very many
+        that wait, those that found no room, `lease.max_parked`, hear of it when they ask again, within 2 s.) A request
+        that is lent already is revoked, and of one that has ended nothing changes: whoever aborts need not know.
+
+        Raises:
+            EngineClosed: The engine was not started.
+            LocalProtocolError: The params are another engine's.
+            RemoteProtocolError: The params are malformed.
+        """
+        self._here("withdraw")
+        found, node = _params(params), self._node
+        self._soon()
+        waited = node.withdraw(found, self._clock.now())
+        if waited is not None:
+            self._recorder.withdrawn(found, waited)
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -490,11 +573,14 @@ class Engine:
             LocalProtocolError: The request is being pulled already.
             RemoteProtocolError: The params are malformed.
         """
-        wait = self.config.pull.announce_s if wait_s is None else _timeout(wait_s)
+        self._here("announce")
+        wait = self.config.pull.announce_s if wait_s is None else seconds("wait_s", wait_s)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        self._node.announce(request_id, _params(params), cohort_id, wait, self._clock.now())
+        node, wanted = self._node, _params(params)
         self._soon()
+        node.announce(request_id, wanted, cohort_id, wait, self._clock.now())
 
     async def pull(
         self,
@@ -548,23 +634,28 @@ class Engine:
             LocalProtocolError: The request is being pulled already, or a block is in use.
             RemoteProtocolError: The params are malformed.
         """
+        self._here("pull")
         config = self.config.pull
-        timeout = config.timeout_s if timeout_s is None else _timeout(timeout_s)
-        most = config.retries if retries is None else retries
-        if not isinstance(most, int) or not 0 <= most <= MAX_RETRIES:
-            raise LocalProtocolError(f"retries is {most}; it must be 0 (off) to {MAX_RETRIES}")
+        timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+        most = config.retries if retries is None else integer("retries", retries, 0, MAX_RETRIES)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if num_tokens is not None:
+            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if hashes is not None:
+            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
+        flag("is_last", is_last)
+        priority = integer("priority", priority, -MAX_INTEGER)
+        if type(groups) is not list and isinstance(groups, Iterable):
+            groups = tuple(groups)  # which can be looked at again by another attempt
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         if renew_params is not None and not (callable(renew_params) and most):
             raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise LocalProtocolError(f"priority is {priority!r}; it must be an integer from -2^53 to 2^53")
         now, state = self._clock.now(), _NOT_RETRYING
         retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
         ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
         if most:
-            blocks = {g: tuple(b for b in ids if b is not None) for g, (_, ids) in enumerate(groups)}
-            state = self._retrying[request_id] = _Retrying(now, retry.deadline, blocks)
+            state = self._retrying[request_id] = _Retrying(now, retry.deadline)
         try:
             while True:
                 left = max(retry.deadline - self._clock.now(), 1e-3) if retry.attempts > 1 else timeout
@@ -636,6 +727,7 @@ class Engine:
         when = retry.next_at(pull.reason, pull.not_before, self._clock.now())
         if when == math.inf:
             return None
+        state.blocks = _blocks(pull)
         self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
         with self._waking(state, when):
             await state.wake.wait()
@@ -682,11 +774,14 @@ class Engine:
         two attempts of the caller's own (`is_last=False`) there is nothing to give up: the lease runs out, unless a
         last attempt is made.
         """
-        found = self._node.cancel(request_id, self._clock.now())
+        self._here("cancel")
+        request_id = text("request_id", request_id)
+        node = self._node
+        self._soon()
+        found = node.cancel(request_id, self._clock.now())
         if (state := self._retrying.get(request_id)) is not None:
             state.end(Reason.CANCELLED)
             found = True
-        self._soon()
         return found
 
     async def returned(self, request_id: str) -> None:
@@ -698,6 +793,8 @@ class Engine:
         Raises:
             BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
         """
+        self._here("returned")
+        request_id = text("request_id", request_id)
         node = self._node
         while not self._is_destroyed and self._node_or_none is node:
             open_pulls = (p for p in node.pulling.pulls.values() if p.request_id == request_id)
@@ -711,29 +808,41 @@ class Engine:
 
         For schedulers that would rather allocate blocks for another request, or ask another engine.
         """
-        return self._node.is_closed or self._node.would_block(_params(params))
+        self._asked("would_block")
+        wanted = _params(params)
+        return self._node.is_closed or self._node.would_block(wanted)
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
-        self._node.pulling.forget(Address(address), self._clock.now())
+        self._here("forget_peer")
+        address = text("address", address, MAX_NAME)
+        node = self._node
         self._soon()
+        node.pulling.forget(Address(address), self._clock.now())
 
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
+        self._asked("statistics")
         node = self._node
         counters = dict(node.desk.counters)
         counters |= {f"control.{k}": v for k, v in self._control.statistics().items()}
         counters |= {f"data.{k}": v for k, v in self._data.statistics().items()}
-        return Statistics(counters, node.gauges(), tuple(self._release_s))
+        counters["loop.was_away"] = (lag := self._lag).num_away
+        counters["keys.given_up"] = node.lending.spent.num_given_up
+        counters["keys.forgotten"] = node.lending.spent.num_forgotten
+        counters["log.failed"] = self._recorder.num_failed
+        return Statistics(counters, node.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
 
     def holds(self) -> tuple[Hold, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
+        self._asked("holds")
         return self._node.holds(self._clock.now()) + self._between_attempts()
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
+        self._asked("describe")
         return self._data.describe()
 
     def check_integrity(self) -> None:
@@ -742,15 +851,44 @@ class Engine:
         Raises:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
+        self._asked("check_integrity")
         if wrong := self._node.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
+
+    # -- where it is called from -------------------------------------------------------------------
+
+    def _here(self, call: str) -> None:
+        """Refuse a call from elsewhere than the engine's event loop, before anything is changed.
+
+        Raises:
+            WrongThread: This is another thread or event loop, or none runs.
+            EngineClosed: It was not started, so it has no loop yet.
+        """
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                return
+        except RuntimeError:
+            raise _wrong_thread(call, self._loop) from None
+        if self._loop is not None:
+            raise _wrong_thread(call, self._loop)
+        if call not in ("start", "aclose"):
+            raise EngineClosed(NOT_STARTED)
+
+    def _asked(self, call: str) -> None:
+        """Refuse a question that another thread asks while things change under its eyes.
+
+        Raises:
+            WrongThread: This is another thread than that of the engine's event loop, which goes on.
+        """
+        if threading.get_ident() != self._thread and self._loop is not None and not self._loop.is_closed():
+            raise _wrong_thread(call, self._loop)
 
     # -- events ------------------------------------------------------------------------------------
 
     @property
     def _node(self) -> Node:
         if self._node_or_none is None:
-            raise EngineClosed("the engine is not started; use `async with Engine(...)`")
+            raise EngineClosed(NOT_STARTED)
         return self._node_or_none
 
     def _on_packet(self, origin: Address | Route, data: bytes) -> None:
@@ -773,9 +911,21 @@ class Engine:
             self._soon()
 
     def _on_timer(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        self._safely(self._node.tick, self._clock.now())
-        self._soon()
+        due, self._timer, self._timer_at = self._timer_at, None, math.inf
+        self._safely(self._tick, due)
+        if self._timer is None:
+            self._soon()  # which arms it, as everybody's deadlines hang on it
+
+    def _tick(self, due: float) -> None:
+        now, node = self._clock.now(), self._node
+        if self._lag.take(now - due):
+            self._recorder.loop_was_away(now - due, node.gauges(), now)
+        if not self._is_shut:
+            self._beat_at = now + (IDLE_BEAT_S if node.is_idle and not node.lending.num_parked else BEAT_S)
+        if node.next_at <= now:
+            node.tick(now)
+            self._soon()
+        self._arm(min(node.next_at, self._beat_at))
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
         """Hand one event to the core: a bug that one of them meets must not take the others with it."""
@@ -791,8 +941,9 @@ class Engine:
     def _soon(self) -> None:
         """Do what the core wants, once, in the loop's next turn."""
         if not self._is_due:
-            self._is_due = True
+            # In this order: a turn that could not be had is asked for again by whatever happens next.
             asyncio.get_running_loop().call_soon(self._turn)
+            self._is_due = True
 
     def _turn(self) -> None:
         self._is_due = False
@@ -803,11 +954,14 @@ class Engine:
         node = self._node
         self._safely(self._work, node)
         if node.is_serving is not self._is_serving:
-            self._is_serving = node.is_serving
-            self._data.watch(self._is_serving)
+            self._safely(self._serve, node.is_serving)
         self._turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        self._arm(node.next_at)
+        self._arm(min(node.next_at, self._beat_at))
+
+    def _serve(self, is_serving: bool) -> None:
+        self._data.watch(is_serving)
+        self._is_serving = is_serving
 
     def _watch_held(self, node: Node) -> None:
         """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
@@ -824,7 +978,13 @@ class Engine:
         while True:
             if (read := node.pulling.next_post(began)) is not None:
                 post = read.post
-                ended = self._data.post_read(read.transfer_id, read.agent_name, post.table_id, post.local, post.remote)
+                try:
+                    ended = self._data.post_read(
+                        read.transfer_id, read.agent_name, post.table_id, post.local, post.remote
+                    )
+                except Exception as exc:  # a bug of the plane's, which may have posted it
+                    self._internal_error(exc)
+                    ended = Ended(read.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
                 node.pulling.spent(read.transfer_id, now - began)
                 if ended is not None:
@@ -838,6 +998,8 @@ class Engine:
             if now - started > POST_SLICE_S:
                 self._soon()
                 break
+        if began + BEAT_S < self._beat_at and not node.is_idle:
+            self._beat_at = began + BEAT_S  # something has begun
         # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
         self._do(node, is_all=has_waited)
         if node.desk.has_messages:
@@ -872,20 +1034,20 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._timer_at = when
         if when < math.inf:
             self._timer = self._clock.call_at(when, self._on_timer)
+        self._timer_at = when
 
     def _execute(self, command: Command, node: Node, now: float) -> None:
         match command:
             case PullEnded(pull):
-                if not pull.is_discharge:
-                    self._recorder.pull_ended(pull, now)
                 if not pull.is_returned:
                     self._held.add(pull.pull_id)
                 waiting = self._waiting.get(pull.pull_id)
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)
+                if not pull.is_discharge:
+                    self._recorder.pull_ended(pull, now)
             case BlocksReturned(pull):
                 if (waiting := self._waiting.get(pull.pull_id)) is not None:
                     waiting.retired = False
@@ -902,9 +1064,9 @@ class Engine:
                     waiting.returned.set()
                 self._recorder.blocks_retired(pull, now)
             case LeaseEnded(lease):
-                self._recorder.lease_ended(lease, now)
                 if (lent := self._lent.pop(id(lease), None)) is not None:
                     lent._ended.set()
+                self._recorder.lease_ended(lease, now)
             case LoadPeer(peer, metadata):
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._tasks.add(task)
@@ -940,9 +1102,9 @@ class Engine:
             await self._data.prepare_peer(peer.agent_name, metadata)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-            node.pulling.load_failed(peer, cause, self._clock.now())
+            self._safely(node.pulling.load_failed, peer, cause, self._clock.now())
         else:
-            node.pulling.loaded(peer, self._clock.now())
+            self._safely(node.pulling.loaded, peer, self._clock.now())
         self._soon()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -956,8 +1118,7 @@ class Engine:
         held: dict[int, tuple[int, ...]] = {}
         wait_returned: Callable[[], Awaitable[Any]] | None = None
         if not pull.is_returned:
-            blocks = pull.lists.local if pull.lists else ()
-            held = {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(blocks) if len(ids)}
+            held = _blocks(pull)
             wait_returned = waiting.wait
         assert pull.reason is not None
         kind = _ERRORS.get(pull.reason, LeaseRefused)
@@ -973,8 +1134,8 @@ class Engine:
         )
 
     def _revoke(self, lease: Lease) -> None:
-        self._node.lending.revoke(lease, self._clock.now())
         self._soon()
+        self._node.lending.revoke(lease, self._clock.now())
 
     async def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, for so long at most."""
@@ -1087,7 +1248,7 @@ class Engine:
             self._recorder.event("info", "engine_stopped")
 
     async def _close_planes(self) -> None:
-        self._is_shut = True
+        self._is_shut, self._beat_at = True, math.inf
         try:
             await self._control.aclose()
         finally:
@@ -1158,10 +1319,46 @@ def _params(value: Params | Mapping[str, Any]) -> Params:
         raise RemoteProtocolError(f"params are malformed: {exc}") from exc
 
 
-def _timeout(seconds: float) -> float:
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise LocalProtocolError(f"a timeout of {seconds!r} s is not a positive, finite number")
-    return seconds
+def _check(registration: Registration, error: type[AsyncKVError]) -> None:
+    """Refuse what none of the functions made that register memory."""
+    try:
+        if isinstance(registration, Registration):
+            sendable(registration.layout, Layout)
+            return
+        why = ""
+    except msgspec.ValidationError as exc:
+        why = f" ({exc})"
+    raise error(f"registration is {shown(registration)}{why}; give what register_memory or its like return")
+
+
+def _blocks(pull: Pull) -> dict[int, tuple[int, ...]]:
+    """Name the blocks that a pull fills."""
+    lists = pull.lists.local if pull.lists else ()
+    return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
+
+
+def _wrong_thread(call: str, loop: asyncio.AbstractEventLoop | None) -> WrongThread:
+    """Say where a call has to be made, and how to make it there."""
+    owner, _, name = call.rpartition(".")
+    method = getattr({"LentRequest": LentRequest, "PullError": PullError}.get(owner, Engine), name)
+    what = {"LentRequest": "lent", "PullError": "error"}.get(owner, "engine") + f".{name}"
+    if loop is None:
+        where = (
+            "outside of an event loop; await engine.start() in the one that the engine is to run on, then call it there"
+        )
+    elif loop.is_closed():
+        where = "after the engine's event loop was closed, so that nothing can be done; close engines before their loop"
+    else:
+        remedy = (
+            f"asyncio.run_coroutine_threadsafe({what}(...), loop)"
+            if inspect.iscoroutinefunction(method)
+            else f"loop.call_soon_threadsafe({what}, ...)"
+        )
+        where = (
+            f"from thread {threading.current_thread().name!r} or another event loop than the one that the engine was "
+            f"started on; nothing was changed: use {remedy}, where loop is the engine's"
+        )
+    return WrongThread(f"{what} was called {where}")
 
 
 def _nixl(config: EngineConfig, place: str) -> DataPlane:

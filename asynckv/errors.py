@@ -5,6 +5,7 @@ AsyncKVError
 │   └── LayoutError         the declared memory does not hold together
 ├── ProtocolError
 │   ├── LocalProtocolError  this side called out of order; nothing was changed
+│   │   └── WrongThread     ... from another thread, or another event loop, than the engine's
 │   └── RemoteProtocolError the other side sent something malformed
 ├── EngineClosed            the engine was closed or is draining
 ├── BackendError            NIXL or ZMQ could not do what it was asked at start-up
@@ -19,6 +20,7 @@ AsyncKVError
     ├── LeaseLost           bytes arrived, but no lease provably covered them
     ├── ReadFailed          a NIXL transfer failed
     ├── PullTimeout         the caller's deadline passed
+    │   └── NotLentYet      ... and the prefill side had not lent the request
     └── PullCancelled       `cancel(request_id)` or an engine that closes
 """
 
@@ -37,6 +39,7 @@ __all__ = [
     "LeaseLost",
     "LeaseRefused",
     "LocalProtocolError",
+    "NotLentYet",
     "Overloaded",
     "PeerLost",
     "PeerUnreachable",
@@ -48,6 +51,7 @@ __all__ = [
     "ReadFailed",
     "RemoteProtocolError",
     "RemoteTooShort",
+    "WrongThread",
 ]
 
 
@@ -69,6 +73,10 @@ class ProtocolError(AsyncKVError):
 
 class LocalProtocolError(ProtocolError):
     """This side called out of order; nothing was changed."""
+
+
+class WrongThread(LocalProtocolError):
+    """An engine was called from another thread or event loop than the one that it runs on; nothing was changed."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -177,6 +185,10 @@ class ReadFailed(PullError):
 
 class PullTimeout(PullError):
     """The caller's deadline passed first."""
+
+
+class NotLentYet(PullTimeout):
+    """The deadline passed, and the last that the prefill side had said was that the request is not lent yet."""
 
 
 class PullCancelled(PullError):

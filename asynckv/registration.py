@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asynckv.arguments import shown
 from asynckv.core.layout import Layout, check_layout, valid_layout
+from asynckv.errors import LayoutError
 
 __all__ = ["Registration", "register_memory"]
 
@@ -32,6 +34,8 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
     Raises:
         LayoutError: Naming the field, both numbers and the remedy.
     """
-    layout = valid_layout(layout)
-    check_layout(layout)
-    return Registration(layout, owners)
+    checked = valid_layout(layout)
+    if not isinstance(owners, tuple | list):
+        raise LayoutError(f"owners is {shown(owners)}; give a tuple of whatever must not be freed")
+    check_layout(checked)
+    return Registration(checked, tuple(owners))

@@ -152,7 +152,7 @@ class Side:
         )
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
-        self._out, self._order = out, asyncio.Lock()
+        self._out = out
         self._group: PrefillGroup | None = None
         self._group_epoch = 0
 
@@ -179,17 +179,16 @@ class Side:
         """Fill blocks, lend them, and overwrite them as soon as the lease is over; params may leave early."""
         ids = await self.blocks.take(blocks)
         lists, tokens = [(0, ids)], blocks * BLOCK
-        async with self._order:  # requests are lent in the order in which their params were made
-            params = self.group().make_params(f"p-{number}", lists, tokens, written=not early, lease_s=lease_s)
-            if early:
-                self.say(ask, params=params)
-                await asyncio.sleep(self._rng.uniform(0, 0.004))  # the forward pass
-            self.blocks.words[ids] = self.blocks.pattern(number, 0, blocks)
-            try:
-                lent = self.engine.lend(params)
-            except AsyncKVError:
-                await self.blocks.give(ids)
-                raise
+        params = self.group().make_params(f"p-{number}", lists, tokens, written=not early, lease_s=lease_s)
+        if early:
+            self.say(ask, params=params)
+            await asyncio.sleep(self._rng.uniform(0, 0.004))  # the forward pass
+        self.blocks.words[ids] = self.blocks.pattern(number, 0, blocks)
+        try:
+            lent = self.engine.lend(params)
+        except AsyncKVError:
+            await self.blocks.give(ids)
+            raise
         if not early:
             self.say(ask, params=params)
         self.counts[f"lease.{(await lent.wait_released()).cause}"] += 1

@@ -1,7 +1,7 @@
 """Very many small transfers with faults among them: `python -m scripts.soak --help`.
 
 A prefill and a decode process on real NIXL and ZMQ make transfers of 1 to 4 blocks, 16 to 64 in flight. One
-in a hundred goes wrong on purpose: cancelled, revoked, never lent, never read, wrong blocks, too late. Now
+in a hundred goes wrong on purpose: cancelled, revoked, never lent, withdrawn, never read, wrong blocks, too late. Now
 and then the decode side forgets the prefill rank, with everything in flight.
 
 The allocators are hostile. What the prefill side gets back it overwrites at once, so a byte that was read
@@ -68,11 +68,12 @@ FAULTS = {
     "task cancelled": {"complete", "cancelled task"},
     "pull cancelled": {"complete", "cancelled"},
     "lease revoked": {"complete", "revoked", "lease_lost"},
-    "never lent": {"timeout", "unknown_key"},
+    "never lent": {"not_lent_yet"},
+    "withdrawn": {"withdrawn"},
     "wrong blocks": {"complete"},
     "wrong params": {"blocks_differ"},
     "never pulled": {"announced"},
-    "too short a timeout": {"complete", "timeout"},
+    "too short a timeout": {"complete", "timeout", "not_lent_yet"},
     "never read": {"not read"},
 }
 """Kind of fault -> the outcomes that it may have."""
@@ -300,8 +301,10 @@ class Prefill(Side):
         self.memory.pool.fill(it.number, [(0, ids)], it.tokens)
 
     def _lend(self, it: Request, ids: list[int], params: dict[str, Any]) -> None:
-        if it.fault == "never lent":
+        if it.fault in ("never lent", "withdrawn"):
             self.memory.give(ids)
+            if it.fault == "withdrawn":
+                self.engine.withdraw(params)
             return
         lent = self.engine.lend(params)
         if it.fault == "lease revoked":

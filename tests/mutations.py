@@ -20,9 +20,10 @@ from asynckv.core.admission import Admission
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Granted, Release, Renew
+from asynckv.core.messages import Ack, Claim, Granted, Release, Renew
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull, PullState
+from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.engine import Engine, _news
 from asynckv.testing import service
@@ -173,7 +174,8 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
     honest_lend = lending.Lending.lend
 
     def lend(self: lending.Lending, lent: Any, now: float) -> Any:
-        self._ended.pop(lent.key, None)
+        self.spent = SpentKeys()
+        self._ended.clear()
         return honest_lend(self, lent, now)
 
     def digest(*args: Any) -> bytes:
@@ -744,5 +746,195 @@ def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) 
     def park(self: lending.Lending, *args: Any) -> None:
         self._parked_by = Counter(dict.fromkeys(self._parked_by, 0))
         honest(self, *args)
+
+    patch.setattr(lending.Lending, "_park", park)
+
+
+class _Floor(SpentKeys):
+    """Whatever lies below the newest number is spent."""
+
+    def __contains__(self, key: Any) -> bool:
+        runs = self._runs.get(key.epoch)
+        return runs is not None and key.sequence <= runs[1][-1]
+
+
+def _floored(self: lending.Lending) -> SpentKeys:
+    floor = _Floor()
+    floor._runs = self.spent._runs
+    return floor
+
+
+@planted
+def claims_below_the_newest_are_refused(patch: pytest.MonkeyPatch) -> None:
+    """A request is taken for ended because a later one was lent before it."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim) and message.key not in self.leases and message.key in _floored(self):
+            self._refuse(message, route, source, self._ended.get(message.key, Reason.UNKNOWN))
+        else:
+            honest(self, message, route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def early_releases_below_the_newest_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """A release that comes before its request is lent is taken for one that comes after its end."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Release) and message.key not in self.leases and message.key in _floored(self):
+            self._desk.send(route, source, Ack(message.key, message.pull_id))
+        else:
+            honest(self, message, route, source, now)
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def lending_one_spends_all_before_it(patch: pytest.MonkeyPatch) -> None:
+    """Requests have to be lent in the order in which their params were made."""
+    patch.setattr(lending, "SpentKeys", _Floor)
+
+
+@planted
+def what_has_ended_may_be_lent_again(patch: pytest.MonkeyPatch) -> None:
+    """Lending spends no key."""
+    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases)
+
+
+@planted
+def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
+    """Withdrawing a request spends no key."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        spent, self.spent = self.spent, SpentKeys()
+        try:
+            honest(self, key, now)
+            self._ended.pop(key, None)
+        finally:
+            self.spent = spent
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def withdrawing_leaves_early_claims_waiting(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a request that is withdrawn is not told."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        parked = self._parked.pop(key, None)
+        honest(self, key, now)
+        if parked:
+            self._parked[key] = parked
+
+    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim) and self._ended.get(message.key) is Reason.WITHDRAWN:
+            self._park(message, route, source, now)
+        else:
+            honest_receive(self, message, route, source, now)
+
+    honest_receive = lending.Lending.receive
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def withdrawing_what_is_lent_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A request that is lent already is not revoked."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        if key not in self.leases:
+            honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+    """A request that is lent is taken back although promises run."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+        if (lease := self.leases.get(key)) is not None:
+            lease.held.clear()
+        honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def what_has_ended_long_ago_is_not_lent_yet(patch: pytest.MonkeyPatch) -> None:
+    """Only those endings are known that are remembered one by one."""
+    honest = lending.Lending.receive
+
+    def receive(self: lending.Lending, *args: Any) -> None:
+        spent, self.spent = self.spent, SpentKeys()
+        try:
+            honest(self, *args)
+        finally:
+            self.spent = spent
+
+    patch.setattr(lending.Lending, "receive", receive)
+
+
+@planted
+def gaps_are_closed_by_forgetting_what_was_lent(patch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out, it is what was spent that is forgotten, not what is open."""
+
+    def close_oldest(self: SpentKeys) -> None:
+        firsts, lasts = max(self._runs.values(), key=lambda runs: len(runs[0]))
+        del firsts[1], lasts[1]
+        self.num_gaps -= 1
+
+    patch.setattr(SpentKeys, "_close_oldest", close_oldest)
+
+
+@planted
+def gaps_are_kept_without_end(patch: pytest.MonkeyPatch) -> None:
+    """Requests that are never lent take memory for ever."""
+    patch.setattr(SpentKeys, "_close_oldest", lambda self: None)
+
+
+@planted
+def endings_are_taken_for_all_that_is_spent(patch: pytest.MonkeyPatch) -> None:
+    """What has ended long ago may be lent again."""
+    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases or key in self._ended)
+
+
+@planted
+def whoever_is_late_was_told_to_wait(patch: pytest.MonkeyPatch) -> None:
+    """Every deadline that passes is blamed on a request that is not lent."""
+    honest = Pull._waiting_for
+    patch.setattr(Pull, "_waiting_for", lambda self, now: (Reason.NOT_LENT_YET, honest(self, now)[1]))
+
+
+@planted
+def withdrawing_tells_one_reader(patch: pytest.MonkeyPatch) -> None:
+    """Of several that wait for a request that is withdrawn, the first is told."""
+    honest = lending.Lending.withdraw
+
+    def withdraw(self: lending.Lending, key: Any, now: float) -> Any:
+        for slot in list(self._parked.get(key, {}))[1:]:
+            self._unpark(self._parked[key].pop(slot))
+        return honest(self, key, now)
+
+    patch.setattr(lending.Lending, "withdraw", withdraw)
+
+
+@planted
+def early_claims_are_called_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    """A request that is not lent is taken for one that never will be."""
+    honest = lending.Lending._park
+
+    def park(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+        if isinstance(message, Claim):
+            self._refuse(message, route, source, Reason.WITHDRAWN)
+        else:
+            honest(self, message, route, source, now)
 
     patch.setattr(lending.Lending, "_park", park)

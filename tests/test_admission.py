@@ -245,7 +245,7 @@ def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
         ({"window_requests": 2048}, "window_requests 2048 is above total_requests 1024"),
         ({"max_queued": -1}, "max_queued is -1"),
         ({"timeout_s": 1.0}, "timeout_s 1.0 is below 2 s, the shortest lease"),
-        ({"retries": -1}, r"retries is -1; it must be 0 \(off\)"),
+        ({"retries": -1}, r"retries is -1; it must be an integer from 0"),
         ({"retry_s": 0.0}, "retry_s is 0.0"),
     ],
 )

@@ -482,7 +482,7 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     assert ended["d-good"]["cause"] == "complete"
     assert "history" not in ended["d-good"]
     failure = ended["d-bad"]
-    assert (failure["cause"], failure["prefill_request_id"], failure["level"]) == ("timeout", "bad", "warning")
+    assert (failure["cause"], failure["prefill_request_id"], failure["level"]) == ("not_lent_yet", "bad", "warning")
     assert failure["history"][0] == [0.0, "announced"]
     assert failure["engine_id"] == "decode"
     assert len(failure["incarnation"]) == 32

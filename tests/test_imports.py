@@ -16,9 +16,11 @@ PACKAGE = Path(asynckv.__file__).parent
 
 CORE_MAY_IMPORT = {
     "__future__",
+    "asynckv.arguments",  # what callers give: pure checks
     "asynckv.config",  # durations and bounds: frozen values, checked once
     "asynckv.core",
     "asynckv.errors",
+    "bisect",
     "collections",
     "contextlib",
     "dataclasses",
@@ -34,8 +36,8 @@ CORE_MAY_IMPORT = {
     "re",
     "typing",
 }
-# Minting keys needs randomness; only the scheduler's module may have it.
-MAY_ALSO = {"group.py": {"secrets"}}
+# Minting keys needs randomness, and to know in which process it is; only the scheduler's module may have that.
+MAY_ALSO = {"group.py": {"os", "secrets"}}
 
 DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}
 

@@ -131,10 +131,10 @@ def test_a_packed_tensor_is_keys_and_values_if_its_order_says_so() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_blocks": 0}, "group 'attention' num_blocks is 0: expected `int` >= 1"),
+        ({"num_blocks": 0}, "num_blocks is 0; it must be an integer from 1"),
         ({"tp_rank": -1}, "tp_rank is -1: expected `int` >= 0"),
         ({"model": b"raw"}, "model is b'raw': expected `str`, got `bytes`"),
-        ({"heads": (-1, 1)}, r"layer 'layers.0' part 'k' held\[0\] is -1: expected `int` >= 0"),
+        ({"heads": (-1, 1)}, r"heads\[0\] is -1; it must be an integer from 0"),
     ],
 )
 def test_what_is_out_of_bounds_is_named(change: dict[str, Any], message: str) -> None:
@@ -143,5 +143,5 @@ def test_what_is_out_of_bounds_is_named(change: dict[str, Any], message: str) ->
 
 
 def test_a_layers_name_in_bytes_is_refused_by_its_place() -> None:
-    with pytest.raises(LayoutError, match=r"views\[0\] layer is b'layers.0': expected `str`, got `bytes`"):
+    with pytest.raises(LayoutError, match="a layer's name is b'layers.0'; it must be a str"):
         register_tensors({b"layers.0": kv()}, **DECLARED)  # type: ignore[dict-item]

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
+import random
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +21,8 @@ from asynckv.core.commands import Timers
 from asynckv.core.group import PrefillGroup
 from asynckv.core.lease import LeaseState
 from asynckv.core.pull import News, PullState
+from asynckv.core.retry import CURABLE, CURABLE_ELSEWHERE
+from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, Route, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from tests.world import NUM_BLOCKS, Rank, World, make_layout
@@ -211,7 +219,7 @@ class _Item:
 
 
 def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
-    config = EngineConfig(engine_id="x", lease=LeaseConfig(max_parked=16))
+    config = EngineConfig(engine_id="x", lease=LeaseConfig(max_parked=8))
     world = World(config)
     prefill = world.add("p", make_layout(), engine_id="prefill")
     flood, other = (world.add(f"d{i}", make_layout(base=(i + 2) << 40), engine_id=f"decode{i}") for i in range(2))
@@ -219,16 +227,16 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
     for i in range(8):
         world.pull(flood, f"f{i}", [i], group[i])
     world.deliver_all()
-    # A sixteenth of the room is one eighth of the 16: two; the others are told to come again.
-    assert prefill.node.gauges()["parked"] == 2
-    assert prefill.node.desk.counters["parked.refused"] == 6
+    # Half of the room for 8 is for whoever comes first; the others are told to come again.
+    assert prefill.node.gauges()["parked"] == 4
+    assert prefill.node.desk.counters["parked.refused"] == 4
     pull = world.pull(other, "o", [1], group[0])
     world.deliver_all()
-    assert prefill.node.gauges()["parked"] == 3
+    assert prefill.node.gauges()["parked"] == 5
     world.lend(prefill, group[0], readers=2)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert prefill.node.gauges()["parked"] == 1
+    assert prefill.node.gauges()["parked"] == 3
 
 
 def test_a_closed_engine_parks_nothing() -> None:
@@ -271,18 +279,204 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     assert prefill.node.is_idle
 
 
-def test_a_key_below_the_newest_is_refused_and_one_above_waits() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[int, ...]) -> None:
     world, prefill, decode = pair()
-    first, second, third = (world.params([prefill], f"req{i}", [i], 4, written=True) for i in range(3))
-    world.lend(prefill, second)
-    low = world.pull(decode, "low", [1], first)
-    high = world.pull(decode, "high", [2], third)
+    made = [world.params([prefill], f"req{i}", [i], 4) for i in range(4)]
+    pulls = [world.pull(decode, f"d{i}", [i], params) for i, params in enumerate(made)]
     world.run()
-    assert (low.reason, high.reason) == (Reason.UNKNOWN, None)
-    assert "unknown" in low.detail
-    world.lend(prefill, third)
+    assert [p.reason for p in pulls] == [None] * 4
+    for i in order:
+        want = prefill.buffers.block(i)
+        lease = world.lend(prefill, made[i])
+        world.run()
+        assert (pulls[i].reason, lease.state) == (Reason.COMPLETE, LeaseState.RELEASED)
+        assert decode.buffers.block(i) == want
+    assert prefill.node.is_idle
+    assert decode.node.is_idle
+
+
+def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> None:
+    world, prefill, decode = pair()
+    early, late = (world.params([prefill], f"req{i}", [i], 4) for i in range(2))
+    world.lend(prefill, late)
+    it = world.pull(decode, "d-req", [1], early)
     world.run()
-    assert high.reason is Reason.COMPLETE
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    world.run()
+    assert it.reason is Reason.CANCELLED
+    assert world.lend(prefill, early).state is LeaseState.RELEASED
+
+
+def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
+    world, prefill, decode = pair()
+    first = world.params([prefill], "first", [3], 4, written=True)
+    world.lend(prefill, first)
+    world.pull(decode, "d-first", [1], first)
+    world.run()
+    prefill.node.lending._ended.clear()  # as after very many others
+    late = world.pull(decode, "late", [2], first)
+    world.run()
+    assert (late.reason, "unknown" in late.detail) == (Reason.UNKNOWN, True)
+    with pytest.raises(LocalProtocolError, match="was lent or withdrawn before; make new params"):
+        world.lend(prefill, first)
+
+
+def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    waits = world.pull(decode, "waits", [1], params)
+    world.run()
+    prefill.node.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    comes = world.pull(decode, "comes", [2], params)
+    world.run()
+    assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
+    with pytest.raises(LocalProtocolError, match="was withdrawn; make new params"):
+        world.lend(prefill, params)
+    before = dict(prefill.node.desk.counters)
+    prefill.node.withdraw(params, world.time(prefill))
+    assert prefill.node.desk.counters == before
+    assert prefill.node.is_idle
+    assert prefill.node.lending.num_parked == 0
+
+
+def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [1], params)
+    world.deliver_all()
+    prefill.node.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    assert lease.state is LeaseState.ENDING
+    world.run()
+    assert (it.reason, prefill.leases_ended) == (Reason.COMPLETE, [lease])
+    assert str(lease.state) == "revoked"
+    prefill.node.withdraw(params, world.time(prefill))
+    assert str(lease.state) == "revoked"
+
+
+def test_the_params_of_another_engine_are_not_withdrawn() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    with pytest.raises(LocalProtocolError, match="for engine 'prefill'"):
+        decode.node.withdraw(params, 0.0)
+
+
+def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    it = world.pull(decode, "d-req", [1], params, timeout=3)
+    world.run(4)
+    assert it.reason is Reason.NOT_LENT_YET
+    assert re.match(r"not lent yet by tp0 .*\(as it said \d\.\d s ago\) when the deadline passed", it.detail)
+
+
+def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
+    world = World(CONFIG)
+    prefill, (decode,) = group(world, 2, 1)
+    params = world.params(prefill, "req", [3], 4, written=True)
+    world.lend(prefill[0], params)
+    it = world.pull(decode, "d-req", [1], params, timeout=3)
+    world.deliver_all()  # all reads are posted, and none of them ends
+    world.advance(4)
+    assert it.reason is Reason.TIMEOUT
+    assert re.match("still reading from tp0 .*, tp1 .*, and not lent yet by tp1 ", it.detail)
+
+
+def test_a_release_takes_the_place_of_its_early_claim() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    it = world.pull(decode, "d-req", [1], params)
+    world.run()
+    claim = next(iter(prefill.node.lending._parked.values()))
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    world.run()
+    assert it.reason is Reason.CANCELLED
+    assert [type(p.message) for p in claim.values()] == [m.Release]
+    assert world.lend(prefill, params).state is LeaseState.RELEASED
+
+
+def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    world.pull(decode, "d-req", [1], params)
+    world.run()
+    (parked,) = next(iter(prefill.node.lending._parked.values())).values()
+    decode.node.cancel("d-req", world.time(decode))
+    world.settle(decode)
+    world.run()
+    prefill.node.lending.receive(parked.message, parked.route, parked.source, world.time(prefill))
+    assert prefill.node.lending.num_parked == 1
+    assert world.lend(prefill, params).state is LeaseState.RELEASED
+
+
+def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_knows() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    it = world.pull(decode, "d-req", [1], params)
+    world.run()
+    prefill.node._readers.update(dict.fromkeys(prefill.node._readers, 1))
+    prefill.node.withdraw(params, world.time(prefill))
+    world.settle(prefill)
+    world.run()
+    assert (it.reason, "the request was withdrawn" in it.detail) == (Reason.UNKNOWN, True)
+
+
+def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
+    world, prefill, decode = pair()
+    first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
+    world.lend(prefill, first).revoke(world.time(prefill))
+    prefill.node.lending.after(prefill.node.lending.leases[first.key], world.time(prefill))
+    prefill.node.withdraw(second, world.time(prefill))
+    prefill.node.lending.spent = SpentKeys()  # as after very many other schedulers
+    with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):
+        world.lend(prefill, first)
+    with pytest.raises(LocalProtocolError, match="withdrawn"):
+        world.lend(prefill, second)
+    prefill.node.withdraw(first, world.time(prefill))
+    late = world.pull(decode, "late", [1], first)
+    world.run()
+    assert late.reason is Reason.REVOKED
+
+
+def test_a_withdrawn_request_is_tried_again_with_new_params_only() -> None:
+    assert Reason.WITHDRAWN not in CURABLE
+    assert Reason.WITHDRAWN in CURABLE_ELSEWHERE
+
+
+def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
+    world, prefill, decode = pair()
+    warm = world.params([prefill], "warm", [0], 4, written=True)
+    world.lend(prefill, warm)
+    world.pull(decode, "warm", [0], warm)
+    world.run()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [1], params, timeout=3)
+    world.letters.clear()
+    world.complete_all()
+    world.advance(4)
+    assert (it.reason, it.detail[:31]) == (Reason.TIMEOUT, "no answer to the claim from tp0")
+
+
+def test_ten_thousand_requests_are_lent_in_any_order() -> None:
+    world, prefill, _ = pair()
+    made = [world.params([prefill], f"req{i}", [], 0) for i in range(10_000)]
+    random.Random(1).shuffle(made)
+    for params in made:
+        if int(params.request_id[3:]) % 10:
+            world.lend(prefill, params).revoke(world.time(prefill))
+    for params in made:
+        if int(params.request_id[3:]) % 10:
+            with pytest.raises(LocalProtocolError, match=r"lent (or withdrawn )?before"):
+                world.lend(prefill, params)
+        else:
+            world.lend(prefill, params)
+    assert prefill.node.lending.spent.num_gaps == 0
 
 
 def test_lending_one_key_twice_is_refused() -> None:
@@ -564,3 +758,23 @@ def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
         world.lend(prefill, params)
     assert prefill.node.is_idle
     world.lend(prefill, world.params([prefill], "req", [3, 5], 8))
+
+
+FORK = """
+import json, os
+from asynckv import Endpoint, PrefillGroup
+group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "i")])
+make = lambda name: group.make_params(name, [(0, [1])], 4)["key"]
+make("before")
+child = os.fork()
+os.write(1, json.dumps(make("after")).encode() + b"\\n")  # in one piece
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_forked_scheduler_mints_keys_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=60)
+    keys = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(sequence for _, _, sequence, _ in keys) == [0, 1]
+    assert len({epoch for epoch, _, _, _ in keys}) == 2

@@ -24,6 +24,9 @@ def test_hundreds_of_services_keep_every_promise() -> None:
         "pull.timeout",
         "pull.read_failed",
         "pull.lease_lost",
+        "pull.not_lent_yet",
+        "pull.withdrawn",
+        "lend.refused_again",
         "lease.expired",
         "lease.revoked",
         "hostile.replayed",
@@ -39,7 +42,9 @@ def test_without_faults_every_request_completes() -> None:
     for seed in range(30):
         outcome = simulate(seed, ())
         assert outcome.violation == ""
-        assert {k for k in outcome.counts if k.startswith("pull.")} <= {"pull.complete", "pull.expired"}
+        # (Of a request that is never lent the simulation itself knows how its pulls have to end.)
+        ends = {"pull.complete", "pull.expired", "pull.withdrawn", "pull.not_lent_yet"}
+        assert {k for k in outcome.counts if k.startswith("pull.")} <= ends
 
 
 def test_many_scripts_spare_an_engine_or_leave_all_to_a_hostile_peer() -> None:
@@ -79,18 +84,21 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
 
 SLOW = {
     "cancelling_does_nothing": 168,
-    "closing_returns_blocks_too_soon": 1096,
-    "completion_stamped_before_it_was_observed": 308,
+    "closing_returns_blocks_too_soon": 1463,
+    "completion_stamped_before_it_was_observed": 263,
     "deadline_from_another_transmission": 243,
-    "failed_announcements_are_final": 24,
-    "no_pause_between_handshakes": 161,
+    "failed_announcements_are_final": 159,
+    "gaps_are_closed_by_forgetting_what_was_lent": 137,
+    "no_pause_between_handshakes": 158,
     "nobody_says_that_no_attempt_follows": 1507,
     "old_references_are_served_after_sleep": 9,
     "one_handshake_at_a_time": 116,
     "one_queue_for_all": 255,
     "one_window_for_all_peers": 740,
-    "releases_are_sent_once": 77,
+    "releases_are_sent_once": 1501,
     "sleep_does_not_end_the_agent": 991,
+    "what_has_ended_long_ago_is_not_lent_yet": 109,
+    "withdrawing_tells_one_reader": 221,
 }
 """They take more than a few seeds. One that was seen to do is tried first, then all from the beginning."""
 

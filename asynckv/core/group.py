@@ -1,27 +1,48 @@
 """What a prefill engine's scheduler does: mint keys and make the params that travel to the decode side.
 
-Pure, and independent of any worker: it needs to know where the ranks listen, nothing more.
+Pure, and independent of any worker: it needs to know where the ranks listen, nothing more. It has no event loop
+either: a group may be called from any thread.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
-from asynckv.config import LeaseConfig, check_lease
+from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, texts
+from asynckv.config import MAX_NAME, LeaseConfig, check_lease
 from asynckv.core.layout import as_block_ids, runs_of
-from asynckv.core.types import NULL, BlockRuns, Endpoint, Key, Params
+from asynckv.core.types import (
+    MAX_BLOCK_ID,
+    MAX_GROUPS,
+    MAX_HASH,
+    MAX_HASHES,
+    MAX_ID,
+    MAX_RANKS,
+    MAX_RUNS,
+    MAX_TOKENS,
+    NULL,
+    BlockRuns,
+    Endpoint,
+    Key,
+    Params,
+    sendable,
+)
 from asynckv.errors import ConfigError, LayoutError
 
 __all__ = ["PrefillGroup"]
 
 
 class PrefillGroup:
-    """All ranks of one prefill engine, as the side that hands out requests knows them.
+    """All ranks of one prefill engine, as the side that hands out requests knows them; for any thread.
+
+    Make one per scheduler, not one per request: ranks remember of each which of its requests were lent, and of so many
+    only. (A forked process may go on with its parent's; do not copy one otherwise.)
 
     Args:
         engine_id: The prefill engine.
@@ -51,26 +72,44 @@ class PrefillGroup:
         null_block: int = NULL,
         token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
-        try:
-            endpoints = [e if isinstance(e, Endpoint) else msgspec.convert(e, Endpoint) for e in roster]
-        except (msgspec.ValidationError, UnicodeEncodeError) as exc:
-            raise ConfigError(f"an endpoint of prefill engine {engine_id!r} is malformed: {exc}") from exc
-        self.engine_id = engine_id
-        self.roster = tuple(sorted(endpoints, key=lambda e: (e.pp_stage, e.tp_rank)))
-        self.pp_size, self.null_block = pp_size, null_block
-        self.tp_size = len(self.roster) // max(pp_size, 1) if tp_size is None else tp_size
-        self.lease = lease or LeaseConfig()
+        self.engine_id = text("engine_id", engine_id, MAX_NAME, 1, ConfigError)
+        if not isinstance(roster, Iterable):
+            raise ConfigError(f"roster is {shown(roster)}; it must be a sequence of endpoints, one per rank")
+        self.roster = tuple(sorted(map(self._endpoint, roster), key=lambda e: (e.pp_stage, e.tp_rank)))
+        self.pp_size = integer("pp_size", pp_size, 1, MAX_RANKS, ConfigError)
+        size = len(self.roster) // self.pp_size if tp_size is None else tp_size
+        self.tp_size = integer("tp_size", size, 0 if tp_size is None else 1, MAX_RANKS, ConfigError)
+        self.null_block = integer("null_block", null_block, NULL, MAX_BLOCK_ID, ConfigError)
+        self.lease = LeaseConfig() if lease is None else lease
+        if not isinstance(self.lease, LeaseConfig):
+            raise ConfigError(f"lease is {shown(lease)}; it must be a LeaseConfig")
         ranks = [(e.pp_stage, e.tp_rank) for e in self.roster]
-        if ranks != [(s, r) for s in range(pp_size) for r in range(self.tp_size)] or not ranks:
+        whole = len(ranks) == self.tp_size * self.pp_size > 0
+        if not whole or ranks != [(s, r) for s in range(self.pp_size) for r in range(self.tp_size)]:
             raise ConfigError(
                 f"prefill engine {engine_id!r} of tp_size {self.tp_size} and pp_size {pp_size} needs one endpoint for "
-                f"each of its ranks, but was given (pp_stage, tp_rank) {ranks}"
+                f"each of its ranks, but was given (pp_stage, tp_rank) {shown(ranks)}"
             )
-        self.memory_epoch = memory_epoch
-        # Random, not derived from anything: a restarted scheduler must never repeat a key.
+        self.memory_epoch = integer("memory_epoch", memory_epoch, 0, MAX_INTEGER, ConfigError)
         self._token_hex = token_hex
-        self._epoch = token_hex(8)
-        self._sequence = itertools.count()
+        self._mint = self._new_mint()
+
+    def _new_mint(self) -> tuple[int, str, Iterator[int]]:
+        """Process, epoch and sequence of keys; random, for a restarted scheduler must never repeat a key."""
+        return os.getpid(), self._token_hex(8), itertools.count()
+
+    def _key(self) -> Key:
+        process, epoch, sequence = self._mint
+        if process != os.getpid():
+            # A forked scheduler is another one: with its parent's epoch it would mint its parent's keys.
+            _, epoch, sequence = self._mint = self._new_mint()
+        return Key(epoch, self.memory_epoch, next(sequence), self._token_hex(16))
+
+    def _endpoint(self, given: Endpoint | dict[str, Any]) -> Endpoint:
+        try:
+            return sendable(given, Endpoint)
+        except msgspec.ValidationError as exc:
+            raise ConfigError(f"an endpoint of prefill engine {self.engine_id!r} is malformed: {exc}") from exc
 
     def make_params(
         self,
@@ -85,8 +124,9 @@ class PrefillGroup:
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
-        Every call mints a new key: call it once per request, in the order in which the requests will
-        be lent, and hand the result to all prefill ranks (`Engine.lend`) and to the decode side.
+        Every call mints a new key: call it once per request, and hand the result to all prefill ranks and to the
+        decode side. The ranks lend requests in any order (`Engine.lend`), and withdraw those that were aborted before
+        (`Engine.withdraw`).
 
         Args:
             request_id: The prefill side's id; arbitrary text.
@@ -101,34 +141,53 @@ class PrefillGroup:
             hash_tokens: Tokens per hash.
 
         Raises:
-            ConfigError: A value is out of range; the message names it.
+            ConfigError: A value is out of range or of another type; the message names it. No key was minted.
         """
-        lease_s = self.lease.lease_s if lease_s is None else lease_s
-        if hashes and hash_tokens < 1:
-            raise ConfigError(f"{len(hashes)} hashes were given of {hash_tokens} tokens each; give hash_tokens as well")
-        try:
-            blocks = tuple(BlockRuns(f, runs_of(as_block_ids(ids, self.null_block))) for f, ids in groups)
-        except LayoutError as exc:
-            raise ConfigError(f"request {request_id[:80]!r} cannot be described: {exc}") from exc
-        check_lease(lease_s, self.lease.max_lease_s)
+        wait = self.lease.lease_s if lease_s is None else seconds("lease_s", lease_s, ConfigError)
+        check_lease(wait, self.lease.max_lease_s)
+        chain = texts("hashes", hashes, MAX_HASHES, MAX_HASH, ConfigError)
+        per_hash = integer("hash_tokens", hash_tokens, 0, MAX_TOKENS, ConfigError)
+        if chain and not per_hash:
+            raise ConfigError(f"{len(chain)} hashes were given of {per_hash} tokens each; give hash_tokens as well")
+        name = text("request_id", request_id, MAX_ID, 1, ConfigError)
+        blocks = self._runs(groups)
+        tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
+        is_written = flag("written", written, ConfigError)
         params = Params(
             engine_id=self.engine_id,
-            request_id=request_id,
-            key=Key(self._epoch, self.memory_epoch, next(self._sequence), self._token_hex(16)),
+            request_id=name,
+            key=self._key(),
             tp_size=self.tp_size,
             pp_size=self.pp_size,
             roster=self.roster,
             groups=blocks,
-            num_tokens=num_tokens,
-            lease_s=lease_s,
-            renew_s=min(self.lease.grant_s, lease_s) / 3,
-            written=written,
-            hashes=tuple(hashes),
-            hash_tokens=hash_tokens,
+            num_tokens=tokens,
+            lease_s=wait,
+            renew_s=min(self.lease.grant_s, wait) / 3,
+            written=is_written,
+            hashes=chain,
+            hash_tokens=per_hash,
         )
         plain: dict[str, Any] = msgspec.to_builtins(params)
-        try:
-            msgspec.convert(plain, Params)
-        except msgspec.ValidationError as exc:
-            raise ConfigError(f"request {request_id[:80]!r} cannot be described: {exc}") from exc
         return plain
+
+    def _runs(self, groups: Sequence[tuple[int, Sequence[int | None]]]) -> tuple[BlockRuns, ...]:
+        """Check block lists, and write them as they travel."""
+        given: Any = groups
+        try:
+            pairs: list[tuple[Any, Any]] = [(first, ids) for first, ids in given]
+        except (TypeError, ValueError):
+            raise ConfigError(f"groups is {shown(groups)}; give one (first_token, block_ids) per group") from None
+        if len(pairs) > MAX_GROUPS:
+            raise ConfigError(f"{len(pairs)} groups were given; at most {MAX_GROUPS} can be described")
+        out = []
+        for index, (first, ids) in enumerate(pairs):
+            begin = integer(f"first_token of group {index}", first, 0, MAX_TOKENS, ConfigError)
+            try:
+                runs = runs_of(as_block_ids(ids, self.null_block))
+            except LayoutError as exc:
+                raise ConfigError(f"group {index}: {exc}") from exc
+            if len(runs) > MAX_RUNS:
+                raise ConfigError(f"group {index} has {len(runs)} runs of block ids; at most {MAX_RUNS} can be sent")
+            out.append(BlockRuns(begin, runs))
+        return tuple(out)

@@ -22,7 +22,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, MAX_TOKENS, NULL, Name, Rank, Size
+from asynckv.arguments import NO_SEQUENCE, integer, shown, texts
+from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_TOKENS, NULL, Name, Rank, Size
 from asynckv.errors import LayoutError
 
 __all__ = [
@@ -247,6 +248,9 @@ def shard(extent: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     Raises:
         LayoutError: Neither size divides the other; declare `held` yourself.
     """
+    extent = integer("extent", extent, 1, MAX_BYTES, LayoutError)
+    tp_size = integer("tp_size", tp_size, 1, MAX_RANKS, LayoutError)
+    tp_rank = integer("tp_rank", tp_rank, 0, MAX_RANKS, LayoutError)
     if not 0 <= tp_rank < tp_size:
         raise LayoutError(f"tp_rank {tp_rank} is outside its group of tp_size {tp_size}")
     if extent % tp_size == 0:
@@ -274,20 +278,27 @@ def dense_part(
 ) -> Part:
     """Declare a part whose dims, `(name, entries)` slowest first, lie densely one in another.
 
+    What is only written down here is checked when its layout is registered.
+
     Raises:
-        LayoutError: The dtype is unknown.
+        LayoutError: The dtype is unknown, or a dim has no size.
     """
     itemsize = _itemsize(dtype)
+    given: Any = dims
+    try:
+        pairs: list[tuple[Any, Any]] = [(dim, size) for dim, size in given]
+    except (TypeError, ValueError):
+        raise LayoutError(f"dims is {shown(dims)}; give one (name, entries) per dim, slowest first") from None
     out, step = [], itemsize
-    for dim, size in reversed(dims):
-        out.append(Dim(dim, size, step))
-        step *= size
+    for dim, size in reversed(pairs):
+        out.append(Dim(dim, integer(f"dim {shown(dim)}", size, 1, MAX_BYTES, LayoutError), step))
+        step *= out[-1].size
     return Part(name, dtype, itemsize, offset, tuple(reversed(out)), axis, held, extent, tokens_per_entry)
 
 
 def _itemsize(dtype: str) -> int:
-    if dtype not in ITEMSIZE:
-        raise LayoutError(f"dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise LayoutError(f"dtype {shown(dtype)} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
     return ITEMSIZE[dtype]
 
 
@@ -323,15 +334,19 @@ def attention_view(
     Raises:
         LayoutError: The order is no permutation, sizes are missing, or the dtype is unknown.
     """
+    order = texts("order", order, 16, 64, LayoutError)
     known = {"block", "kv", "head", TOKEN, "dim"}
     if len(set(order)) != len(order) or not known - {"kv", "head"} <= set(order) <= known:
         raise LayoutError(
             f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv and head may be left out)"
         )
     itemsize = _itemsize(dtype)
+    sizes = {
+        name: integer(f"sizes[{name!r}]", size, 1, MAX_BYTES, LayoutError) for name, size in _items(sizes, "sizes")
+    }
     for name in order:
-        if sizes.get(name, 0) < 1:
-            raise LayoutError(f"sizes[{name!r}] is {sizes.get(name)}; every dim of the order needs a size of 1 or more")
+        if name not in sizes:
+            raise LayoutError(f"sizes[{name!r}] is missing; every dim of the order needs a size of 1 or more")
     if sizes.get("kv", 2) != 2:
         raise LayoutError(f"sizes['kv'] is {sizes['kv']}; it counts keys and values, so it is 2")
     if strides is None:
@@ -340,11 +355,20 @@ def attention_view(
             dense[name] = step
             step *= sizes[name]
         strides = dense
+    else:
+        found = dict(_items(strides, "strides"))
+        strides = {n: integer(f"strides[{n!r}]", found.get(n), 0, MAX_BYTES, LayoutError) for n in order}
     dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n not in ("block", "kv"))
     names = ("k", "v") if "kv" in order else ("kv",)
     place = ("head", heads, num_heads) if "head" in order else ("", (0, 0), 0)
     parts = tuple(Part(name, dtype, itemsize, i * strides.get("kv", 0), dims, *place) for i, name in enumerate(names))
     return View(memory, group, layer, offset, strides["block"], parts)
+
+
+def _items(given: Any, name: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"{name} is {shown(given)}; give a mapping of names of dims to integers")
+    return given.items()
 
 
 def num_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> int:
@@ -830,8 +854,11 @@ def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block
     Raises:
         LayoutError: An id is no integer, or negative.
     """
-    if isinstance(ids, str) or not (isinstance(ids, Sequence) or hasattr(ids, "__array__")):
-        raise LayoutError("block ids must be a flat list of integers")
+    is_flat = type(ids) is list or isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
+        raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
+    if isinstance(ids, list | tuple) and bool in set(map(type, ids)):
+        raise LayoutError("block ids hold a bool; give a flat list of integers")
     try:
         array = np.asarray(ids)
         if array.dtype == object:

@@ -1,23 +1,25 @@
 """The prefill side of one rank: its leases, what ended, and what came too early.
 
-A claim for a request that is not lent *yet* is answered `NotYet` and parked; lending answers it. A key
-below the newest sequence that is not there was consumed, or never will be: it is refused at once.
-(So requests should be lent in the order in which their params were made.) Whatever came for a request
-that has ended is answered from a bounded memory of endings.
+Requests are lent in any order. A claim for one that is not lent *yet* is answered `NotYet` and parked; lending
+answers it. One whose key is spent (`core/spent.py`) will never be lent again: its claims are refused at once, with how
+it ended where that is remembered. A key is spent when its request is lent, or withdrawn because it never will be.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from asynckv.config import LeaseConfig
 from asynckv.core.commands import Desk, LeaseEnded, Timers, Traced
 from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.core.plan import check_blocks, check_covers
+from asynckv.core.spent import SpentKeys
 from asynckv.core.types import NULL, Key, Reason, Route
 from asynckv.errors import LocalProtocolError
 
@@ -33,8 +35,9 @@ _ENDED_AS = {
 }
 
 
-_Slot = tuple[type, str, str, Route]
-"""Kind, pull, process start and connection: nobody's message takes the place, or the answer, of another's."""
+_Slot = tuple[str, str, Route]
+"""Pull, process start and connection: nobody's message takes the place, or the answer, of another's. A release takes
+the place of its pull's claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +52,27 @@ class Lending:
     """All leases of one rank."""
 
     def __init__(
-        self, layout: Layout, ledger: Ledger, desk: Desk, timers: Timers, parked_s: float, max_parked: int
+        self,
+        layout: Layout,
+        ledger: Ledger,
+        desk: Desk,
+        timers: Timers,
+        config: LeaseConfig,
+        minors: Mapping[tuple[str, Route], int],
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does."""
         self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
-        self._parked_s, self._max_parked = parked_s, max_parked
+        self._config, self._minors = config, minors
+        self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[_Slot, _Parked]] = {}
         self._parked_order: deque[tuple[float, Key, _Slot]] = deque()
         self._parked_by: Counter[Route] = Counter()
         """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
-        self._newest: dict[str, int] = {}
-        self._floor: dict[str, int] = {}
-        """Sequences up to this one are forgotten, so they cannot be told from used ones."""
+        self.spent = SpentKeys()
 
     @property
     def num_parked(self) -> int:
@@ -81,12 +89,12 @@ class Lending:
 
         Raises:
             PlanRefused: The blocks do not fit the layout.
-            LocalProtocolError: The key was used before, or a block is being written.
+            LocalProtocolError: The key is spent, or a block is being written.
         """
         key = lent.key
-        if key in self.leases or key in self._ended or key.sequence <= self._floor.get(key.epoch, -1):
+        if self._is_spent(key):
             raise LocalProtocolError(
-                f"request {lent.request_id!r} was lent before under sequence {key.sequence}; make new params for it"
+                f"request {lent.request_id!r} (sequence {key.sequence}) {self._how_spent(key)}; make new params for it"
             )
         if key.memory_epoch < self.memory_epoch:
             raise LocalProtocolError(
@@ -94,8 +102,6 @@ class Lending:
                 f"was registered anew (epoch {self.memory_epoch}); make new params for it, with a PrefillGroup of the "
                 f"engine's endpoint and memory_epoch as they are now"
             )
-        # A rank that was restarted while others slept has memory as new as theirs.
-        self.memory_epoch = key.memory_epoch
         if len(lent.groups) != len(self._layout.groups):
             raise LocalProtocolError(
                 f"request {lent.request_id!r} names {len(lent.groups)} groups, "
@@ -113,15 +119,37 @@ class Lending:
             blocks[index] = blocks_of(runs)
             check_blocks(f"group {index} ({group.name!r})", group, blocks[index])
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
+        # A rank that was restarted while others slept has memory as new as theirs.
+        self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
-        self._newest[key.epoch] = max(self._newest.get(key.epoch, -1), key.sequence)
+        self.spent.add(key)
         self._desk.counters["leases.lent"] += 1
-        for parked in self._parked.pop(key, {}).values():
-            self._unpark(parked)
+        for parked in self._take_parked(key):
             if parked.until > now and not lease.is_over:
                 self._answer(lease, parked.message, parked.route, parked.source, now)
         self.after(lease, now)
         return lease
+
+    def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
+        """Never lend a request whose params left, and say so to whoever waits for it; if it is lent, revoke it.
+
+        Returns:
+            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
+        """
+        if (lease := self.leases.get(key)) is not None:
+            self.revoke(lease, now)
+            return None
+        if self._is_spent(key):
+            return None
+        self.spent.add(key)
+        self._end(key, Reason.WITHDRAWN)
+        self._desk.counters["requests.withdrawn"] += 1
+        waited = []
+        for parked in self._take_parked(key):
+            if isinstance(parked.message, Claim):  # releases were acknowledged when they came
+                waited.append(parked.message.pull_id)
+                self._refuse(parked.message, parked.route, parked.source, Reason.WITHDRAWN)
+        return tuple(waited)
 
     @property
     def is_closed(self) -> bool:
@@ -155,7 +183,7 @@ class Lending:
         reason = self._ended.get(key)
         if reason is None and key.memory_epoch < self.memory_epoch:
             reason = Reason.STALE_MEMORY
-        if reason is None and key.sequence <= self._newest.get(key.epoch, -1):
+        if reason is None and key in self.spent:
             reason = Reason.UNKNOWN
         if reason is None and self.is_closed:
             reason = Reason.ENGINE_CLOSED
@@ -184,10 +212,7 @@ class Lending:
             return
         self._timers.forget(lease)
         self._ledger.drop(key.token)
-        self._ended[key] = _ENDED_AS[lease.state]
-        if len(self._ended) > MAX_ENDED:
-            old, _ = self._ended.popitem(last=False)
-            self._floor[old.epoch] = max(self._floor.get(old.epoch, -1), old.sequence)
+        self._end(key, _ENDED_AS[lease.state])
         self._desk.counters[f"leases.{lease.state}"] += 1
         self._desk.commands.append(LeaseEnded(lease))
 
@@ -201,6 +226,38 @@ class Lending:
                 self._desk.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
+
+    def _is_spent(self, key: Key) -> bool:
+        return key in self.spent or key in self.leases or key in self._ended
+
+    def _how_spent(self, key: Key) -> str:
+        if key in self.leases:
+            return "was lent before, and still is"
+        match self._ended.get(key):
+            case None if self.spent.num_given_up:
+                return (
+                    f"was lent or withdrawn before, or was open for too long: {self.spent.max_gaps:,} times others "
+                    f"were lent beyond one that never was (withdraw those that are aborted)"
+                )
+            case None:
+                return "was lent or withdrawn before"
+            case Reason.WITHDRAWN:
+                return "was withdrawn"
+            case reason:
+                return f"was lent before ({reason})"
+
+    def _end(self, key: Key, reason: Reason) -> None:
+        """Remember for a while how a request ended."""
+        self._ended[key] = reason
+        if len(self._ended) > self.max_ended:
+            self._ended.popitem(last=False)
+
+    def _take_parked(self, key: Key) -> list[_Parked]:
+        """Take out what came early for a request."""
+        parked = list(self._parked.pop(key, {}).values())
+        for each in parked:
+            self._unpark(each)
+        return parked
 
     def _unpark(self, parked: _Parked) -> None:
         self._parked_by[parked.route] -= 1
@@ -220,29 +277,35 @@ class Lending:
     def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
         self._desk.counters[f"refused.{reason}"] += 1
         detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
+        if reason is Reason.WITHDRAWN and self._minors.get((source, route), 0) < 2:
+            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
         self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
     def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
-        slot = (type(message), message.pull_id, source, route)
+        slot = (message.pull_id, source, route)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(slot)
-        # No connection takes more than an eighth, so that one that floods us leaves room for others.
-        full = self.num_parked >= self._max_parked or self._parked_by[route] >= max(self._max_parked // 8, 1)
+        # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
+        # floods us leaves room for others.
+        most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
+        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[route] >= share)
         if known is None and full:
             self._desk.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # Not remembered; its sender repeats it.
                 self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
             return
-        until = now + self._parked_s
+        until, kept = now + self._config.parked_s, message
         if known is None:
             self._parked_order.append((until, message.key, slot))
         else:
             until = known.until  # a lifetime of its own: repeats do not extend it
+            if isinstance(known.message, Release):
+                kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
-        self._parked.setdefault(message.key, waiting)[slot] = _Parked(message, route, source, until)
+        self._parked.setdefault(message.key, waiting)[slot] = _Parked(kept, route, source, until)
         self._parked_by[route] += 1
-        if len(self._parked_order) > 8 * self._max_parked:
+        if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
             self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))

@@ -56,7 +56,8 @@ __all__ = [
 ]
 
 MAJOR = 1
-MINOR = 1
+MINOR = 2
+"""1: `Draining`. 2: the reason `withdrawn`."""
 
 MAX_PACKET = 16 * 1024 * 1024
 """Bytes; the control plane refuses anything larger before it is decoded."""

@@ -137,9 +137,10 @@ class Node:
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        self.lending = Lending(
-            layout, self.ledger, self.desk, self.timers, config.lease.parked_s, config.lease.max_parked
-        )
+        self._readers: dict[tuple[str, Route], int] = {}
+        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
+        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
+        self.lending = Lending(layout, self.ledger, self.desk, self.timers, config.lease, self._readers)
         self.pulling = Pulling(layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces)
         self.lending.memory_epoch = identity.memory_epoch
         limits = config.limits
@@ -154,9 +155,6 @@ class Node:
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
-        self._readers: dict[tuple[str, Route], int] = {}
-        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
-        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -166,18 +164,13 @@ class Node:
         Raises:
             EngineClosed: Nothing new is lent.
             ConfigError: The lease time is out of range.
-            LocalProtocolError: The params are another engine's, or were lent before.
+            LocalProtocolError: The params are another engine's, or were lent or withdrawn before.
             PlanRefused: The blocks do not fit the layout.
         """
         self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
+        self._check_ours(params)
         layout = self.identity.layout
-        there = (params.engine_id, params.tp_size, params.pp_size)
-        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
-            raise LocalProtocolError(
-                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
-                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
-            )
         if readers < 1:
             raise LocalProtocolError(f"readers is {readers}; a request is lent to at least one cohort")
         lent = Lent(
@@ -194,6 +187,27 @@ class Node:
             tp_size=layout.tp_size,
         )
         return self.lending.lend(lent, now)
+
+    def withdraw(self, params: Params, now: float) -> tuple[str, ...] | None:
+        """Never lend a request whose params left; revoke it if it is lent.
+
+        Returns:
+            The pulls that waited for it; None if it is, or was, lent or withdrawn already.
+
+        Raises:
+            LocalProtocolError: The params are another engine's.
+        """
+        self._check_ours(params)
+        return self.lending.withdraw(params.key, now)
+
+    def _check_ours(self, params: Params) -> None:
+        layout = self.identity.layout
+        there = (params.engine_id, params.tp_size, params.pp_size)
+        if there != (self.identity.engine_id, layout.tp_size, layout.pp_size):
+            raise LocalProtocolError(
+                f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
+                f"{params.pp_size}, but this is {self.identity.engine_id!r} of {layout.tp_size} and {layout.pp_size}"
+            )
 
     def announce(self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks: handshake, claim and renewals happen from here on.

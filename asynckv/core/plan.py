@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.arguments import shown
 from asynckv.core.layout import (
     MAX_DESCRIPTORS,
     TOKEN,
@@ -820,7 +821,7 @@ def check_block_ids(
     try:
         pairs: list[tuple[Any, Any]] = [(first, ids) for first, ids in given]
     except (TypeError, ValueError):
-        raise PlanRefused(f"groups is {groups!r:.200}; give one (first_token, block_ids) per group") from None
+        raise PlanRefused(f"groups is {shown(groups)}; give one (first_token, block_ids) per group") from None
     if len(pairs) != len(layout.groups):
         raise PlanRefused(
             f"{len(pairs)} groups of blocks were given, but the layout has {len(layout.groups)} "
@@ -834,7 +835,7 @@ def check_block_ids(
         except TypeError:
             begin = -1
         if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
-            raise PlanRefused(f"{where}: first_token {first!r} is not a number from 0 to {MAX_TOKENS}")
+            raise PlanRefused(f"{where}: first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}")
         if _is_plain(ids, group):
             array = np.array(ids, np.int64)
         else:

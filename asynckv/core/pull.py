@@ -187,6 +187,8 @@ class Leg:
     """For the node's post queue only."""
     is_not_yet: bool = False
     """The rank has said that the request is not lent yet: reading now would be in vain."""
+    not_yet_at: float = -math.inf
+    """When it said so last."""
     running: set[TransferId] = field(default_factory=set)
     doubtful: set[TransferId] = field(default_factory=set)
     first_posted_at: float = math.inf
@@ -475,7 +477,7 @@ class Pull:
             case Granted():
                 self._granted(leg, answer, sent_at, now)
             case NotYet():
-                leg.is_not_yet = leg.covered_until == -math.inf
+                leg.is_not_yet, leg.not_yet_at = leg.covered_until == -math.inf, now
                 self._note(now, f"{leg.name} not yet")
             case Refused():
                 self._refused(leg, answer, now)
@@ -543,9 +545,9 @@ class Pull:
                         self.settled(leg, "given up, the lease will expire", now)
             return
         if now >= self.deadline and self.failure is None:
-            waiting = self._waiting_for()
+            reason, waiting = self._waiting_for(now)
             self._enter(self._allow(E.TIME_UP), now)
-            self._fail(Reason.TIMEOUT, f"{waiting} when the deadline passed", now)
+            self._fail(reason, f"{waiting} when the deadline passed", now)
         self._advance(now)
 
     # -- messages that are due ---------------------------------------------------------------------
@@ -662,28 +664,35 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is None and self.reason is None:
             self.failure = (reason, detail)
-            self.drain_by = now if reason is Reason.TIMEOUT else min(self.deadline, now + self.drain_s)
+            is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
+            self.drain_by = now if is_late else min(self.deadline, now + self.drain_s)
             self._note(now, f"{reason}: {detail}")
             if self.state is not S.DRAINING:
                 self._enter(S.DRAINING, now)
 
-    def _waiting_for(self) -> str:
-        match self.state:
-            case S.ANNOUNCED:
-                return "announced and never pulled"
-            case S.CONNECTING:
-                return "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
-            case S.QUEUED if self.is_ahead:
-                return "not lent yet by " + self._names(lambda leg: leg.reads and leg.is_not_yet)
-            case S.QUEUED:
-                return "still queued behind others"
-            case S.READING:
-                return "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
-            case _:
-                return "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
+    def _waiting_for(self, now: float) -> tuple[Reason, str]:
+        """Say what a pull waits for, and why it fails if that does not come in time."""
+        if self.state is S.ANNOUNCED:
+            return Reason.TIMEOUT, "announced and never pulled"
+        if self.state is S.CONNECTING:
+            return Reason.TIMEOUT, "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
+        ahead = [leg for leg in self.legs if leg.reads and leg.is_not_yet]
+        not_lent = ", ".join(f"{leg.where} (as it said {now - leg.not_yet_at:.1f} s ago)" for leg in ahead)
+        if self.state is S.READING and any(leg.running for leg in self.legs):
+            reading = "still reading from " + self._names(lambda leg: leg.reads and bool(leg.running))
+            return Reason.TIMEOUT, f"{reading}, and not lent yet by {not_lent}" if ahead else reading
+        if ahead:
+            return Reason.NOT_LENT_YET, f"not lent yet by {not_lent}"
+        if silent := self._names(lambda leg: leg.reads and leg.claims > 0 and leg.covered_until == -math.inf, ""):
+            return Reason.TIMEOUT, f"no answer to the claim from {silent}"
+        if self.state is S.QUEUED:
+            return Reason.TIMEOUT, "still queued behind others"
+        if self.state is S.READING:
+            return Reason.TIMEOUT, "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
+        return Reason.TIMEOUT, "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
 
-    def _names(self, chosen: Callable[[Leg], bool]) -> str:
-        return ", ".join(leg.where for leg in self.legs if chosen(leg)) or "nobody"
+    def _names(self, chosen: Callable[[Leg], bool], nobody: str = "nobody") -> str:
+        return ", ".join(leg.where for leg in self.legs if chosen(leg)) or nobody
 
     def _advance(self, now: float) -> None:
         """Take state-triggered transitions to a fixed point."""

@@ -20,6 +20,7 @@ CURABLE_ELSEWHERE = CURABLE | {
     Reason.ENGINE_CLOSED,
     Reason.EXPIRED,
     Reason.REVOKED,
+    Reason.WITHDRAWN,
     Reason.CONSUMED,
     Reason.UNKNOWN,
     Reason.STALE_MEMORY,

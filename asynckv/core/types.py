@@ -7,7 +7,7 @@ validation. Durations are seconds (float) and cross the wire; times never do.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, NewType
+from typing import Annotated, NewType, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,7 +27,11 @@ __all__ = [
     "Route",
     "Seconds",
     "TransferId",
+    "decode_params",
+    "sendable",
 ]
+
+T = TypeVar("T")
 
 PullId = NewType("PullId", str)
 RequestId = NewType("RequestId", str)
@@ -46,6 +50,7 @@ MAX_RUNS = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
 MAX_HASHES = 1 << 20
+MAX_HASH = 128
 
 NULL = -1
 """A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
@@ -71,7 +76,7 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         epoch: The minting process's start, random.
         memory_epoch: How often the prefill memory was registered anew; old references are refused.
-        sequence: Grows by one per minted key.
+        sequence: Grows by one per minted key. Requests are lent in any order, or never; it only tells keys apart.
         token: 128 random bits in hex, so that a key cannot be guessed.
     """
 
@@ -147,7 +152,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     lease_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 30.0
     renew_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 3.0
     written: bool = False
-    hashes: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=MAX_HASHES)] = ()
+    hashes: Annotated[tuple[Annotated[str, Meta(max_length=MAX_HASH)], ...], Meta(max_length=MAX_HASHES)] = ()
     hash_tokens: Tokens = 0
 
 
@@ -168,6 +173,8 @@ class Reason(enum.StrEnum):
     COMPLETE = "complete"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
+    NOT_LENT_YET = "not_lent_yet"
+    """The deadline passed, and the last that a rank had said was that the request is not lent yet."""
     GEOMETRY = "geometry_refused"
     UNPLANNABLE = "unplannable"
     REMOTE_TOO_SHORT = "remote_too_short"
@@ -182,6 +189,8 @@ class Reason(enum.StrEnum):
     CONSUMED = "consumed"
     EXPIRED = "expired"
     REVOKED = "revoked"
+    WITHDRAWN = "withdrawn"
+    """The prefill engine will never lend the request."""
     RESTARTED = "restarted"
     STALE_MEMORY = "stale_memory"
     BLOCKS_DIFFER = "blocks_differ"
@@ -197,14 +206,29 @@ class Reason(enum.StrEnum):
     RELEASED = "released"
 
 
+def sendable(value: object, kind: type[T]) -> T:
+    """Return a value as whoever it is sent to would see it: what a caller built himself had none of its fields checked.
+
+    Raises:
+        msgspec.ValidationError: Naming the field that is wrong.
+    """
+    try:
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind)
+    except (msgspec.ValidationError, UnicodeEncodeError, TypeError, OverflowError, RecursionError) as exc:
+        text = str(exc)
+        raise msgspec.ValidationError(text if len(text) < 500 else f"{text[:300]} ... {text[-100:]}") from exc
+
+
 def decode_params(value: object) -> Params:
     """Validate params that came through a router (a `Params` or what `json.loads` made of one).
 
     Raises:
         msgspec.ValidationError: Naming the field that is wrong.
     """
+    if isinstance(value, Params):
+        return sendable(value, Params)
     try:
-        params = value if isinstance(value, Params) else msgspec.convert(value, Params)
+        params = msgspec.convert(value, Params)
         msgspec.msgpack.encode(params)
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.

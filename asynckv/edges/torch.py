@@ -11,15 +11,23 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio.to_thread
+import msgspec
 
+from asynckv.arguments import integer, shown, text, texts
+from asynckv.config import MAX_NAME
 from asynckv.core.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
-from asynckv.errors import ConfigError, LayoutError
+from asynckv.core.types import MAX_BLOCK_ID, MAX_TOKENS, sendable
+from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["CudaMirror", "Event", "TensorPart", "register_parts", "register_tensors", "written"]
+
+
+MAX_DIMS = 9
+"""Of a tensor: `block`, and as many as a part may have."""
 
 
 class Event(Protocol):
@@ -37,7 +45,13 @@ async def written(*events: Event) -> None:
 
     Record one on every stream whose kernels write the blocks. NIXL reads the memory without asking any stream.
     Make them with `torch.cuda.Event(blocking=True)`: then the thread that waits sleeps.
+
+    Raises:
+        LocalProtocolError: Something is no event; nothing was waited for.
     """
+    for event in events:
+        if not (callable(getattr(event, "query", None)) and callable(getattr(event, "synchronize", None))):
+            raise LocalProtocolError(f"{shown(event)} is no event; give torch.cuda.Event, or what has its two methods")
     for event in events:
         if not event.query():
             await anyio.to_thread.run_sync(event.synchronize, abandon_on_cancel=True)
@@ -142,7 +156,16 @@ def register_parts(
     """
     memories: dict[int, tuple[int, Memory]] = {}
     views, owners = [], []
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, Group) for g in groups):
+        raise LayoutError(f"groups is {shown(groups)}; give a sequence of Group")
+    groups = [_checked(group) for group in groups]
+    if not isinstance(parts, Iterable):
+        raise LayoutError(f"parts is {shown(parts)}; give every part of every layer, as TensorPart")
     parts = list(parts)
+    for part in parts:
+        if not isinstance(part, TensorPart):
+            raise LayoutError(f"parts holds {shown(part)}; give every part of every layer, as TensorPart")
+        _tensor(f"layer {shown(part.layer)} part {shown(part.name)}", part.tensor)
     given = {(part.layer, part.name): part.tensor for part in parts}
     for part in parts:
         if part.layer in aliases:
@@ -150,18 +173,20 @@ def register_parts(
             _check_same(f"{part.layer!r} part {part.name!r}", part.tensor, layer, given.get((layer, part.name)))
             continue
         where = f"layer {part.layer!r} part {part.name!r} of shape {tuple(part.tensor.shape)}"
-        if not 0 <= part.group < len(groups):
-            raise LayoutError(f"{where}: group {part.group} is not among the {len(groups)} groups")
-        sizes = _sizes(where, part.tensor, part.order, {}, groups[part.group].num_kernel_blocks)
+        group = integer(f"{where}: group", part.group, error=LayoutError)
+        if group >= len(groups):
+            raise LayoutError(f"{where}: group {group} is not among the {len(groups)} groups")
+        order = texts(f"{where}: order", part.order, MAX_DIMS, 64, LayoutError)
+        sizes = _sizes(where, part.tensor, order, {}, groups[group].num_kernel_blocks)
         memory, offset = _memory(where, part.tensor, memories)
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in ITEMSIZE:
             raise LayoutError(f"{where}: dtype {dtype!r} is unknown; use one of {', '.join(sorted(ITEMSIZE))}")
         itemsize = part.tensor.element_size()
-        strides = dict(zip(part.order, (max(s, 1) * itemsize for s in part.tensor.stride()), strict=True))
-        dims = tuple(Dim(n, sizes[n], strides[n]) for n in part.order if n != "block")
+        strides = dict(zip(order, (max(s, 1) * itemsize for s in part.tensor.stride()), strict=True))
+        dims = tuple(Dim(n, sizes[n], strides[n]) for n in order if n != "block")
         made = Part(part.name, dtype, itemsize, 0, dims, part.axis, part.held, part.extent, part.tokens_per_entry)
-        views.append(View(memory, part.group, part.layer, offset, strides["block"], (made,)))
+        views.append(View(memory, group, part.layer, offset, strides["block"], (made,)))
         owners.append(part.tensor)
     if not views:
         raise LayoutError("no tensors were given; pass every part of every layer")
@@ -191,6 +216,22 @@ def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tenso
             f"layer {alias} is declared an alias of layer {layer!r}, but their tensors are not the same memory; give "
             f"it the other layer's tensor or none, or do not declare it"
         )
+
+
+def _checked(group: Group) -> Group:
+    """Hold a caller's group to the bounds of one that was sent."""
+    try:
+        return sendable(group, Group)
+    except msgspec.ValidationError as exc:
+        raise LayoutError(f"group {shown(group.name)} cannot be described: {exc}") from exc
+
+
+def _tensor(where: str, given: object) -> None:
+    """Refuse what is no tensor."""
+    import torch
+
+    if not isinstance(given, torch.Tensor):
+        raise LayoutError(f"{where}: is {shown(given)}; give a torch.Tensor")
 
 
 def _memory(where: str, tensor: torch.Tensor, memories: dict[int, tuple[int, Memory]]) -> tuple[int, int]:
@@ -239,9 +280,21 @@ def register_tensors(
     Raises:
         LayoutError: Naming the layer, both numbers and the remedy.
     """
+    if not isinstance(tensors, Mapping):
+        raise LayoutError(f"tensors is {shown(tensors)}; give a mapping of layer names to tensors")
     if not tensors:
         raise LayoutError("no tensors were given; pass one KV tensor per attention layer")
-    if block_size < 1 or ratio < 1 or block_size % ratio:
+    for layer, tensor in tensors.items():
+        text("a layer's name", layer, MAX_NAME, error=LayoutError)
+        _tensor(f"layer {layer!r}", tensor)
+    order = texts("order", order, MAX_DIMS, 64, LayoutError)
+    block_size = integer("block_size", block_size, 1, MAX_TOKENS, LayoutError)
+    num_blocks = integer("num_blocks", num_blocks, 1, MAX_BLOCK_ID, LayoutError)
+    ratio = integer("ratio", ratio, 1, MAX_BLOCK_ID, LayoutError)
+    if not isinstance(heads, tuple | list) or len(heads) != 2:
+        raise LayoutError(f"heads is {shown(heads)}; give (lo, hi), as asynckv.shard does")
+    heads = (integer("heads[0]", heads[0], error=LayoutError), integer("heads[1]", heads[1], error=LayoutError))
+    if block_size % ratio:
         raise LayoutError(f"block_size {block_size} is not a positive multiple of the ratio {ratio}")
     expected = {"kv": 2, "head": heads[1] - heads[0], TOKEN: block_size // ratio}
     memories: dict[int, tuple[int, Memory]] = {}

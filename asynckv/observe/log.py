@@ -6,7 +6,8 @@ other library. `configure` is for programs that are asynckv's own, the command l
 
 An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
 before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
-own; those that failed always are, with their whole history.
+own; those that failed always are, with their whole history, or with the name of one that has just failed in the
+same words.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from typing import Any, Literal, TextIO
 
 import structlog
 
+from asynckv.arguments import shown
 from asynckv.config import LogConfig
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Reason
+from asynckv.core.types import Params, Reason
 from asynckv.errors import ConfigError
 
 __all__ = ["Recorder", "configure", "phases"]
+
+SAME_S = 1.0
+"""For so long a failure with the same words as another is logged in short."""
+
+AWAY_PER_S = 0.1
+"""Warnings that the loop was away, at most."""
 
 MAX_REFUSALS = 10
 """Refusals logged at once; then one per second."""
@@ -46,8 +54,12 @@ def configure(
     Raises:
         ConfigError: There is no such level or form.
     """
-    if level not in LEVELS or form not in ("json", "console"):
-        raise ConfigError(f"log level {level!r} must be one of {', '.join(LEVELS)}, and form {form!r} json or console")
+    if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
+        raise ConfigError(
+            f"log level {shown(level)} must be one of {', '.join(LEVELS)}, and form {shown(form)} json or console"
+        )
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
     renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -141,7 +153,12 @@ class Recorder:
         self._log, self._level = _logger(**bound)
         self._successes, self._slow = _Bucket(config.successes_per_s), _Bucket(config.slow_per_s)
         self._skipped = 0
+        self.num_failed = 0
+        """Events that the application's logging raised at."""
         self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
+        self._failure: tuple[Reason | None, str] = (None, "")
+        self._failed_at, self._failed_as = 0.0, ""
+        self._away, self._away_skipped = _Bucket(AWAY_PER_S), 0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -155,7 +172,10 @@ class Recorder:
     def event(self, level: Literal["debug", "info", "warning", "error"], name: str, **fields: Any) -> None:
         """Log an event, if anybody listens."""
         if LEVELS[level] >= self._level:
-            getattr(self._log, level)(name, **fields)
+            try:
+                getattr(self._log, level)(name, **fields)
+            except Exception:  # the application's logging is broken; no request is to suffer for it
+                self.num_failed += 1
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Log the end of a decode side's request."""
@@ -165,6 +185,20 @@ class Recorder:
         if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.legs)}
+        if not good and (like := self._same_as(pull, now)):
+            self.event(
+                "warning",
+                "pull_ended",
+                cause=pull.reason,
+                same_as=like,
+                request_id=pull.request_id,
+                prefill_request_id=pull.params.request_id,
+                pull_id=pull.pull_id,
+                **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
+                seconds=round(took, 6),
+                **held,
+            )
+            return
         self.event(
             "info" if good and not slow else "warning",
             "pull_ended",
@@ -189,6 +223,14 @@ class Recorder:
             **({} if good and not slow else {"history": _relative(pull.history)}),
             **self._skip_count(),
         )
+
+    def _same_as(self, pull: Pull, now: float) -> str:
+        """Name the pull of which all was said that there is to say of this one: one peer fails hundreds at once."""
+        what = (pull.reason, pull.detail)
+        if what == self._failure and now - self._failed_at < SAME_S:
+            return self._failed_as
+        self._failure, self._failed_at, self._failed_as = what, now, pull.pull_id
+        return ""
 
     def pull_retried(self, pull: Pull, attempt: int, after_s: float) -> None:
         """Log that another attempt follows."""
@@ -236,6 +278,22 @@ class Recorder:
         skipped, self._refusals_skipped = self._refusals_skipped, 0
         self.event("warning", "refused", cause=cause, who=who, **({"not_logged": skipped} if skipped else {}))
 
+    def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
+        """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log."""
+        if not self._away.take(now):
+            self._away_skipped += 1
+            return
+        skipped, self._away_skipped = self._away_skipped, 0
+        self.event(
+            "warning",
+            "loop_was_away",
+            seconds=round(seconds, 3),
+            leases=gauges["leases"],
+            pulls=gauges["pulls"],
+            parked=gauges["parked"],
+            **({"not_logged": skipped} if skipped else {}),
+        )
+
     def internal_error(self, exc: Exception) -> None:
         """Log a bug of ours, with its traceback."""
         text = "".join(traceback.format_exception(exc))
@@ -257,6 +315,17 @@ class Recorder:
             blocks=sum(n for g in lease.lent.groups for _, n in g.runs),
             **({} if good else {"owed": list(lease.owed()), "history": _relative(lease.history)}),
             **self._skip_count(),
+        )
+
+    def withdrawn(self, params: Params, waited: Sequence[str]) -> None:
+        """Log that a request will never be lent, and how many pulls waited for it."""
+        self.event(
+            "info",
+            "request_withdrawn",
+            request_id=params.request_id,
+            sequence=params.key.sequence,
+            waited=len(waited),
+            pull_ids=list(waited[:8]),
         )
 
     def peer_changed(self, peer: Peer, before: PeerState) -> None:

@@ -128,7 +128,7 @@ class Hostile:
         other = f"{rng.getrandbits(128):032x}"
         unknown = Key(message.key.epoch, message.key.memory_epoch, message.key.sequence, other)
         for guess in (unknown, change(unknown, sequence=0)):
-            if guess.sequence <= self.node.lending._newest.get(guess.epoch, -1):
+            if guess in self.node.lending.spent:
                 # Nobody is lent what a guessed token names.
                 yield rng.choice((source, other)), change(message, key=guess)
         if (lease := self.node.lending.leases.get(message.key)) is None:
@@ -203,7 +203,7 @@ class Hostile:
             early: list[Message] = []
             for i in range(EACH):
                 token, pull_id = f"{rng.getrandbits(128):032x}", f"{stranger[:16]}-{i}"
-                epoch = rng.choice([token[:8], *self.node.lending._newest])
+                epoch = rng.choice([token[:8], *self.node.lending.spent.epochs])
                 key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))

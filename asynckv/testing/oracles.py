@@ -13,7 +13,7 @@ from functools import lru_cache
 import msgspec
 
 from asynckv.config import PullConfig
-from asynckv.core.messages import Claim, Granted, Hello, Message, Refused, Release, Renew, decode_packet
+from asynckv.core.messages import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.core.node import Node
 from asynckv.core.pull import RATE_MARGIN
 from asynckv.core.types import Key
@@ -69,8 +69,8 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 _envelope = msgspec.msgpack.Decoder(_Envelope)
-_Watched = Hello | Claim | Renew | Granted | Refused | Release
-_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, Refused, Release)}
+_Watched = Hello | Claim | Renew | Granted | NotYet | Refused | Release
+_TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, NotYet, Refused, Release)}
 
 
 @lru_cache(maxsize=64)
@@ -97,7 +97,8 @@ class _Greeting:
 
 
 class Wire:
-    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept.
+    """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept, and nobody
+    hears that something is not lent yet which was lent, or withdrawn.
 
     Args:
         is_patient: Nobody tells readers that a rank is gone: only its silence, or its answer, ends a handshake.
@@ -116,6 +117,10 @@ class Wire:
         """Newest question of each pull to each address."""
         self._granted: dict[tuple[Process, str, str], Stopwatch] = {}
         """When it was answered."""
+        self._spent: dict[tuple[str, str], Stopwatch] = {}
+        """By owner's process start and token: since when a request was lent or withdrawn."""
+        self.told_to_wait: set[str] = set()
+        """Pulls that have heard that their request is not lent yet."""
         most, at = 0, 0.0
         while at < config.handshake_s:
             most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
@@ -126,11 +131,21 @@ class Wire:
         self._greetings = {place: x for place, x in self._greetings.items() if place[0] is not process}
         self._unanswered = {place: y for place, y in self._unanswered.items() if place[0] is not process}
 
+    def spent(self, process: Process, owner: str, token: str) -> None:
+        """A rank has lent a request, or withdrawn it."""
+        self._spent.setdefault((owner, token), Stopwatch.start(process))
+
     def sent(self, process: Process, to: str, packet: bytes) -> None:
         """A process says something to an address."""
-        _, target, messages = _watched(packet)
+        source, target, messages = _watched(packet)
         for message in messages:
-            if isinstance(message, Release):
+            if isinstance(message, NotYet):
+                clock = self._spent.get((source, message.key.token))
+                if clock is not None and clock.ran_s > TURN_S:
+                    self._world.violate(
+                        f"{process.name} says that a request is not lent yet {clock.ran_s:.3f} s after it was spent"
+                    )
+            elif isinstance(message, Release):
                 # Whatever is granted to it from now on, it does not want.
                 self._promises[process, target, message.pull_id] = ("", math.inf)
             elif isinstance(message, Hello):
@@ -159,6 +174,8 @@ class Wire:
                 # An answer to an older question may come too late to be of use.
                 if self._asked.get((process, origin, message.pull_id)) == message.nonce:
                     self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
+            elif isinstance(message, NotYet):
+                self.told_to_wait.add(message.pull_id)
             elif isinstance(message, Refused):
                 # What is granted no more need not be asked for until the promise has run out.
                 self._granted.pop((process, origin, message.pull_id), None)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["BLOCK", "FAULTS", "RECIPES", "Ask", "Fault", "Script", "make_script"]
+__all__ = ["ABORTED", "BLOCK", "FAULTS", "LENT", "RECIPES", "WITHDRAWN", "Ask", "Fault", "Script", "make_script"]
 
 FAULTS = (
     "loss",
@@ -36,6 +36,9 @@ FAULTS = (
 
 BLOCK = 4
 """Tokens per block."""
+
+LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
+"""What becomes of a request whose params have left: lent, never lent without a word, or withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,9 @@ class Ask:
     is_engine_retry: bool = False
     """Retries are the engine's, into the same blocks, rather than its caller's."""
     lend_s: float = 0.0
-    """How much later than usual it is lent."""
+    """How much later than usual it is lent, or aborted."""
+    fate: str = LENT
+    """`LENT`, `ABORTED` or `WITHDRAWN`."""
 
     def __str__(self) -> str:
         return (
@@ -99,6 +104,7 @@ class Ask:
             f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
             f"{f', priority {self.priority}' if self.priority else ''}"
             f"{f', retried {self.retries} times by the engine' if self.is_engine_retry else ''}"
+            f"{f', {self.fate}' if self.fate != LENT else ''}{f', {self.lend_s:.2f} s late' if self.lend_s else ''}"
         )
 
 
@@ -125,6 +131,10 @@ class Script:
     prefill_engines: int = 1
     budget: int = 0
     """Pulls that a decode rank reads at a time from one prefill engine; 0: as many as there are."""
+    schedulers: int = 1
+    """Of each prefill engine, taking turns."""
+    memory: int = 0
+    """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
 
     @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
@@ -197,6 +207,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     # From here on with dice of its own: what was drawn above stays what it was.
     script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
     script = _pressed(random.Random(repr(("pressed", seed))), script)
+    script = _disordered(random.Random(repr(("disordered", seed))), script)
     return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
 
 
@@ -212,6 +223,25 @@ def _pressed(rng: random.Random, script: Script) -> Script:
     if budget and rng.random() < 0.5:
         asks = [replace(ask, at=asks[0].at + rng.random() * 0.1, lease_s=4.0) for ask in asks]
     return replace(script, asks=tuple(asks), budget=budget)
+
+
+def _disordered(rng: random.Random, script: Script) -> Script:
+    """Lend in any order, and some never: no scheduler knows which request ends first, or is aborted."""
+    if rng.random() < 0.4:
+        return script
+    memory = rng.choice([0, 0, 0, 1, 1, 2])
+    # Where little is remembered it has to be needed, and who is not in trouble sees most.
+    odds = [LENT] * 8 + [ABORTED, WITHDRAWN]
+    if memory:
+        odds = [LENT] * 5 + [ABORTED] * 4 + [WITHDRAWN]
+    elif script.spared:
+        odds = [LENT] * 4 + [ABORTED] + [WITHDRAWN] * 3
+    asks = []
+    for ask in script.asks:
+        late = rng.choice([0.0, 0.0, rng.uniform(0.0, 2.0)])
+        routed_s = rng.choice([ask.routed_s, 6.0]) if memory else ask.routed_s
+        asks.append(replace(ask, lend_s=ask.lend_s or late, fate=rng.choice(odds), routed_s=routed_s))
+    return replace(script, asks=tuple(asks), schedulers=rng.choice([1, 1, 2]), memory=memory)
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:

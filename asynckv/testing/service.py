@@ -25,6 +25,7 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.group import PrefillGroup
 from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.core.spent import SpentKeys
 from asynckv.core.topology import owed_readers
 from asynckv.core.types import Key, Route
 from asynckv.engine import Engine
@@ -33,7 +34,7 @@ from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
-from asynckv.testing.script import BLOCK, Ask, Fault, Script
+from asynckv.testing.script import BLOCK, LENT, WITHDRAWN, Ask, Fault, Script
 from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["Attempt", "Service"]
@@ -116,7 +117,7 @@ class _Lent:
     """Ranks that have not given it back."""
     lent_from: float = math.inf
     lent_by: float = -math.inf
-    """When the first and the last rank lend it."""
+    """When the first and the last rank lend it, or abort it."""
 
 
 class _Rank:
@@ -139,7 +140,6 @@ class _Rank:
         """Decode: which attempt owns which block."""
         self.retired: set[int] = set()
         """Blocks that were given up; what may have written them may have ended since."""
-        self.lend_at = 0.0
         self.is_draining = self.is_asleep = self.is_moving = False
         self.process: Process
         self.engine: Engine
@@ -235,7 +235,8 @@ class _Prefill:
     def __init__(self, service: Service, number: int) -> None:
         self.service, self.number = service, number
         self.ranks = [_Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
-        self.group: PrefillGroup | None = None
+        self.groups: list[PrefillGroup] = []
+        """One per scheduler."""
         self.memory_epoch = 0
         self.free = list(range(NUM_BLOCKS))
         self.uses: Counter[int] = Counter()
@@ -246,12 +247,18 @@ class _Prefill:
         """Hand out a new address book."""
         roster = [r.engine.endpoint for r in self.ranks]
         names = ("group", self.service.world.now, *([self.number] if self.number else []))
-        token = self.service.world.token(*names)
         # It never goes back: a rank that was restarted begins at 0, but others may remember more.
         self.memory_epoch = max(self.memory_epoch, *(r.engine.memory_epoch for r in self.ranks))
-        self.group = PrefillGroup(
-            self.ranks[0].engine_id, roster, lease=LEASE, memory_epoch=self.memory_epoch, token_hex=token
-        )
+        self.groups = [
+            PrefillGroup(
+                self.ranks[0].engine_id,
+                roster,
+                lease=LEASE,
+                memory_epoch=self.memory_epoch,
+                token_hex=self.service.world.token(*names, *([i] if i else [])),
+            )
+            for i in range(self.service.script.schedulers)
+        ]
 
 
 class Service:
@@ -621,8 +628,7 @@ class Service:
         engine = self.prefill[ask.prefill]
         is_common = shared is not None and shared.engine is engine
         common = list(shared.blocks[: max(min(len(shared.blocks), count) - 1, 0)]) if shared and is_common else []
-        group = engine.group
-        if len(engine.free) < count - len(common) or group is None:
+        if len(engine.free) < count - len(common) or not engine.groups:
             if patience:
                 world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1))
             else:
@@ -635,7 +641,7 @@ class Service:
         blocks = common + fresh
         for block in blocks:
             engine.uses[block] += 1
-        params = group.make_params(
+        params = engine.groups[ask.number % len(engine.groups)].make_params(
             f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
         )
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
@@ -646,17 +652,15 @@ class Service:
             if rank.process.is_dead:
                 continue
             lent.open.add(rank.name)
-            # In the order in which params were made, as the contract says.
-            rank.lend_at = lend_at = max(written_at + self.rng.random() ** 3 * 0.3, rank.lend_at)
+            lend_at = written_at + self.rng.random() ** 3 * 0.3
             lent.lent_from, lent.lent_by = min(lent.lent_from, lend_at), max(lent.lent_by, lend_at)
-            if ask.ahead:
-                # KV is written, and lent at once.
-                rank.process.call_at(lend_at, self._write, rank, lent)
-                rank.process.call_at(lend_at, self._lend, rank, lent)
-            else:
+            if not ask.ahead:
                 # `written` is said of every rank's KV before the params leave.
                 self._fill(rank, rank.words, lent)
-                rank.process.call_at(lend_at, self._lend, rank, lent)
+            elif ask.fate == LENT:
+                # KV is written, and lent at once.
+                rank.process.call_at(lend_at, self._write, rank, lent)
+            rank.process.call_at(lend_at, self._lend if ask.fate == LENT else self._abort, rank, lent)
         if not lent.open:
             self._settle(lent)
         for number in ask.engines:
@@ -675,19 +679,60 @@ class Service:
             for head in range(*rank.held):
                 words[block, head - rank.held[0]] = _value(content, head)
 
+    def _abort(self, rank: _Rank, lent: _Lent) -> None:
+        """The request is never lent: its blocks are somebody else's from now on."""
+        if lent.ask.fate == WITHDRAWN:
+            with suppress(EngineClosed):
+                self._tighten(rank)
+                rank.engine.withdraw(lent.params)
+                self._spent(rank, lent)
+                self._lend_again(rank, lent)
+        self.outcomes[f"asks.{lent.ask.fate}"] += 1
+        self.world.at(rank.process.now, partial(self._given_back, rank, lent))
+
+    def _tighten(self, rank: _Rank) -> None:
+        """Let a rank remember little of what has been."""
+        memory, node = self.script.memory, rank.engine._node
+        if memory and node.lending.max_ended != memory:
+            node.lending.max_ended, node.lending.spent = memory, SpentKeys(memory)
+
+    def _spent(self, rank: _Rank, lent: _Lent) -> None:
+        key = msgspec.convert(lent.params["key"], Key)
+        if key.memory_epoch >= rank.engine.memory_epoch:
+            self.wire.spent(rank.process, rank.engine.incarnation, key.token)
+        if self.script.memory and rank.engine._node.lending.spent.num_gaps > self.script.memory:
+            self.world.violate(f"{rank.name} remembers {rank.engine._node.lending.spent.num_gaps} gaps")
+
+    def _lend_again(self, rank: _Rank, lent: _Lent) -> None:
+        """A confused scheduler: what was lent or withdrawn may not be lent once more."""
+        if self.rng.random() < 0.5:
+            return
+        try:
+            rank.engine.lend(lent.params, readers=len(lent.ask.engines))
+        except (AsyncKVError, EngineClosed):
+            self.outcomes["lend.refused_again"] += 1
+        else:
+            self.world.violate(f"request {lent.ask.number} was lent again on {rank.name}")
+
     def _lend(self, rank: _Rank, lent: _Lent) -> None:
         process = rank.process
         clock = Stopwatch.start(process)
         try:
+            self._tighten(rank)
             handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
+            is_forgotten = "was open for too long" in str(exc) and rank.engine._node.lending.spent.num_given_up
+            self.outcomes["lend.given_up"] += bool(is_forgotten)
+            if not isinstance(exc, EngineClosed) and "memory epoch" not in str(exc) and not is_forgotten:
+                self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
             self._given_back(rank, lent)
             return
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
         holder = _Lease(lent.ask.number, handle, lent, process, clock)
         self.leases.append((rank, process, holder))
+        self._spent(rank, lent)
 
         async def wait() -> None:
             try:
@@ -701,6 +746,8 @@ class Service:
                 self.world.violate(f"request {lent.ask.number} was revoked by the drain of {rank.name}")
             self.outcomes[f"lease.{end.cause}"] += 1
             self.world.note(rank.name, "lease ended", (lent.ask.number, end.cause))
+            self._lend_again(rank, lent)
+            process.call_at(process.now + self.rng.random() * 4.0, self._lend_again, rank, lent)
             self._in_time(rank, holder)
             self.world.at(process.now, partial(self._ended, rank, lent))
 
@@ -888,8 +935,11 @@ class _Lease:
     """What its readers said."""
 
     def revoke(self) -> None:
-        """Take it back."""
-        self.handle.revoke()
+        """Take it back: by its handle, or as a scheduler does that does not know whether it was lent."""
+        if self.ask % 2:
+            self.handle._engine.withdraw(self.lent.params)
+        else:
+            self.handle.revoke()
         self.revoked = self.revoked or Stopwatch.start(self.process)
 
 
@@ -970,6 +1020,8 @@ class Attempt:
             self.reason = f"{exc.reason}: {exc}"
             world.note(rank.name, "pull failed", (ask.number, exc.reason, str(exc)[:160]))
             again = exc.reason not in ("cancelled", "unplannable")
+            if exc.reason == "not_lent_yet" and exc.pull_id not in service.wire.told_to_wait:
+                self._violate("ended as not lent yet, which nobody had told it")
             if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
                 self._violate("was refused as consumed, though this reader released nothing")
             self._in_time(called, frozen)
@@ -999,6 +1051,8 @@ class Attempt:
             self.reason = "complete"
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
+            if count and self.lent.ask.fate != LENT:
+                self._violate("published bytes of a request that was never lent")
             self.said = {"complete"}
             self._is_spared(called, "")
             world.at(self.process.now, partial(self._verify, blocks, first))
@@ -1070,11 +1124,23 @@ class Attempt:
         bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
         if script.budget:
             bound *= len(script.asks)  # it may be the last of the queue
+        bound += 0.0 if is_spared else HOSTILE_S
+        if reason == "unknown_key" and script.memory:
+            return  # it was open for too long for what its ranks remember
+        is_too_late = max(called, lent.lent_by) + bound > called + PULL.timeout_s
+        if lent.ask.fate != LENT and lent.ask.cached < lent.ask.tokens:
+            if lent.ask.fate == WITHDRAWN and not is_too_late and (reason != "withdrawn" or took > bound):
+                self._violate(f"of a withdrawn request ended as {reason!r}, {took:.3f} s after it could know")
+            elif reason not in ("not_lent_yet", *([WITHDRAWN] if lent.ask.fate == WITHDRAWN else [])):
+                self._violate(f"of a request that was never lent ended as {reason!r}")
+            return
+        if reason in ("timeout", "not_lent_yet") and is_too_late:
+            return
         if reason == "timeout" and script.data >= 100:
             return  # several of them at one peer, with transfers that slow, may not fit into any deadline
         if reason:
             self._violate(f"was spared and failed: {self.reason}")
-        elif took > bound + (0.0 if is_spared else HOSTILE_S):
+        elif took > bound:
             self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
 
     def _violate(self, what: str) -> None:

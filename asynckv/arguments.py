@@ -1,0 +1,132 @@
+"""Checks of what callers give, so that nothing has happened yet when it is refused.
+
+A check returns the value as the library wants it, or raises the error that the caller chose, which names the
+argument, the value and what is expected. What is usual passes at the price of a comparison or two.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping
+from numbers import Real
+from typing import Any
+
+from asynckv.errors import AsyncKVError, LocalProtocolError
+
+__all__ = ["MAX_INTEGER", "NO_SEQUENCE", "flag", "integer", "is_text", "number", "seconds", "shown", "text", "texts"]
+
+MAX_INTEGER = 1 << 53
+"""Whatever counts something fits into a message and an array."""
+
+MAX_TEXT = 16 * 1024
+
+NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)
+"""What can be iterated over, and is never meant as a list of something."""
+
+Refusal = type[AsyncKVError]
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """Write a value for an error's message: short whatever it is, and never with a lone surrogate."""
+    try:
+        return _short.repr(value)
+    except Exception:  # a repr is anybody's code, and the refusal matters more
+        return f"an object of type {type(value).__name__}"
+
+
+def integer(name: str, value: Any, lo: int = 0, hi: int = MAX_INTEGER, error: Refusal = LocalProtocolError) -> int:
+    """Check an integer in `[lo, hi]`: whatever is one by `operator.index`, numpy's as well, but no bool."""
+    if type(value) is int:
+        found = value
+    else:
+        try:
+            found = lo - 1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            found = lo - 1
+    if lo <= found <= hi:
+        return found
+    raise error(f"{name} is {shown(value)}; it must be an integer from {_bound(lo)} to {_bound(hi)}")
+
+
+def _bound(value: int) -> str:
+    is_large_power = value.bit_count() == 1 and value.bit_length() > 32
+    return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1}" if is_large_power else str(value)
+
+
+def number(name: str, value: Any, lo: float, hi: float = math.inf, error: Refusal = LocalProtocolError) -> float:
+    """Check a finite number in `[lo, hi]`, of any real type but bool."""
+    if (as_float := _as_float(value)) is not None and lo <= as_float <= hi:
+        return as_float
+    bounds = f"of {lo:g} or more" if hi == math.inf else f"from {lo:g} to {hi:g}"
+    raise error(f"{name} is {shown(value)}; it must be a finite number {bounds}")
+
+
+def seconds(name: str, value: Any, error: Refusal = LocalProtocolError) -> float:
+    """Check a duration above 0."""
+    if (as_float := _as_float(value)) is not None and as_float > 0:
+        return as_float
+    raise error(f"{name} is {shown(value)}; it must be a positive, finite number of seconds")
+
+
+def _as_float(value: Any) -> float | None:
+    if type(value) is not float:
+        try:
+            value = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+        except OverflowError:
+            return None
+    return value if math.isfinite(value) else None
+
+
+def is_text(value: Any, most: int = MAX_TEXT, least: int = 0) -> bool:
+    """Whether a value is text that can be sent: so long at most, and without lone surrogates."""
+    if not isinstance(value, str) or not least <= len(value) <= most:
+        return False
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
+
+
+def text(name: str, value: Any, most: int = MAX_TEXT, least: int = 0, error: Refusal = LocalProtocolError) -> str:
+    """Check text of `least` to `most` characters of valid Unicode."""
+    if is_text(value, most, least):
+        return str(value)
+    length = f" ({len(value)} characters)" if isinstance(value, str) else ""
+    raise error(
+        f"{name} is {shown(value)}{length}; it must be a str of {least} to {most} characters, without lone surrogates"
+    )
+
+
+def texts(name: str, value: Any, most: int, longest: int, error: Refusal = LocalProtocolError) -> tuple[str, ...]:
+    """Check a sequence of at most `most` texts of at most `longest` characters; one text is no sequence of texts."""
+    if type(value) is tuple and not value:
+        return value
+    if type(value) is list or (isinstance(value, Iterable) and not isinstance(value, NO_SEQUENCE)):
+        found = tuple(value)
+        if _are_texts(found, most, longest):
+            return tuple(map(str, found))
+    raise error(
+        f"{name} is {shown(value)}; it must be a sequence of at most {most} str of at most {longest} characters each, "
+        f"without lone surrogates"
+    )
+
+
+def _are_texts(found: tuple[Any, ...], most: int, longest: int) -> bool:
+    if len(found) > most or not all(issubclass(kind, str) for kind in set(map(type, found))):
+        return False
+    # In a few calls for all of them: a long prompt has thousands.
+    return max(map(len, found), default=0) <= longest and is_text("".join(found), most * longest)
+
+
+def flag(name: str, value: Any, error: Refusal = LocalProtocolError) -> bool:
+    """Check a bool."""
+    if isinstance(value, bool):
+        return value
+    raise error(f"{name} is {shown(value)}; it must be True or False")

@@ -1,0 +1,102 @@
+"""Which keys are spent: lent or withdrawn once, and never to be lent again.
+
+Requests are lent in any order, or never. What a claim names may therefore still come, unless its key is spent. The
+sequence numbers of one scheduler (an epoch of keys) are kept as runs of spent ones, as a QUIC receiver keeps the packet
+numbers that it has seen (RFC 9000, section 13.2.3). Requests that are still open, and those that will never be lent,
+are the gaps between the runs. So memory grows with the gaps, however many requests lie in one, and those are bounded:
+beyond `MAX_GAPS` the oldest of the scheduler that has the most are closed, as if what lies in them were spent. That is
+the safe side: a request that is open for so long has to be described anew, but no key is lent twice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from asynckv.core.types import Key
+
+__all__ = ["MAX_EPOCHS", "MAX_GAPS", "SpentKeys"]
+
+MAX_GAPS = 65_536
+"""Gaps that are kept, over all schedulers: some 5 MB at most. Each is a request, or more, that later ones passed."""
+
+MAX_EPOCHS = 4096
+"""Schedulers that are told apart (a `PrefillGroup` is one; not one per request). Beyond that the one is forgotten of
+which nothing was lent for longest, and with it which of its keys are spent. Only the engine's own calls bring more."""
+
+
+class SpentKeys:
+    """Sequence numbers that were used, per epoch; see the module."""
+
+    def __init__(self, max_gaps: int = MAX_GAPS, max_epochs: int = MAX_EPOCHS) -> None:
+        self.max_gaps, self._max_epochs = max_gaps, max_epochs
+        self._runs: dict[str, tuple[list[int], list[int]]] = {}
+        """Epoch -> first and last number of each run, ascending; who was used last comes last. The first run begins
+        before all numbers."""
+        self._latest = ""
+        self.num_gaps = 0
+        self.num_given_up = 0
+        """Open keys that are taken for spent, for lack of room."""
+        self.num_forgotten = 0
+        """Epochs of which nothing is known any more."""
+
+    def __contains__(self, key: Key) -> bool:
+        """The number was used, whatever the token: no two keys of a scheduler share one."""
+        runs = self._runs.get(key.epoch)
+        if runs is None:
+            return False
+        firsts, lasts = runs
+        return key.sequence <= lasts[bisect_right(firsts, key.sequence) - 1]
+
+    def add(self, key: Key) -> None:
+        """Spend a key."""
+        sequence = key.sequence
+        firsts, lasts = self._runs[key.epoch] if key.epoch == self._latest else self._turn_to(key.epoch)
+        if sequence == lasts[-1] + 1:  # in order, as most are
+            lasts[-1] = sequence
+            return
+        after = bisect_right(firsts, sequence)
+        before = after - 1
+        if sequence <= lasts[before]:
+            return
+        touches_before = sequence == lasts[before] + 1
+        touches_after = after < len(firsts) and sequence == firsts[after] - 1
+        if touches_before and touches_after:
+            lasts[before] = lasts[after]
+            del firsts[after], lasts[after]
+            self.num_gaps -= 1
+        elif touches_before:
+            lasts[before] = sequence
+        elif touches_after:
+            firsts[after] = sequence
+        else:
+            firsts.insert(after, sequence)
+            lasts.insert(after, sequence)
+            self.num_gaps += 1
+            if self.num_gaps > self.max_gaps:
+                self._close_oldest()
+
+    @property
+    def epochs(self) -> tuple[str, ...]:
+        """Schedulers that are known, who was used last at the end."""
+        return tuple(self._runs)
+
+    def _turn_to(self, epoch: str) -> tuple[list[int], list[int]]:
+        """Return the runs of another scheduler than the last one."""
+        runs = self._runs.pop(epoch, None) or ([-1], [-1])
+        if len(self._runs) >= self._max_epochs:
+            firsts, _ = self._runs.pop(next(iter(self._runs)))
+            self.num_gaps -= len(firsts) - 1
+            self.num_forgotten += 1
+        self._runs[epoch] = runs
+        self._latest = epoch
+        return runs
+
+    def _close_oldest(self) -> None:
+        """Close the lowest gaps of the scheduler that has the most: whoever passes many over pays for it."""
+        firsts, lasts = max(self._runs.values(), key=lambda runs: len(runs[0]))
+        # Several at once, since each time all that follow move up.
+        count = min(max(self.max_gaps // 64, 1), len(firsts) - 1)
+        self.num_given_up += sum(firsts[i + 1] - lasts[i] - 1 for i in range(count))
+        lasts[0] = lasts[count]
+        del firsts[1 : count + 1], lasts[1 : count + 1]
+        self.num_gaps -= count

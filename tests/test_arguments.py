@@ -1,0 +1,551 @@
+"""Whatever callers give is taken or refused by a typed error, before anything happens; nobody meets a TypeError."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import asynckv
+from asynckv import (
+    AsyncKVError,
+    ConfigError,
+    Dim,
+    Endpoint,
+    Engine,
+    EngineConfig,
+    Group,
+    KeysConfig,
+    Layout,
+    LayoutError,
+    LeaseConfig,
+    LimitsConfig,
+    LocalProtocolError,
+    LogConfig,
+    Memory,
+    NixlConfig,
+    Params,
+    Part,
+    PlanRefused,
+    PrefillGroup,
+    PullConfig,
+    Registration,
+    RemoteProtocolError,
+    TensorPart,
+    View,
+    attention_view,
+    configure_logging,
+    dense_part,
+    register_memory,
+    register_parts,
+    register_tensors,
+    shard,
+    written,
+)
+from asynckv.core.types import decode_params
+from tests.engines import Bench, memory, until
+
+HOSTILE: dict[str, Any] = {
+    "none": None,
+    "true": True,
+    "1.5": 1.5,
+    "nan": math.nan,
+    "inf": math.inf,
+    "-1": -1,
+    "2^70": 1 << 70,
+    "10^400": 10**400,
+    "text": "3",
+    "empty text": "",
+    "long text": "x" * 100_000,
+    "bytes": b"3",
+    "lone surrogate": "a\ud800",
+    "list": [],
+    "list of integers": [0, 1],
+    "list of a bool": [(0, [True])],
+    "dict": {},
+    "object": object(),
+    "numpy integer": np.int64(3),
+    "numpy float": np.float32(1.5),
+    "numpy bool": np.True_,
+    "numpy array": np.array([[1, 2], [3, 4]]),
+    "tensor": torch.zeros(2),
+    "function": len,
+}
+CODE = {"data", "control", "clock", "token_hex"}
+"""Parameters that take code of the caller's, not values."""
+
+CLASSES = {
+    "EngineConfig",
+    "KeysConfig",
+    "LeaseConfig",
+    "LimitsConfig",
+    "LogConfig",
+    "NixlConfig",
+    "PullConfig",
+    "Engine",
+    "PrefillGroup",
+}
+FUNCTIONS = {
+    "attention_view",
+    "configure_logging",
+    "dense_part",
+    "register_memory",
+    "register_parts",
+    "register_tensors",
+    "shard",
+    "written",
+}
+VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
+"""Written down by callers, and checked by whoever is given them."""
+RESULTS = {"Hold", "LeaseEnd", "LentRequest", "PullResult", "Statistics", "ONE_PER_REQUEST"}
+"""Made by the library."""
+
+
+def test_every_public_name_is_tried_here() -> None:
+    errors = {n for n in asynckv.__all__ if isinstance(e := getattr(asynckv, n), type) and issubclass(e, Exception)}
+    assert set(asynckv.__all__) == CLASSES | FUNCTIONS | VALUES | RESULTS | errors
+
+
+def parameters(call: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(call).parameters if name not in CODE | {"self"}]
+
+
+def tried(kind: type[AsyncKVError], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call returns, or the typed and readable error by which it refuses."""
+    error: AsyncKVError | None = None
+    try:
+        return call(*args, **kwargs)
+    except kind as exc:
+        error = exc
+    str(error).encode()
+    assert 10 < len(str(error)) < 2000
+    return error
+
+
+# -- what is called without an engine ----------------------------------------------------------------------
+
+CONFIGS: list[tuple[type, dict[str, Any]]] = [
+    (LeaseConfig, {}),
+    (PullConfig, {}),
+    (LimitsConfig, {}),
+    (NixlConfig, {}),
+    (LogConfig, {}),
+    (KeysConfig, {"secret": "s", "authorized": "a"}),
+    (EngineConfig, {"engine_id": "e"}),
+]
+ONE_CONFIG = [(kind, given, name) for kind, given in CONFIGS for name in parameters(kind)]
+
+
+@pytest.mark.parametrize(("kind", "given", "name"), ONE_CONFIG, ids=[f"{k.__name__}-{n}" for k, _, n in ONE_CONFIG])
+def test_a_configuration_is_made_or_refused(kind: type, given: dict[str, Any], name: str) -> None:
+    taken = set()
+    for what, value in HOSTILE.items():
+        made = tried(ConfigError, kind, **{**given, name: value})
+        if not isinstance(made, ConfigError):
+            taken.add(what)
+            assert type(getattr(made, name)) in (int, float, bool, str, dict, type(None)), what
+    assert not taken & {"nan", "inf", "-1", "bytes", "lone surrogate", "object", "tensor", "10^400", "list"}
+
+
+ENDPOINT = Endpoint(0, "tcp://127.0.0.1:5555", "abc")
+
+
+def test_a_group_is_made_or_refused() -> None:
+    given: dict[str, Any] = {"engine_id": "p", "roster": [ENDPOINT]}
+    for name in parameters(PrefillGroup):
+        for what, value in HOSTILE.items():
+            made = tried(ConfigError, PrefillGroup, **{**given, name: value})
+            assert isinstance(made, ConfigError) or name != "roster", what
+    for name in Endpoint.__struct_fields__:
+        for what, value in HOSTILE.items():
+            made = tried(ConfigError, PrefillGroup, "p", [msgspec.structs.replace(ENDPOINT, **{name: value})])
+            is_text = isinstance(value, str) and name in ("address", "incarnation")
+            assert isinstance(made, ConfigError) or is_text, (name, what)
+    with pytest.raises(ConfigError, match="pp_size is 1208925819614629174706176"):
+        PrefillGroup("p", [ENDPOINT], pp_size=1 << 80)
+
+
+@pytest.mark.parametrize("name", parameters(PrefillGroup.make_params))
+def test_params_are_made_or_refused_and_no_key_is_minted(name: str) -> None:
+    group = PrefillGroup("p", [ENDPOINT])
+    given: dict[str, Any] = {
+        "request_id": "r",
+        "groups": [(0, [1, 2])],
+        "num_tokens": 20,
+        "hashes": ["a"],
+        "hash_tokens": 16,
+    }
+    minted = group.make_params(**given)["key"][2]
+    for what, value in HOSTILE.items():
+        params = tried(ConfigError, group.make_params, **{**given, name: value})
+        if not isinstance(params, ConfigError):
+            minted += 1
+            assert decode_params(params).key.sequence == minted, what
+            msgspec.json.encode(params)
+    assert group.make_params(**given)["key"][2] == minted + 1
+
+
+def test_numpy_integers_make_the_same_params_as_pythons() -> None:
+    group = PrefillGroup("p", [ENDPOINT], token_hex=lambda n: "0" * 2 * n)
+    plain = group.make_params("r", [(16, [1, 2])], 40, lease_s=4.0, hashes=["a"], hash_tokens=16)
+    numbers = group.make_params(
+        "r",
+        [(np.int32(16), [np.int64(1), np.int32(2)])],  # type: ignore[list-item]
+        np.int64(40),  # type: ignore[arg-type]
+        lease_s=np.float32(4.0),  # type: ignore[arg-type]
+        hashes=np.array(["a"]),  # type: ignore[arg-type]
+        hash_tokens=np.uint8(16),  # type: ignore[arg-type]
+    )
+    assert {**numbers, "key": 0} == {**plain, "key": 0}
+
+
+def test_what_was_described_can_be_decoded_or_was_not_described() -> None:
+    group = PrefillGroup("p", [ENDPOINT])
+    with pytest.raises(ConfigError, match=r"request_id is 'a\\ud800' .*without lone surrogates"):
+        group.make_params("a\ud800", [(0, [1])], 16)
+    with pytest.raises(ConfigError, match="groups is None; give one"):
+        group.make_params("r", None, 16)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lease_s is '3'; it must be a positive, finite number of seconds"):
+        group.make_params("r", [(0, [1])], 16, lease_s="3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_tokens is True; it must be an integer from 0"):
+        group.make_params("r", [(0, [1])], True)
+
+
+LAYOUT = memory(1)[0].layout
+[GROUP] = LAYOUT.groups
+VIEW = LAYOUT.views[0]
+
+
+def with_field(kind: type, name: str, value: Any) -> Layout:
+    """A layout in which one field of one of its parts is something else."""
+    change = {name: value}
+    if kind is Layout:
+        return msgspec.structs.replace(LAYOUT, **change)
+    if kind is Memory:
+        return msgspec.structs.replace(
+            LAYOUT, memories=(msgspec.structs.replace(LAYOUT.memories[0], **change), *LAYOUT.memories[1:])
+        )
+    if kind is Group:
+        return msgspec.structs.replace(LAYOUT, groups=(msgspec.structs.replace(GROUP, **change),))
+    view = VIEW
+    if kind is View:
+        view = msgspec.structs.replace(view, **change)
+    else:
+        part = view.parts[0]
+        if kind is Part:
+            part = msgspec.structs.replace(part, **change)
+        else:
+            dims = (msgspec.structs.replace(part.dims[0], **change), *part.dims[1:])
+            part = msgspec.structs.replace(part, dims=dims)
+        view = msgspec.structs.replace(view, parts=(part, *view.parts[1:]))
+    return msgspec.structs.replace(LAYOUT, views=(view, *LAYOUT.views[1:]))
+
+
+@pytest.mark.parametrize("kind", [Layout, Memory, Group, View, Part, Dim])
+def test_a_layout_is_registered_or_refused(kind: Any) -> None:
+    for name in kind.__struct_fields__:
+        for what, value in HOSTILE.items():
+            made = tried(LayoutError, register_memory, with_field(kind, name, value))
+            if not isinstance(made, LayoutError):
+                # Whatever was taken can be sent to peers.
+                assert msgspec.msgpack.decode(msgspec.msgpack.encode(made.layout), type=Layout) == made.layout
+                assert what not in ("nan", "bytes", "lone surrogate", "object", "10^400"), (name, what)
+
+
+def test_memory_is_registered_or_refused() -> None:
+    for what, value in HOSTILE.items():
+        assert isinstance(tried(LayoutError, register_memory, value), LayoutError), what
+        tried(LayoutError, register_memory, LAYOUT, value)
+
+
+TENSORS: dict[str, Any] = {
+    "tensors": {"layers.0": torch.zeros(2, 4, 16, 2, 8)},
+    "order": ("kv", "block", "token", "head", "dim"),
+    "block_size": 16,
+    "num_blocks": 4,
+    "heads": (0, 2),
+    "num_heads": 2,
+}
+STATE = torch.zeros(4, 16, 2, 8)
+PART: dict[str, Any] = {
+    "layer": "layers.0",
+    "name": "k",
+    "tensor": STATE,
+    "order": ("block", "token", "head", "dim"),
+    "axis": "head",
+    "held": (0, 2),
+    "extent": 2,
+}
+PARTS: dict[str, Any] = {"parts": [TensorPart(**PART)], "groups": [Group("attention", 16, 4)]}
+VIEWS: dict[str, Any] = {
+    "layer": "layers.0",
+    "order": ("kv", "block", "token", "head", "dim"),
+    "sizes": {"kv": 2, "block": 4, "token": 16, "head": 2, "dim": 8},
+    "dtype": "float16",
+    "heads": (0, 2),
+    "num_heads": 2,
+    "strides": {"kv": 8192, "block": 1024, "token": 64, "head": 32, "dim": 2},
+}
+ALONE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (register_tensors, TENSORS),
+    (register_parts, PARTS),
+    (attention_view, VIEWS),
+    (dense_part, {"name": "k", "dtype": "float16", "dims": [("token", 16), ("dim", 8)]}),
+    (shard, {"extent": 8, "tp_rank": 0, "tp_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("call", "given"), ALONE, ids=[call.__name__ for call, _ in ALONE])
+def test_a_declaration_is_taken_or_refused(call: Callable[..., Any], given: dict[str, Any]) -> None:
+    call(**given)
+    for name in parameters(call):
+        for value in HOSTILE.values():
+            tried(LayoutError, call, **{**given, name: value})
+            keyed = {value: 1} if isinstance(value, Hashable) else {}
+            for nested in (keyed, {"kv": value}, {"layers.0": value}, [value], (value, value), [("k", value)]):
+                tried(LayoutError, call, **{**given, name: nested})
+
+
+def test_parts_of_tensors_are_taken_or_refused() -> None:
+    for name in parameters(TensorPart):
+        for value in HOSTILE.values():
+            tried(LayoutError, register_parts, [TensorPart(**{**PART, name: value})], groups=PARTS["groups"])
+    for name in Group.__struct_fields__:
+        for value in HOSTILE.values():
+            group = msgspec.structs.replace(PARTS["groups"][0], **{name: value})
+            tried(LayoutError, register_parts, PARTS["parts"], groups=[group])
+
+
+def test_tensors_that_are_none_are_named() -> None:
+    with pytest.raises(LayoutError, match="block_size is '4'; it must be an integer from 1"):
+        register_tensors(**{**TENSORS, "block_size": "4"})
+    with pytest.raises(LayoutError, match=r"layer 'layers.0': is \[1, 2\]; give a torch.Tensor"):
+        register_tensors(**{**TENSORS, "tensors": {"layers.0": [1, 2]}})
+    with pytest.raises(LayoutError, match=r"a layer's name is b'layers\.0'; it must be a str"):
+        register_tensors(**{**TENSORS, "tensors": {b"layers.0": STATE}})
+
+
+@pytest.mark.anyio
+async def test_events_are_waited_for_or_refused() -> None:
+    for value in HOSTILE.values():
+        with pytest.raises(LocalProtocolError, match="is no event"):
+            await written(value)
+
+
+def test_logging_is_configured_or_refused() -> None:
+    for name in parameters(configure_logging):
+        for value in HOSTILE.values():
+            tried(ConfigError, configure_logging, **{name: value})
+
+
+def test_an_engine_is_made_or_refused() -> None:
+    registration = memory(1)[0]
+    bad = msgspec.structs.replace(LAYOUT, groups=5)
+    for value in (*HOSTILE.values(), Registration(None), Registration(bad)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="config is"):
+            Engine(value, registration)
+        with pytest.raises(ConfigError, match="registration is"):
+            Engine(EngineConfig(engine_id="e"), value)
+
+
+# -- an engine ---------------------------------------------------------------------------------------------
+
+
+async def pumped(bench: Bench, call: Callable[[], Any]) -> Any:
+    """Await a call while time passes, if it is to be awaited."""
+    found = call()
+    if not inspect.isawaitable(found):
+        return found
+    task = asyncio.ensure_future(_awaited(found))
+    with anyio.fail_after(20):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        while not task.done():
+            bench.clock.advance(0.05)
+            await asyncio.sleep(0)
+    return await task
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+def quiet(engine: Engine) -> tuple[Any, ...]:
+    """What no refused call may change."""
+    engine.check_integrity()
+    statistics, node = engine.statistics(), engine._node
+    gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
+    return gauges, engine.holds(), dict(engine._waiting), dict(engine._retrying), node.is_closed, engine._moving
+
+
+def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
+    """A good call of every method that takes anything."""
+    return {
+        "drain": {"timeout_s": 0.1},
+        "suspend": {"timeout_s": 0.1},
+        "resume": {"registration": None},
+        "lend": {"params": params, "readers": 1},
+        "withdraw": {"params": params},
+        "announce": {"request_id": f"d{number}", "params": params, "wait_s": 5.0, "cohort_id": ""},
+        "pull": {
+            "request_id": f"d{number}",
+            "groups": [(0, [2])],
+            "params": params,
+            "timeout_s": 5.0,
+            "cohort_id": "",
+            "hashes": None,
+            "num_tokens": 16,
+            "is_last": True,
+            "priority": 0,
+            "retries": 1,
+            "renew_params": None,
+        },
+        "cancel": {"request_id": f"d{number}"},
+        "returned": {"request_id": f"d{number}"},
+        "would_block": {"params": params},
+        "forget_peer": {"address": "sim://99"},
+    }
+
+
+TAKING = {
+    name
+    for name, method in inspect.getmembers(Engine, inspect.isfunction)
+    if not name.startswith("_") and len(inspect.signature(method).parameters) > 1
+}
+ONE_ARGUMENT = [(name, p) for name in sorted(TAKING) for p in parameters(getattr(Engine, name))]
+
+
+def test_every_method_that_takes_anything_is_tried_here() -> None:
+    assert {name: sorted(given) for name, given in arguments({}, 0).items()} == {
+        name: sorted(parameters(getattr(Engine, name))) for name in TAKING
+    }
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("method", "name"), ONE_ARGUMENT, ids=[f"{m}-{p}" for m, p in ONE_ARGUMENT])
+async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Bench, method: str, name: str) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        taken = set()
+        for number, (what, value) in enumerate(HOSTILE.items()):
+            params = group.make_params(f"r{number}", [(0, [1])], 16, written=True)
+            role = prefill if method == "lend" else decode
+            if method == "resume":
+                await pumped(sim, decode.engine.suspend)
+            lent = prefill.engine.lend(params) if method != "lend" else None
+            for _ in range(3):
+                await asyncio.sleep(0)
+            before = quiet(role.engine)
+            given = {**arguments(params, number)[method], name: value}
+            found, error = None, None
+            try:
+                found = await pumped(sim, partial(getattr(role.engine, method), **given))
+            except (LocalProtocolError, PlanRefused, RemoteProtocolError) as exc:
+                error = exc
+            if error is not None:
+                str(error).encode()
+                assert quiet(role.engine) == before, f"{what}: {error}"
+                if method == "resume":
+                    await decode.engine.resume()
+            else:
+                taken.add(what)
+                lent = found if method == "lend" else lent
+                if method == "suspend":
+                    await decode.engine.resume()
+            for request_id in (f"d{number}", value):
+                if isinstance(request_id, str) and len(request_id) < 100 and request_id.isascii():
+                    decode.engine.cancel(request_id)
+            if lent is not None:
+                lent.revoke()
+                await pumped(sim, lent.wait_released)
+        assert not {"lone surrogate", "bytes", "object", "nan", "10^400"} & taken
+        if method == "drain":
+            return  # it takes nothing new any more
+        # And then everything works.
+        params = group.make_params("last", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        await pumped(sim, lambda: decode.engine.pull("last", [(0, [3])], params))
+        assert decode.blocks([3]) == prefill.blocks([1])
+        await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("field", Params.__struct_fields__)
+async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim: Bench, field: str) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        good = decode_params(group.make_params("r", [(0, [1])], 16, written=True))
+        before = quiet(prefill.engine), quiet(decode.engine)
+        for what, value in HOSTILE.items():
+            bad = msgspec.structs.replace(good, **{field: value})
+            for call in (
+                partial(prefill.engine.lend, bad),
+                partial(decode.engine.announce, "d", bad),
+                partial(decode.engine.pull, "d", [(0, [2])], bad, timeout_s=0.5),
+                partial(decode.engine.would_block, bad),
+            ):
+                with contextlib.suppress(AsyncKVError):
+                    found = await pumped(sim, call)
+                    if isinstance(found, asynckv.LentRequest):
+                        found.revoke()
+                    assert what not in ("lone surrogate", "bytes", "object", "nan", "10^400"), what
+            decode.engine.cancel("d")
+            for _ in range(20):
+                await asyncio.sleep(0)
+                sim.clock.advance(1.0)
+        await until(lambda: not decode.engine.statistics().gauges["pulls"])
+        await until(lambda: not prefill.engine.statistics().gauges["leases"])
+        assert [quiet(e)[:4] for e in (prefill.engine, decode.engine)] == [b[:4] for b in before]
+
+
+@pytest.mark.anyio
+async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench) -> None:
+    async with bench.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1, 4])], 20, written=True)
+        lent = prefill.engine.lend(params)
+        for bad in (
+            {"num_tokens": 20.5},
+            {"num_tokens": True},
+            {"num_tokens": "3"},
+            {"cohort_id": 5},
+            {"groups": None, "retries": 1},
+            {"groups": 5, "retries": 1},
+            {"groups": [0, 1], "retries": 1},
+            {"retries": True},
+        ):
+            with pytest.raises((LocalProtocolError, PlanRefused), match=next(iter(bad))):
+                await decode.engine.pull("d", **{"groups": [(0, [2, 3])], "params": params, **bad})  # type: ignore[arg-type]
+        assert not decode.engine.holds()
+        result = await decode.engine.pull("d", [(0, [2, 3])], params, num_tokens=np.int64(20))  # type: ignore[arg-type]
+        assert type(result.num_tokens) is int
+        with anyio.fail_after(10):
+            assert (await lent.wait_released()).cause == "released"
+
+
+@pytest.mark.anyio
+async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        once = ((first, ids) for first, ids in [(0, [2])])
+        await pumped(sim, lambda: decode.engine.pull("d", once, params, retries=1))  # type: ignore[arg-type]
+        assert decode.blocks([2]) == prefill.blocks([1])
+
+
+@pytest.mark.anyio
+async def test_a_lend_that_is_refused_leaves_the_memorys_epoch(sim: Bench) -> None:
+    async with sim.pair() as (prefill, _, _):
+        newer = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=3)
+        with pytest.raises(PlanRefused, match="block id 500"):
+            prefill.engine.lend(newer.make_params("r", [(0, [500])], 16))
+        assert prefill.engine.memory_epoch == 0
+        prefill.engine.lend(newer.make_params("r", [(0, [1])], 16)).revoke()
+        assert prefill.engine.memory_epoch == 3
