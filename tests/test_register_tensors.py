@@ -143,5 +143,5 @@ def test_what_is_out_of_bounds_is_named(change: dict[str, Any], message: str) ->
 
 
 def test_a_layers_name_in_bytes_is_refused_by_its_place() -> None:
-    with pytest.raises(LayoutError, match="a layer's name is b'layers.0'; it must be a str"):
+    with pytest.raises(LayoutError, match=r"a layer's name is b'layers\.0'; it must be a str"):
         register_tensors({b"layers.0": kv()}, **DECLARED)  # type: ignore[dict-item]
