@@ -18,7 +18,7 @@ from rich.table import Table
 from asynckv.config import PullConfig
 from asynckv.core.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
 from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
-from asynckv.core.sources import NotCovered, Share, assign, compare
+from asynckv.core.sources import NotCovered, Share, assign, compare, layer_names, strange_layers
 from asynckv.core.topology import owed_readers, remote_ranks
 from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
@@ -130,9 +130,9 @@ def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
     """Say which layers only one of two whole engines has."""
     if not (_is_whole(local) and _is_whole(remote)):
         return
-    mine, theirs = ({v.layer for x in side for v in x.views} for side in (local, remote))
-    for side, names in (("decode", mine - theirs), ("prefill", theirs - mine)):
-        if names:
+    known = [{name for x in side for names in layer_names(x).values() for name in names} for side in (local, remote)]
+    for side, layouts, others in (("decode", local, known[1]), ("prefill", remote, known[0])):
+        if names := {layer for x in layouts for layer in strange_layers(x, others)}:
             yield f"only {side} has the layers {', '.join(sorted(names)[:8])}{' ...' if len(names) > 8 else ''}"
 
 
@@ -480,7 +480,9 @@ def _picture(
     rows = []
 
     def held(layout: Layout) -> list[tuple[float, float]]:
-        return sorted({p.held if axis else (0, 1) for v in layout.views for p in v.parts if p.name in parts})
+        # What one side holds whole the other may have cut.
+        parts_here = (p for v in layout.views for p in v.parts if p.name in parts)
+        return sorted({p.held if axis and p.axis else (0, extent) for p in parts_here})
 
     for layout in remote:
         mine = [r for r in reads if r[1] == _place(layout)]

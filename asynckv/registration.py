@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from asynckv.arguments import shown
-from asynckv.core.layout import Layout, check_layout
-from asynckv.core.types import sendable
+from asynckv.core.layout import Layout, check_layout, valid_layout
 from asynckv.errors import LayoutError
 
 __all__ = ["Registration", "register_memory"]
@@ -37,11 +34,7 @@ def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registra
     Raises:
         LayoutError: Naming the field, both numbers and the remedy.
     """
-    try:
-        # Ours is held to the same bounds as a stranger's.
-        checked = sendable(layout, Layout)
-    except msgspec.ValidationError as exc:
-        raise LayoutError(f"the layout cannot be described: {exc}") from exc
+    checked = valid_layout(layout)
     if not isinstance(owners, tuple | list):
         raise LayoutError(f"owners is {shown(owners)}; give a tuple of whatever must not be freed")
     check_layout(checked)

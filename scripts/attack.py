@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import msgspec
 import typer
 import zmq
 from rich.console import Console
@@ -138,9 +139,10 @@ def every_message(params: Params, layout: Layout, cohort: Cohort) -> list[m.Mess
     """One of each message, valid, about a request that is lent: what mutations start from."""
     key, name, pull = params.key, params.request_id, f"{cohort.id}-1"
     digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
+    encoded = msgspec.Raw(msgspec.msgpack.encode(layout))
     return [
         m.Hello(7, m.MAJOR, m.MINOR, params.engine_id, 0, cohort),
-        m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"metadata", bytes(32), layout),
+        m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"metadata", bytes(32), encoded),
         m.Unwelcome(7, Reason.WRONG_TARGET, "detail"),
         m.Claim(key, name, cohort, pull, 8, digest, 5.0),
         m.Renew(key, pull, 9, 5.0),

@@ -2,6 +2,9 @@
 
 Prints one JSON line per memory order and block order: what is computed once per peer, and per request
 (the median of ten), from lists of ids to plans for all remote ranks.
+
+With `--layouts`: what the loop does with the layout that a stranger sends, in milliseconds of CPU time (the best of
+five), for the largest layouts of real models and for those that cost most, within the limits and beyond.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ import json
 import statistics
 import time
 import tracemalloc
+from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 
-from asynckv.core.layout import runs_of
+from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, decode_layout, runs_of
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
-from asynckv.core.sources import assign
+from asynckv.core.sources import assign, compare
 from asynckv.core.types import BlockRuns
+from asynckv.errors import LayoutError
 from asynckv.layouts import model_layout
 from asynckv.models import Heads, Model
 
@@ -58,13 +64,109 @@ def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -
     }
 
 
+def pooled(layers: int, tokens: int = 16, *, order: str = "hnd", pad: int = 0) -> Layout:
+    """Attention layers one behind the other in one memory; each token's row is `pad` bytes longer in each layer."""
+    views, at, heads = [], 0, 8
+    for i in range(layers):
+        row = 256 + pad * i
+        steps = (row * tokens, row) if order == "hnd" else (row, row * heads)
+        dims = (Dim("head", heads, steps[0]), Dim("token", tokens, steps[1]), Dim("dim", 128, 2))
+        size = row * tokens * heads
+        parts = tuple(Part(n, "bfloat16", 2, size * k, dims, "head", (0, heads), heads) for k, n in enumerate("kv"))
+        views.append(View(0, 0, f"layers.{i}", at, 2 * size, parts))
+        at += 2 * size * 64
+    return Layout(memories=(Memory(0, at),), groups=(Group("g", tokens, 64),), views=tuple(views))
+
+
+def flat(
+    views: int,
+    parts: int = 1,
+    groups: int = 1,
+    *,
+    step: int = 4096,
+    dims: Callable[[int], tuple[Dim, ...]] = lambda _: (),
+) -> Layout:
+    """Small views in one memory, of groups by turns."""
+    return Layout(
+        memories=(Memory(0, 1 << 55),),
+        groups=tuple(Group(f"g{i}", 1, 4) for i in range(groups)),
+        views=tuple(
+            View(
+                0,
+                i % groups,
+                f"l{i}",
+                i // groups * step,
+                1 << 40,
+                tuple(Part(f"p{j}", "int8", 1, 64 * j, (Dim("token", 1, 1), *dims(i))) for j in range(parts)),
+            )
+            for i in range(views)
+        ),
+    )
+
+
+def layouts() -> Iterator[tuple[str, Layout]]:
+    """Layouts by what is dear about them."""
+    yield "256 layers", pooled(256)
+    each = pooled(256)
+    apart = tuple(msgspec.structs.replace(v, parts=(p,)) for v in each.views for p in v.parts)
+    yield "256 layers, a view per part", msgspec.structs.replace(each, views=apart)
+    yield "256 layers, tokens first", pooled(256, order="nhd")
+    yield "256 layers, rows of 256 lengths", pooled(256, order="nhd", pad=2)
+    yield "256 layers, blocks of 17 tokens", pooled(256, 17)
+    yield "256 layers, blocks of 1001 tokens", pooled(256, 1001)
+    yield "2,048 views", flat(2048)
+    yield "2,048 views of 64 groups", flat(2048, groups=64)
+    yield "2,048 views that share dims", flat(2048, dims=lambda _: (Dim("a", 2, 1 << 24), Dim("b", 2, 1 << 26)))
+    yield "2,048 shapes", flat(2048, dims=lambda i: (Dim("a", 2, 2 + i), Dim("b", 2, 8192), Dim("c", 2, 16_384 + i)))
+    yield (
+        "1,000 that interleave",
+        flat(1000, step=2, dims=lambda i: (Dim("a", 2 + i % 2, 1 << 20), Dim("b", 4, 1 << 24))),
+    )
+    yield "64,000 views", flat(64_000)
+    yield "40,000 views of 8 parts", flat(40_000, 8)
+    yield "64,000 views of 64 groups", flat(64_000, groups=64)
+
+
+def inspect(name: str, there: Layout) -> dict[str, object]:
+    """Do with a stranger's layout what a handshake does, and time each step."""
+    here = pooled(256)
+    data = msgspec.msgpack.encode(there)
+    peers = itertools.count(1)
+    steps: dict[str, Callable[[], object]] = {
+        "decode": lambda: decode_layout(data),
+        "check": lambda: check_layout(there),
+        "compare": lambda: compare(here, there),
+        "assign": lambda: assign(here, [there]),
+        "map": lambda: PeerMap(here, there, assign(here, [there])[0], peers),
+    }
+    out: dict[str, object] = {"layout": name, "bytes": len(data)}
+    for step, do in steps.items():
+        took, refused = [], ""
+        for _ in range(5):
+            began = time.process_time()
+            try:
+                do()
+            except LayoutError as exc:
+                refused = str(exc)
+            took.append(time.process_time() - began)
+        out[f"{step}_ms"] = round(min(took) * 1e3, 2)
+        if refused:
+            return {**out, "refused": refused[:160]}
+    return out
+
+
 def main() -> None:
-    """Measure all four."""
+    """Measure all four, or the layouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=10_000)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layouts", action="store_true", help="what a stranger's layout costs")
     given = parser.parse_args()
+    if given.layouts:
+        for name, layout in layouts():
+            print(json.dumps(inspect(name, layout)))
+        return
     for order, scattered in itertools.product(("hnd", "nhd"), (False, True)):
         print(json.dumps(measure(order, scattered, given.blocks, given.layers, given.ranks)))
 

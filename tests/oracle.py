@@ -240,7 +240,7 @@ def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | Non
                 for n, place in enumerate(places):
                     lo, hi = token + n * each, token + (n + 1) * each
                     begin = max(first, goal - group.window + 1 if group.window else 0)
-                    must = lo < goal and hi > begin
+                    must = lo < goal and hi > begin < goal
                     if hi > first:
                         out.append((view.memory, place, cache.entry(layer, spec, lo // each, part.held), must))
     return out
@@ -280,7 +280,7 @@ def execute(
             local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
             moved += n
         assert moved == post.num_bytes
-        assert 1 <= post.num_descriptors <= len(post.local)
+        assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
         assert post.num_bytes <= limits[0] or len(post.local) == 1
         total += moved
     assert total == plan.num_bytes

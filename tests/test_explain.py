@@ -281,3 +281,33 @@ def test_bad_input_is_one_line_and_status_2(
     assert (status, out) == (2, "")
     assert says in err
     assert err.count("\n") == 1
+
+
+def test_layers_under_one_name_or_the_other_are_the_same() -> None:
+    two = ranks(Model("m", (Heads(4, 8),) * 2), 1)
+    [whole] = two
+    one = [msgspec.structs.replace(whole, views=whole.views[:1], aliases=(("layers.1", "layers.0"),))]
+    bare = [msgspec.structs.replace(whole, views=whole.views[1:])]
+    for here, there in ((two, one), (one, two), (one, bare), (bare, one)):
+        report = explain(here, there, 100, 0)
+        assert (report["plannable"], report["problems"], report["written_exactly_once"]) == (True, [], True)
+    assert explain(two, bare, 100, 0)["problems"] == ["only decode has the layers layers.0"]
+
+
+def test_heads_that_one_side_holds_whole_are_drawn_beside_shares() -> None:
+    cut = ranks(Model("m", (Heads(4, 8),)), 2)
+    kept = []
+    for rank, layout in enumerate(ranks(Model("m", (Heads(4, 8),)), 1) * 2):
+        views = [
+            msgspec.structs.replace(
+                v, parts=tuple(msgspec.structs.replace(p, axis="", held=(0, 0), extent=0) for p in v.parts)
+            )
+            for v in layout.views
+        ]
+        kept.append(msgspec.structs.replace(layout, views=tuple(views), tp_rank=rank, tp_size=2))
+    report = explain(cut, kept, 100, 0)
+    assert report["written_exactly_once"]
+    stream = io.StringIO()
+    for picture in pictures(cut, kept, report):
+        Console(file=stream, width=120).print(picture)
+    assert "k, v: 4 along 'head'" in stream.getvalue()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core.layout import ONE_PER_REQUEST, Layout
+from asynckv.core.layout import ONE_PER_REQUEST, Layout, check_layout
 from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, check_blocks, common_prefix, plan_read
-from asynckv.core.sources import NotCovered, assign, compare, predicted
+from asynckv.core.sources import NotCovered, _cover, assign, compare, predicted
 from asynckv.core.topology import remote_ranks
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from tests import oracle
@@ -43,7 +43,7 @@ def models(draw: st.DrawFn) -> tuple[LayerSpec, ...]:
     kinds = []
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["tokens", "tokens", "state"]))
-        window = draw(st.sampled_from([0, 0, 5, 9])) if kind == "tokens" else 0
+        window = draw(st.sampled_from([0, 0, 1, 5, 9])) if kind == "tokens" else 0
         kinds.append((kind, window, draw(parts(kind))))
     chosen = draw(st.lists(st.sampled_from(range(len(kinds))), min_size=1, max_size=4))
     return tuple(LayerSpec(f"layers.{i}", kinds[k][2], *kinds[k][:2]) for i, k in enumerate(chosen))
@@ -557,7 +557,7 @@ def test_padding_names_what_was_not_filled() -> None:
     e = engine((attention(2), mamba2(), attention(2, "near", window=5)))
     local = Rank(e, 0)
     lists = BlockLists(check_block_ids(local.layout, [(4, [1, 2, 3]), (0, [4, None, 5]), (0, [1, 2, 3])]), [], 10)
-    assert list(lists.padding(local.layout)) == [(0, 2, 2, 2), (0, 3, 0, 4), (1, 4, 0, 4), (2, 3, 2, 2)]
+    assert list(lists.padding(local.layout)) == [(0, 2, 2, 2), (0, 3, 0, 4), (2, 3, 2, 2)]
 
 
 def test_the_engine_may_have_a_placeholder_id_of_its_own() -> None:
@@ -688,3 +688,160 @@ def test_hashes_end_the_prefix_where_they_first_differ() -> None:
     assert common_prefix([], [], 4, 3) == 3
     assert common_prefix([], [], 4, 7) == 0
     assert common_prefix(ours[:1], ours[:1], 4, 9) == 4
+
+
+# -- layers that share their KV ----------------------------------------------------------------------------
+
+ALIASES = [None, ("b", "a"), ("a", "b")]
+
+
+class Shared(Cache):
+    """Two layers, one KV."""
+
+    def entry(self, layer: int, spec: PartSpec, index: int, held: tuple[int, int]) -> Any:
+        return super().entry(0, spec, index, held)
+
+
+def sharing(each: Engine, rank: int, alias: tuple[str, str] | None, base: int = 1 << 40) -> Rank:
+    """A rank with memory for both layers, or for one of them that the other is an alias of."""
+    made = Rank(each, rank, base=base)
+    if alias is not None:
+        kept = tuple(v for v in made.layout.views if v.layer != alias[0])
+        made.layout = msgspec.structs.replace(made.layout, views=kept, aliases=(alias,))
+        check_layout(made.layout)
+    return made
+
+
+@pytest.mark.parametrize("here", ALIASES)
+@pytest.mark.parametrize("there", ALIASES)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_layers_that_share_kv_are_read_wherever_they_have_memory(
+    here: Any, there: Any, prefill: int, decode: int
+) -> None:
+    layers = (attention(12, "a"), attention(12, "b"))
+    engines = [Engine(layers, (GroupSpec((0, 1), size),), tp, seed=tp) for tp, size in ((prefill, 4), (decode, 6))]
+    cache = Shared(layers, 3)
+    remotes = [sharing(engines[0], r, there, (1 + r) << 41) for r in range(prefill)]
+    for remote in remotes:
+        oracle.fill(remote, [(0, range(5))], cache, 18)
+    for rank in range(decode):
+        local = sharing(engines[1], rank, here)
+        assert all(compare(local.layout, remote.layout) == () for remote in remotes)
+        plans = check_transfer(local, remotes, [(6, [7, 4])], [(0, range(5))], cache, 18)
+        # Memory of our own is filled once, however many names its layer has.
+        size = sum(p.itemsize * math.prod(d.size for d in p.dims) for v in local.layout.views for p in v.parts)
+        assert sum(plan.num_bytes for plan in plans if plan) == 2 * size
+
+
+def test_a_side_that_does_not_know_an_alias_misses_nothing() -> None:
+    both, first, second = (
+        Engine(tuple(attention(4, n) for n in names), (GroupSpec(tuple(range(len(names))), 4),))
+        for names in ("ab", "a", "b")
+    )
+    aliased = sharing(both, 0, ("b", "a"))
+    for one in (first, second):
+        other = Rank(one, 0, base=1 << 42)
+        for local, remote in ((aliased, other), (other, aliased)):
+            assert compare(local.layout, remote.layout) == ()
+            assert [len(s) for s in assign(local.layout, [remote.layout])] == [2]
+    [difference] = compare(sharing(both, 0, None).layout, Rank(first, 0).layout)
+    assert (difference.field, difference.local) == ("layers only on one side", ["b"])
+
+
+def test_one_memory_under_two_names_is_refused_with_the_remedy() -> None:
+    made = sharing(Engine((attention(4, "a"), attention(4, "b")), (GroupSpec((0, 1), 4),)), 0, ("b", "a")).layout
+    twice = msgspec.structs.replace(
+        made, aliases=(), views=(*made.views, msgspec.structs.replace(made.views[0], layer="b"))
+    )
+    with pytest.raises(LayoutError, match=r"'a' part 'k' and layer 'b' part 'k' overlap.* declare it an alias"):
+        check_layout(twice)
+
+
+# -- the same array, declared in other words ---------------------------------------------------------------
+
+
+def whole(heads: int, *, named: bool = True) -> LayerSpec:
+    """Heads that every rank holds; one of a single head may say so, or not."""
+    dims = (("head", heads), ("dim", 2)) if named else (("dim", 2),)
+    return LayerSpec("attn", (PartSpec("k", dims), PartSpec("v", dims)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (whole(1), attention(1)),
+        (whole(1, named=False), attention(1)),
+        (whole(1, named=False), whole(1)),
+        (whole(6), attention(6)),
+    ],
+)
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_whole_on_one_side_and_sharded_on_the_other(one: Any, other: Any, prefill: int, decode: int) -> None:
+    def heads(rank: Rank) -> set[int]:
+        part = rank.layout.views[0].parts[0]
+        return set(range(*part.held)) if part.axis else set(range(dict(other.parts[0].dims)["head"]))
+
+    for a, b in ((one, other), (other, one)):
+        there, here = (engine((layer,), tp, seed=tp) for layer, tp in ((a, prefill), (b, decode)))
+        remotes = [Rank(there, r, base=(1 + r) << 41) for r in range(prefill)]
+        for remote in remotes:
+            oracle.fill(remote, [(0, [1, 2])], Cache((a,), 3), 7)
+        for rank in range(decode):
+            local = Rank(here, rank)
+            assert all(compare(local.layout, remote.layout) == () for remote in remotes)
+            answered = oracle.peers_of(local, remotes)
+            if heads(local) <= set[int]().union(*map(heads, answered)):
+                check_transfer(local, remotes, [(0, [4, 5])], [(0, [1, 2])], Cache((b,), 3), 7)
+            else:
+                with pytest.raises(NotCovered, match=r"held ranges .* along 'head'"):
+                    oracle.maps(local, answered)
+
+
+def test_a_share_is_not_taken_for_the_whole() -> None:
+    [found, *_] = compare(Rank(engine((whole(2),)), 0).layout, Rank(engine((attention(4),)), 0).layout)
+    assert str(found).endswith("local none, remote 'head' of 4")
+
+
+def test_a_packed_tensor_against_keys_and_values_names_the_remedy() -> None:
+    packed = LayerSpec("attn", (PartSpec("kv", (("head", 4), ("dim", 4)), "head"),))
+    [found] = compare(Rank(engine((packed,)), 0).layout, Rank(engine((attention(4),)), 0).layout)
+    assert "a packed tensor is k and v, if its order names a dim 'kv'" in found.field
+
+
+# -- windows -----------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_window_of_one_token_needs_nothing_of_the_past(data: st.DataObject) -> None:
+    size, there = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
+    tokens = data.draw(st.integers(1, 30))
+    prefill, decode = (engine((attention(2, window=1),), sizes=[s], num_blocks=64) for s in (there, size))
+    count = math.ceil(tokens / there)
+    theirs: Any = data.draw(st.sampled_from([[], [None] * count, [None] * count + [3]]))
+    plan = one(prefill, decode, [(0, theirs)], [(0, range(math.ceil(tokens / size)))], tokens)
+    assert plan.num_bytes == 0
+
+
+RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x[0] + x[1]))
+
+
+@given(st.tuples(st.integers(0, 6), st.integers(1, 12)), st.lists(RANGES, max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_a_range_is_covered_from_the_left_by_whoever_reaches_farthest(
+    wanted: tuple[int, int], held: list[tuple[int, int]]
+) -> None:
+    lo, hi = wanted[0], sum(wanted)
+    at = lo
+    for index, start, end in _cover(lo, hi, held):
+        assert start == at < end <= hi
+        here = [i for i, (a, b) in enumerate(held) if a <= start < b]
+        if index is None:
+            assert not here
+            assert end == min([a for a, _ in held if a > start] + [hi])
+        else:
+            farthest = max(held[i][1] for i in here)
+            assert index == min(i for i in here if held[i][1] == farthest)
+            assert end == min(farthest, hi)
+        at = end
+    assert at == hi

@@ -22,6 +22,7 @@ CORE_MAY_IMPORT = {
     "asynckv.errors",
     "bisect",
     "collections",
+    "contextlib",
     "dataclasses",
     "enum",
     "functools",
@@ -32,6 +33,7 @@ CORE_MAY_IMPORT = {
     "msgspec",
     "numpy",
     "operator",
+    "re",
     "typing",
 }
 # Minting keys needs randomness, and to know in which process it is; only the scheduler's module may have that.

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynckv.core import layout as layouts
 from asynckv.core.layout import (
+    MAX_DIMS,
+    MAX_LAYOUT_BYTES,
+    MAX_VIEWS,
     Dim,
     Group,
     Layout,
@@ -18,12 +23,18 @@ from asynckv.core.layout import (
     View,
     attention_view,
     check_layout,
+    decode_layout,
+    dense_part,
     pools,
     runs_of,
     shard,
+    strided_pieces,
 )
 from asynckv.core.topology import owed_readers, remote_ranks
 from asynckv.errors import LayoutError
+from asynckv.layouts import ORDERS, model_layout
+from asynckv.models import PRESETS, Heads, Model, preset
+from asynckv.registration import register_memory
 from tests.world import make_layout
 
 change = msgspec.structs.replace
@@ -87,7 +98,7 @@ def test_groups_that_see_the_same_pages_share_a_pool() -> None:
 
 @pytest.mark.timeout(10)
 def test_a_hostile_number_of_interleaved_parts_is_checked_in_time() -> None:
-    n = 16_384
+    n = MAX_VIEWS
     views = tuple(View(0, 0, f"l{i}", i, n, (Part("k", "int8", 1, 0, (Dim("token", 1, 1),)),)) for i in range(n))
     check_layout(layout(memories=(Memory(1 << 30, 10 * n),), groups=(Group("g", 1, 10),), views=views))
 
@@ -191,3 +202,288 @@ def test_both_sides_agree_on_who_answers_for_whom(prefill: int, decode: int) -> 
 def test_runs() -> None:
     assert runs_of([]) == ()
     assert runs_of([7, 8, 9, 3, 5, 6]) == ((7, 3), (3, 1), (5, 2))
+
+
+# -- what a stranger's layout may cost ---------------------------------------------------------------------
+
+
+class Untouchable(tuple[Any, ...]):
+    """Views that say how many they are, and nothing else."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a view was looked at")
+
+    __getitem__ = __iter__  # type: ignore[assignment]
+
+
+def views(count: int, parts: int = 1, dims: int = 1) -> tuple[View, ...]:
+    more = tuple(Dim(f"d{i}", 1, 1) for i in range(dims - 1))
+    made = tuple(Part(f"p{i}", "int8", 1, 64 * i, (Dim("token", 4, 16), *more)) for i in range(parts))
+    return tuple(View(0, 0, f"l{i}", 0, 4096, made) for i in range(count))
+
+
+def test_a_layout_that_is_too_long_is_refused_before_any_byte_is_read() -> None:
+    class Length(bytes):
+        def __len__(self) -> int:
+            return 3 << 20
+
+    with pytest.raises(LayoutError, match=r"the layout is 3145728 bytes long, and at most 262144 are taken; declare"):
+        decode_layout(Length(b"this is no layout"))
+
+
+def test_too_many_views_are_refused_before_any_is_looked_at() -> None:
+    with pytest.raises(LayoutError, match="the layout has 64000 views, and at most 2048 are taken"):
+        check_layout(layout(views=Untouchable(range(64_000))))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (layout(views=views(2049)), "2049 views, and at most 2048"),
+        (layout(views=views(400, 8)), "3200 parts in all views together, and at most 2048"),
+        (layout(views=views(1025, 1, 8)), "8200 dims in all parts together, and at most 8192"),
+        (layout(memories=(Memory(0, 1),) * 2049), "2049 memories, and at most 2048"),
+        (layout(aliases=(("a", "l"),) * 2049), "2049 aliases, and at most 2048"),
+        (
+            layout(views=tuple(change(v, layer="l", parts=(change(v.parts[0], name=v.layer),)) for v in views(65))),
+            "65 parts in layer 'l', and at most 64",
+        ),
+        (layout(groups=(Group("g", 4, 10),) * 65), "65 groups, and at most 64"),
+    ],
+)
+def test_what_no_model_needs_is_refused_with_the_numbers(
+    broken: Layout, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    for name in ("_spots", "_check_part", "_check_memories", "_check_overlap", "_pools"):
+        monkeypatch.setattr(layouts, name, lambda *_, name=name: looked_at.append(name))
+    with pytest.raises(LayoutError, match=message):
+        check_layout(broken)
+    assert looked_at == []
+
+
+def test_the_largest_models_take_a_quarter_of_what_is_allowed() -> None:
+    def scale(name: str, at: int) -> Part:
+        return dense_part(name, "float32", [("token", 16), ("head", 8)], offset=at, axis="head", held=(0, 8), extent=8)
+
+    model = Model("m", (Heads(8, 128),) * 126, "float8_e4m3fn")
+    made = model_layout(model, num_blocks=1000, order="block-hnd")
+    size = made.views[0].stride
+    fp8 = [
+        change(v, stride=size + 1024, parts=(p,))
+        for v in made.views
+        for p in (*v.parts, scale("k_scale", size), scale("v_scale", size + 512))
+    ]
+    memories = [Memory(i << 40, (size + 1024) * 1000) for i in range(126)]
+    largest = [change(made, views=tuple(fp8), memories=tuple(memories))]
+    largest += [model_layout(preset(name), num_blocks=1000, order=order) for name in PRESETS for order in ORDERS]
+    for each in largest:
+        check_layout(each)
+        assert 4 * len(msgspec.msgpack.encode(each)) <= MAX_LAYOUT_BYTES
+        assert 4 * max(len(each.views), len(each.memories), sum(len(v.parts) for v in each.views)) <= MAX_VIEWS
+        assert 4 * sum(len(p.dims) for v in each.views for p in v.parts) <= MAX_DIMS
+
+
+def pieces_compared(each: Layout, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many pieces were made to search them for overlaps."""
+    made: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        pieces = strided_pieces(*args)
+        made.append(len(pieces[0]))
+        return pieces
+
+    monkeypatch.setattr(layouts, "strided_pieces", counting)
+    check_layout(each)
+    return sum(made)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_piece_of_a_real_model_is_compared(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PRESETS:
+        assert pieces_compared(model_layout(preset(name), num_blocks=1000, order=order), monkeypatch) == 0
+
+
+def test_entries_of_all_layers_side_by_side_are_compared_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of every token all layers' keys, values and scales in turn, as in tensors (block, token, layer, ...).
+    row, each = 126 * 656, []
+    for i in range(126):
+        dims = Dim("token", 64, row)
+        parts = [
+            Part(n, "int8", 1, at, (dims, Dim("dim", w, 1)))
+            for n, at, w in (("k", 0, 512), ("s", 512, 16), ("r", 528, 128))
+        ]
+        each.append(View(0, 0, f"l{i}", i * 656, 64 * row, tuple(parts)))
+    made = layout(views=tuple(each), groups=(Group("g", 64, 100),), memories=(Memory(0, 6400 * row),))
+    assert pieces_compared(made, monkeypatch) == 0
+    wide = change(each[3], offset=each[3].offset + 1)
+    with pytest.raises(LayoutError, match=r"'l3' part 'r' and layer 'l4' part 'k' overlap"):
+        check_layout(change(made, views=(*each[:3], wide, *each[4:])))
+
+
+def test_pieces_that_have_to_be_compared_are_few_or_refused() -> None:
+    def comb(i: int) -> View:
+        dims = (Dim("token", 1, 1), Dim("a", 4 + i % 2, 1 << 20), Dim("b", 6 + i % 3, 1 << 24))
+        return View(0, 0, f"l{i}", 2 * i, 1 << 40, (Part("k", "int8", 1, 0, dims),))
+
+    groups, memories = (Group("g", 1, 4),), (Memory(0, 1 << 50),)
+    check_layout(layout(views=tuple(comb(i) for i in range(400)), groups=groups, memories=memories))
+    with pytest.raises(LayoutError, match="'l0' part 'k' and 2047 others interleave in more than 16384 pieces"):
+        check_layout(layout(views=tuple(comb(i) for i in range(2048)), groups=groups, memories=memories))
+
+
+def test_many_groups_in_one_memory_are_swept_once() -> None:
+    each = Part("k", "int8", 1, 0, (Dim("token", 1, 1), Dim("dim", 64, 1)))
+    made = tuple(View(0, i % 64, f"l{i}", i // 64 * 64, 1 << 20, (each,)) for i in range(MAX_VIEWS))
+    groups = tuple(Group(f"g{i}", 1, 4) for i in range(64))
+    one = layout(views=made, groups=groups, memories=(Memory(0, 1 << 30),))
+    check_layout(one)
+    assert pools(one) == (0,) * 64
+    other = [change(view, stride=1 << 21) if view.group == 63 else view for view in made]
+    with pytest.raises(LayoutError, match=r"groups \d+ and \d+ overlap in memory 0 with pages of"):
+        check_layout(change(one, views=tuple(other)))
+
+
+@st.composite
+def small_layouts(draw: st.DrawFn) -> Layout:
+    """Anything: nested, interleaved, folded by the block stride, and mostly overlapping."""
+    made = []
+    for i in range(draw(st.integers(1, 3))):
+        dims = [Dim("token", 1, 1)]
+        reach = 1
+        for name in "ab"[: draw(st.integers(0, 2))]:
+            size, stride = draw(st.integers(1, 3)), reach + draw(st.integers(0, 6))
+            dims.append(Dim(name, size, stride))
+            reach += stride * (size - 1)
+        made.append(
+            View(0, draw(st.integers(0, 1)), f"l{i}", draw(st.integers(0, 30)), draw(st.sampled_from([3, 8, 16])),
+                 (Part("k", "int8", 1, 0, tuple(dims)),))
+        )  # fmt: skip
+    groups = tuple(Group(f"g{i}", 1, draw(st.integers(1, 4))) for i in range(2))
+    return layout(views=tuple(made), groups=groups, memories=(Memory(0, 500),))
+
+
+def bytes_of(made: Layout, view: View) -> list[int]:
+    at = [view.offset + b * view.stride for b in range(made.groups[view.group].num_kernel_blocks)]
+    for dim in view.parts[0].dims:
+        at = [a + i * dim.stride for a in at for i in range(dim.size)]
+    return at
+
+
+@given(small_layouts())
+@settings(max_examples=600, deadline=None)
+def test_what_passes_has_no_byte_twice_in_a_group(made: Layout) -> None:
+    owned = [[a for v in made.views if v.group == g for a in bytes_of(made, v)] for g in range(2)]
+    twice = any(len(set(each)) < len(each) for each in owned)
+    try:
+        check_layout(made)
+    except LayoutError:
+        return
+    assert not twice
+    spans = [(min(x), max(x) + 1, v) for v in made.views for x in [bytes_of(made, v)]]
+    for lo, hi, one in spans:
+        for start, end, two in spans:
+            if one.group != two.group and lo < end and start < hi:
+                assert one.stride == two.stride
+                assert len(set(pools(made))) == 1
+
+
+# -- every refusal names its field -------------------------------------------------------------------------
+
+WHOLE = layout(model="m", aliases=(("twin", "l"),))
+NAMES = {
+    Layout: "",
+    Memory: "memory 0",
+    Group: "group 'attention'",
+    View: "layer 'l'",
+    Part: "part 'k'",
+    Dim: "dim 'token'",
+}
+PLACES: list[tuple[type[msgspec.Struct], tuple[Any, ...]]] = [
+    (Layout, ()),
+    (Memory, ("memories", 0)),
+    (Group, ("groups", 0)),
+    (View, ("views", 0)),
+    (Part, ("views", 0, "parts", 0)),
+    (Dim, ("views", 0, "parts", 0, "dims", 0)),
+]
+FIELDS = [(kind, place, name) for kind, place in PLACES for name in kind.__struct_fields__]
+
+
+def with_value(node: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """A structure in which what is at a place is something else."""
+    if not place:
+        return value
+    key, *rest = place
+    if isinstance(key, int):
+        return (*node[:key], with_value(node[key], tuple(rest), value), *node[key + 1 :])
+    return change(node, **{key: with_value(getattr(node, key), tuple(rest), value)})
+
+
+@pytest.mark.parametrize("value", [-7, 1 << 62, 2.5, b"raw", None, True, "x" * 600, {}])
+@pytest.mark.parametrize(("kind", "place", "name"), FIELDS, ids=lambda x: str(x).rpartition(".")[2])
+def test_an_impossible_value_is_named_with_its_field(kind: Any, place: Any, name: str, value: Any) -> None:
+    broken = with_value(WHOLE, (*place, name), value)
+    said = set()
+    for refuse in (register_memory, lambda x: check_layout(decode_layout(msgspec.msgpack.encode(x)))):
+        try:
+            refuse(broken)
+        except LayoutError as exc:
+            said.add(str(exc))
+    if not said:
+        # 600 letters are a dtype or a kind to nobody, but a base of 2**62 is an address.
+        assert (name, value) in {("base", 1 << 62)}
+    for text in said:
+        assert name in text
+        if "expected" in text or "invalid" in text:
+            assert NAMES[kind] in text or name in ("name", "layer")
+            assert f"{value!r:.80}" in text
+            assert "[" not in text.partition(" is ")[0] or name in ("name", "layer")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("groups", 0, "num_blocks"), 0, "group 'attention' num_blocks is 0: expected `int` >= 1"),
+        (
+            ("views", 0, "parts", 0, "dims", 0, "stride"),
+            0,
+            "layer 'l' part 'k' dim 'token' stride is 0: expected `int` >= 1",
+        ),
+        (("views", 0, "parts", 0, "held"), (0, -1), r"layer 'l' part 'k' held\[1\] is -1: expected `int` >= 0"),
+        (("memories", 0, "kind"), "tpu", "memory 0 kind is 'tpu': invalid enum value 'tpu'"),
+        (("views",), (), "views is of 0 entries: expected `array` of length >= 1"),
+        (("aliases",), (("a", 3),), r"aliases\[0\]\[1\] is 3: expected `str`, got `int`"),
+        (("views", 0, "layer"), "\ud800", "a name in the layout cannot be encoded"),
+    ],
+)
+def test_a_field_out_of_its_bounds(place: Any, value: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        register_memory(with_value(WHOLE, place, value))
+
+
+def test_numpys_integers_are_integers() -> None:
+    made = with_value(WHOLE, ("groups", 0, "num_blocks"), np.int32(10))
+    assert register_memory(made).layout == WHOLE
+    with pytest.raises(LayoutError, match=r"num_blocks is np.float32\(10.0\)"):
+        register_memory(with_value(WHOLE, ("groups", 0, "num_blocks"), np.float32(10)))
+
+
+def test_the_tokens_cannot_be_the_sharded_axis_and_the_reason_is_said() -> None:
+    with pytest.raises(LayoutError, match="axis 'token' cannot be the sharded one, for every rank holds whole blocks"):
+        check_layout(layout(part(axis="token", held=(0, 4), extent=8)))
+
+
+@pytest.mark.parametrize(
+    ("aliases", "message"),
+    [
+        ((("b", "x"),), "layer 'b' is an alias of 'x', which has no memory on this rank"),
+        ((("l", "l"),), "layer 'l' is an alias of 'l', but has memory of its own"),
+        ((("b", "l"), ("b", "l")), "layer 'b' is declared an alias twice"),
+        ((("b", "l"), ("c", "b")), "layer 'c' is an alias of 'b', which has no memory"),
+    ],
+)
+def test_an_alias_is_another_name_of_a_layer_with_memory(aliases: Any, message: str) -> None:
+    check_layout(layout(aliases=(("b", "l"), ("c", "l"))))
+    with pytest.raises(LayoutError, match=message):
+        check_layout(layout(aliases=aliases))

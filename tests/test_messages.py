@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asynckv.core import messages as m
 from asynckv.core.commands import Desk
+from asynckv.core.layout import decode_layout
 from asynckv.core.types import (
     MAX_ID,
     MAX_RANKS,
@@ -25,14 +26,23 @@ from asynckv.core.types import (
     Route,
     decode_params,
 )
-from asynckv.errors import RemoteProtocolError
+from asynckv.errors import LayoutError, RemoteProtocolError
 from tests.world import World, make_layout
 
 KEY = Key("epoch", 0, 7, "0" * 32)
 COHORT = Cohort("decode:0,\n", 2, 1)
 ALL: list[m.Message] = [
     m.Hello(1, 1, 0, "prefill", 0, COHORT),
-    m.Welcome(1, 1, 0, "prefill", "agent", b"metadata", hashlib.sha256(b"metadata").digest(), make_layout()),
+    m.Welcome(
+        1,
+        1,
+        0,
+        "prefill",
+        "agent",
+        b"metadata",
+        hashlib.sha256(b"metadata").digest(),
+        msgspec.Raw(msgspec.msgpack.encode(make_layout())),
+    ),
     m.Unwelcome(1, Reason.WRONG_TARGET, "detail"),
     m.Claim(KEY, "req:1,\n\x00é", COHORT, "pull", 5, b"d" * 16, 30.0),
     m.Renew(KEY, "pull", 6, 30.0),
@@ -166,3 +176,40 @@ def test_the_digest_tells_blocks_apart() -> None:
     a, b = BlockRuns(0, ((1, 2),)), BlockRuns(0, ((1, 3),))
     assert m.blocks_digest([a], 3, True) == m.blocks_digest([BlockRuns(0, ((1, 2),))], 3, True)
     assert len({m.blocks_digest([x], n, w) for x in (a, b) for n in (3, 4) for w in (True, False)}) == 8
+
+
+def welcome(layout: bytes) -> m.Welcome:
+    digest = hashlib.sha256(b"metadata").digest()
+    return m.Welcome(1, m.MAJOR, m.MINOR, "prefill", "agent", b"metadata", digest, msgspec.Raw(layout))
+
+
+def test_a_layout_is_no_more_than_bytes_until_its_length_is_known() -> None:
+    # An array that says it has a million entries, in a packet that is well formed.
+    huge = b"\xdd" + (1 << 20).to_bytes(4, "big") + bytes(1 << 20)
+    [taken] = m.decode_packet(m.encode_packet("s", "t", [welcome(huge)])).messages
+    assert isinstance(taken, m.Welcome)
+    assert bytes(taken.layout) == huge
+    with pytest.raises(LayoutError, match="1048581 bytes long, and at most 262144"):
+        decode_layout(memoryview(taken.layout))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "x" * 300_000}, "at most 262144 are taken"),
+        ({"groups": [["a", 4, 0]]}, "group 'a' num_blocks is 0: expected `int` >= 1"),
+        ({"memories": [[0, 1]] * 4000}, "memories is of 4000 entries: expected `array` of length <= 2048"),
+        ({"groups": None}, "groups is None: expected `array`"),
+    ],
+)
+def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, object], message: str) -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    prefill.node._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [5], params)
+    world.run()
+    assert pull.reason is Reason.GEOMETRY
+    assert message in pull.detail
+    assert "its layout cannot be used" in pull.detail

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core.layout import Layout, runs_of
-from asynckv.core.plan import PeerMap, Plan, check_block_ids, plan_read
+from asynckv.core import plan as plans
+from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of
+from asynckv.core.plan import PeerMap, Plan, check_block_ids, check_covers, plan_read
 from asynckv.core.sources import compare
 from asynckv.core.types import BlockRuns
-from asynckv.errors import PlanRefused, RemoteTooShort
+from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -227,3 +228,88 @@ def test_cross_layer_blocks_merge_into_one_piece() -> None:
 def test_layouts_that_differ_are_told_apart_with_both_values(change: dict[str, Any], field: str) -> None:
     differences = compare(make_layout(model="a"), make_layout(**{"model": "a", **change}))
     assert any(field in d.field and d.local != d.remote for d in differences)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.one_of(st.integers(1, 3), st.integers(1, 400)), min_size=1, max_size=40))
+    ids: list[int] = []
+    at = 0
+    for length in lengths:
+        ids += range(at, at + length)
+        at += length + data.draw(st.integers(0, 2))
+    mine = ids if data.draw(st.booleans()) else np.random.default_rng(1).permutation(ids).tolist()
+    orders = data.draw(st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS)))
+    here, there = (
+        make_layout(num_blocks=at + 3, layers=1, base=(i + 1) << 40, order=order, num_heads=2)
+        for i, order in enumerate(orders)
+    )
+    plan = read(peer_map(here, there), 0, mine, ids, 4 * len(ids))
+    most_bytes, most = data.draw(st.sampled_from([1, 200, 4000, 1 << 30])), data.draw(st.sampled_from([1, 2, 7, 64]))
+    total = 0
+    for post in plan.posts(most_bytes, most):
+        table = next(s.table for s in plan.sections if s.table.table_id == post.table_id)
+        row = post.local // table.local_blocks
+        merges = (np.diff(post.local) == 1) & (np.diff(post.remote) == 1) & (np.diff(row) == 0) & table.dense[row[1:]]
+        assert post.num_descriptors == len(post.local) - np.count_nonzero(merges) <= most
+        assert post.num_bytes == table.length[row].sum()
+        assert post.num_bytes <= most_bytes or len(post.local) == 1
+        total += post.num_bytes
+    assert total == plan.num_bytes
+
+
+def test_one_long_run_beside_scattered_blocks_is_cut_like_any_other() -> None:
+    here, there = make_layout(num_blocks=40_000, layers=1), make_layout(num_blocks=40_000, layers=1, base=1 << 44)
+    ids = [*range(20_000), *range(20_000, 32_000, 2)]
+    plan = read(peer_map(here, there), 0, ids, ids, 4 * len(ids))
+    assert max(post.num_descriptors for post in plan.posts(4 << 20, 256)) == 256
+    assert plan.count_posts(4 << 20, 256) == (48, 12_000)
+
+
+def test_strides_that_differ_in_every_layer_and_block_sizes_that_do_not_meet_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def layout(tokens: int, pad: int, base: int) -> Layout:
+        views, at = [], 0
+        for i in range(256):
+            row = 32 + pad * i
+            dims = (Dim("token", tokens, row), Dim("head", 4, 8), Dim("dim", 4, 2))
+            parts = tuple(Part(n, "float16", 2, k * tokens * row, dims, "head", (0, 4), 4) for k, n in enumerate("kv"))
+            views.append(View(0, 0, f"l{i}", at, 2 * tokens * row, parts))
+            at += 2 * tokens * row * 8
+        return Layout(memories=(Memory(base, at),), groups=(Group("g", tokens, 8),), views=tuple(views))
+
+    cut: list[int] = []
+    monkeypatch.setattr(plans, "strided_pieces", lambda *_: cut.append(1))
+    ours = layout(16, 0, 0)
+    for theirs, message in (
+        (layout(17, 2, 1 << 44), "32 kinds of cuts of 256 differently shaped parts, more than 4096"),
+        (layout(1001, 0, 1 << 44), r"\d+ pieces would be needed for 1016 kinds of cuts, more than 262144"),
+    ):
+        check_layout(theirs)
+        with pytest.raises(LayoutError, match=message):
+            peer_map(ours, theirs)
+    assert cut == []
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.DataObject) -> None:
+    size, ratio = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))
+    kind: Any = data.draw(st.sampled_from(["tokens", "tokens", "state"]))
+    window = data.draw(st.sampled_from([0, 1, 2, 30])) if kind == "tokens" else 0
+    group = Group("g", size * ratio, 64, ratio if kind == "tokens" else 1, kind, window)
+    ids: list[int | None] = data.draw(st.lists(st.one_of(st.none(), st.integers(0, 63)), max_size=9))
+    first, tokens = data.draw(st.integers(0, 60)), data.draw(st.integers(0, 200))
+    places = {first // group.block_size + i for i in range(len(ids))}
+    needed = {t // group.block_size for t in range(max(first, tokens - max(window - 1, 0) if window else 0), tokens)}
+    try:
+        check_covers("group 0", group, BlockRuns(first, runs_of(ids)), tokens)
+        refused = False
+    except PlanRefused as exc:
+        refused = True
+        assert f"num_tokens is {tokens}" in str(exc)  # noqa: PT017
+        assert f"{len(ids)} blocks of {group.block_size} tokens from token {first}" in str(exc)  # noqa: PT017
+    nothing = kind == "state" or all(b is None for b in ids)
+    assert refused == (not nothing and not needed <= places and bool(needed))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from asynckv import LayoutError, register_tensors
+from asynckv import Group, LayoutError, TensorPart, register_parts, register_tensors
+from asynckv.core.sources import compare
 
 ORDER = ("kv", "block", "token", "head", "dim")
 DECLARED: dict[str, Any] = {
@@ -80,3 +82,66 @@ def test_freed_tensors_are_refused() -> None:
     tensor.untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match="freed"):
         register_tensors({"a": tensor}, **DECLARED)
+
+
+def test_a_layer_that_uses_anothers_kv_is_an_alias() -> None:
+    tensor, other = kv(), kv()
+    # The engine's dictionary may list it with the other's tensor, or leave it out.
+    for tensors in ({"a": tensor, "b": tensor}, {"a": tensor}):
+        layout = register_tensors(tensors, **DECLARED, aliases={"b": "a"}).layout
+        assert (layout.aliases, [v.layer for v in layout.views]) == ((("b", "a"),), ["a"])
+    with pytest.raises(LayoutError, match=r"'a' part 'k' and layer 'b' part 'k' overlap .*declare it an alias"):
+        register_tensors({"a": tensor, "b": tensor}, **DECLARED)
+    with pytest.raises(LayoutError, match=r"layer 'b' is declared an alias of layer 'a', but .* not the same memory"):
+        register_tensors({"a": tensor, "b": other}, **DECLARED, aliases={"b": "a"})
+    with pytest.raises(LayoutError, match="layer 'b' is declared an alias of layer 'x', but"):
+        register_tensors({"a": tensor, "b": tensor}, **DECLARED, aliases={"b": "x"})
+    with pytest.raises(LayoutError, match="'b' is an alias of 'x', which has no memory"):
+        register_tensors({"a": tensor}, **DECLARED, aliases={"b": "x"})
+
+
+def test_parts_of_an_alias_are_its_layers() -> None:
+    tensor = torch.zeros(8, 4, 16)
+    group = Group("g", 4, 8)
+    parts = [TensorPart(layer=n, name="latent", tensor=tensor, order=("block", "token", "dim")) for n in "ab"]
+    layout = register_parts(parts, groups=[group], aliases={"b": "a"}).layout
+    assert (layout.aliases, [v.layer for v in layout.views]) == ((("b", "a"),), ["a"])
+    parts[1] = replace(parts[1], tensor=tensor.clone())
+    with pytest.raises(LayoutError, match=r"layer 'b' part 'latent' is declared an alias of layer 'a', but"):
+        register_parts(parts, groups=[group], aliases={"b": "a"})
+
+
+def test_a_packed_tensor_is_keys_and_values_if_its_order_says_so() -> None:
+    packed = torch.zeros(8, 4, 2, 32, dtype=torch.bfloat16)  # block, token, head, keys then values
+    unpacked = packed.view(8, 4, 2, 2, 16)
+    order = ("block", "token", "head", "kv", "dim")
+    layout = register_tensors({"a": unpacked}, **{**DECLARED, "order": order}).layout
+    assert [(p.name, p.offset) for p in layout.views[0].parts] == [("k", 0), ("v", 32)]
+    assert layout.memories[0].base == packed.data_ptr()
+    assert compare(layout, register_tensors({"a": kv()}, **DECLARED).layout) == ()
+    # Widths that differ: a slice each.
+    halves = [
+        TensorPart(layer="a", name=n, tensor=packed[..., i], order=("block", "token", "head", "dim"))
+        for n, i in (("k", slice(0, 20)), ("v", slice(20, 32)))
+    ]
+    made = register_parts(halves, groups=[Group("g", 4, 8)]).layout
+    assert [v.offset for v in made.views] == [0, 40]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks is 0; it must be an integer from 1"),
+        ({"tp_rank": -1}, "tp_rank is -1: expected `int` >= 0"),
+        ({"model": b"raw"}, "model is b'raw': expected `str`, got `bytes`"),
+        ({"heads": (-1, 1)}, r"heads\[0\] is -1; it must be an integer from 0"),
+    ],
+)
+def test_what_is_out_of_bounds_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        register_tensors({"layers.0": kv()}, **{**DECLARED, **change})
+
+
+def test_a_layers_name_in_bytes_is_refused_by_its_place() -> None:
+    with pytest.raises(LayoutError, match=r"a layer's name is b'layers\.0'; it must be a str"):
+        register_tensors({b"layers.0": kv()}, **DECLARED)  # type: ignore[dict-item]

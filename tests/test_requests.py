@@ -761,6 +761,17 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     assert it.reason is Reason.COMPLETE
 
 
+def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
+    world = World()
+    prefill = world.add("p", make_layout(), engine_id="prefill")
+    params = world.params([prefill], "req", [3, 5], 1000)
+    said = "2 blocks of 4 tokens from token 0 on end at token 8, but num_tokens is 1000"
+    with pytest.raises(PlanRefused, match=said):
+        world.lend(prefill, params)
+    assert prefill.node.is_idle
+    world.lend(prefill, world.params([prefill], "req", [3, 5], 8))
+
+
 FORK = """
 import json, os
 from asynckv import Endpoint, PrefillGroup

@@ -15,12 +15,16 @@ Python's integers before anything is handed to numpy, and never allocates by a d
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import heapq
 import math
+import operator
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,6 +49,7 @@ __all__ = [
     "attention_view",
     "blocks_of",
     "check_layout",
+    "decode_layout",
     "dense_part",
     "fingerprint",
     "num_pieces",
@@ -52,6 +57,7 @@ __all__ = [
     "runs_of",
     "shard",
     "strided_pieces",
+    "valid_layout",
 ]
 
 TOKEN = "token"
@@ -63,10 +69,27 @@ ONE_PER_REQUEST = MAX_TOKENS
 MAX_PIECES = 65_536
 """Most contiguous pieces that one view's block may fall into."""
 
-MAX_VIEWS = 65_536
+# Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
+# models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
+# views and parts with 1,260 dims in 58 KB; the presets of `asynckv.models` have up to 80 views, 256 parts and 18 KB.
+# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench_plan --layouts`).
 
-MAX_ALL_PIECES = 1 << 22
-"""Most pieces over all views: checking a hostile layout must end soon."""
+MAX_LAYOUT_BYTES = 256 * 1024
+"""Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
+
+MAX_VIEWS = 2048
+
+MAX_PARTS = 2048
+"""Most parts in all views together."""
+
+MAX_LAYER_PARTS = 64
+"""Most parts of one layer, of which the largest known has six."""
+
+MAX_DIMS = 8192
+"""Most dims in all parts together."""
+
+MAX_CHECKED = 1 << 14
+"""Most pieces that are compared one by one in a search for overlaps: parts whose dims are not nested in each other."""
 
 MAX_BYTES = 1 << 56
 MAX_DESCRIPTORS = (1 << 31) - 1
@@ -192,7 +215,12 @@ class Group(Struct, frozen=True, array_like=True):
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """All that a peer has to know about one rank's memory."""
+    """All that a peer has to know about one rank's memory.
+
+    Attributes:
+        aliases: `(alias, layer)`: layers without memory of their own, because the model lets them use the KV of
+            another one. The other side may have memory for both, or for the other of the two.
+    """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
     model: Name = ""
@@ -203,6 +231,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     memories: Annotated[tuple[Memory, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     views: Annotated[tuple[View, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
+    aliases: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VIEWS)] = ()
 
 
 def fingerprint(layout: Layout) -> str:
@@ -384,12 +413,116 @@ def strided_pieces(itemsize: int, dims: Sequence[tuple[int, int, int]]) -> tuple
     return a[order], b[order], length
 
 
+_decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
+
+
+def decode_layout(data: bytes | memoryview) -> Layout:
+    """Decode what a remote rank says of itself; `check_layout` is next.
+
+    Raises:
+        LayoutError: It is too long, which is seen before anything is read, or a field is not what it has to be.
+    """
+    _check_length(len(data))
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        said = f"a layout of {len(data)} bytes that cannot be decoded: {exc}"
+        if isinstance(exc, msgspec.ValidationError):
+            # What is behind the wrong field may be no value at all.
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
+                said = _blamed(exc, msgspec.msgpack.decode(data))
+        raise LayoutError(said) from exc
+
+
+def valid_layout(layout: Layout) -> Layout:
+    """Hold a layout that was made by hand to the bounds that a decoded one has; numpy's integers become Python's.
+
+    Raises:
+        LayoutError: Naming the field and its value.
+    """
+    try:
+        made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
+        _check_length(len(msgspec.msgpack.encode(made)))
+    except msgspec.ValidationError as exc:
+        raise LayoutError(_blamed(exc, layout)) from exc
+    except UnicodeEncodeError as exc:
+        raise LayoutError(f"a name in the layout cannot be encoded: {exc}") from exc
+    return made
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LAYOUT_BYTES:
+        raise LayoutError(
+            f"the layout is {length} bytes long, and at most {MAX_LAYOUT_BYTES} are taken; declare several parts per "
+            f"view, and shorter names"
+        )
+
+
+def _builtin(value: object) -> object:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return {}  # no field takes that
+
+
+_NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
+    (Layout, "memories"): (Memory, "memory", ""),
+    (Layout, "groups"): (Group, "group", "name"),
+    (Layout, "views"): (View, "layer", "layer"),
+    (View, "parts"): (Part, "part", "name"),
+    (Part, "dims"): (Dim, "dim", "name"),
+}
+"""Fields that hold structures: which, what one is called, and by which of its fields people know it."""
+
+
+def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
+    """Say which field is wrong, and its value; msgspec names places in arrays."""
+    told, _, path = str(exc).partition(" - at `$")
+    kind: type[Struct] | None = Layout
+    nested, value = None, layout
+    said: list[str] = []
+    for name, place in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        at = int(place or 0)
+        if kind is not None:
+            name = name or msgspec.structs.fields(kind)[at].name
+            said.append(name)
+            value, nested, kind = _field(value, kind, name), _NESTED.get((kind, name)), None
+        elif nested is not None:
+            kind, called, known_by = nested
+            value, nested = _entry(value, at), None
+            label = _field(value, kind, known_by) if known_by else ""
+            if isinstance(label, str):
+                said[-1] = f"{called} {label!r:.80}" if label else f"{called} {at}"
+            else:
+                said[-1] += f"[{at}]"
+        else:
+            said[-1] += f"[{at}]"
+            value = _entry(value, at)
+    shown = f"of {len(value)} entries" if isinstance(value, list | tuple) else f"{value!r:.80}"
+    return f"{' '.join(said) or 'the layout'} is {shown}: {told[:1].lower()}{told[1:]}"
+
+
+def _field(value: Any, kind: type[Struct], name: str) -> Any:
+    """A field of a structure, or of what was decoded without knowing that it is one."""
+    if isinstance(value, Struct):
+        return getattr(value, name)
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return _entry(value, kind.__struct_fields__.index(name))
+
+
+def _entry(value: Any, at: int) -> Any:
+    # A stranger may say a field twice, of which msgspec blames one and keeps the other.
+    return value[at] if isinstance(value, list | tuple) and at < len(value) else None
+
+
 def check_layout(layout: Layout) -> None:
     """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps.
 
     Raises:
         LayoutError: Naming the field, both numbers and the remedy.
     """
+    _check_size(layout)
     if layout.tp_rank >= layout.tp_size:
         raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
     if layout.pp_stage >= layout.pp_size:
@@ -414,21 +547,48 @@ def check_layout(layout: Layout) -> None:
             )
         if group.num_kernel_blocks > MAX_BLOCK_ID:
             raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
-    parts = Counter((view.layer, part.name) for view in layout.views for part in view.parts)
+    parts = Counter([(view.layer, part.name) for view in layout.views for part in view.parts])
     twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
     if twice:
         raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every part of a layer has one place")
+    for layer, count in Counter([layer for layer, _ in parts]).most_common(1):
+        _check_count(f"parts in layer {layer!r}", count, MAX_LAYER_PARTS)
+    _check_aliases(layout)
     _check_memories(layout)
-    pieces = 0
-    for view in layout.views:
-        _check_view(layout, view)
-        pieces += sum(_num_pieces(part) for part in view.parts)
-        if pieces > MAX_ALL_PIECES:
+    spots = _spots(layout)
+    _check_overlap(layout, spots)
+    _pools(layout, spots)
+
+
+def _check_size(layout: Layout) -> None:
+    """Refuse what no real layout needs, before anything is looked at."""
+    _check_count("memories", len(layout.memories), MAX_VIEWS)
+    _check_count("groups", len(layout.groups), MAX_GROUPS)
+    _check_count("aliases", len(layout.aliases), MAX_VIEWS)
+    _check_count("views", len(layout.views), MAX_VIEWS)
+    _check_count("parts in all views together", sum(len(v.parts) for v in layout.views), MAX_PARTS)
+    _check_count("dims in all parts together", sum(len(p.dims) for v in layout.views for p in v.parts), MAX_DIMS)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise LayoutError(f"the layout has {count} {what}, and at most {most} are taken; declare fewer, larger ones")
+
+
+def _check_aliases(layout: Layout) -> None:
+    layers = {view.layer for view in layout.views}
+    known: set[str] = set()
+    for alias, layer in layout.aliases:
+        if alias in layers:
+            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop either")
+        if alias in known:
+            raise LayoutError(f"layer {alias!r} is declared an alias twice")
+        if layer not in layers:
             raise LayoutError(
-                f"the views fall into more than {MAX_ALL_PIECES} contiguous pieces per block; use a denser memory order"
+                f"layer {alias!r} is an alias of {layer!r}, which has no memory on this rank; name the layer whose "
+                f"memory it is"
             )
-    _check_overlap(layout)
-    pools(layout)
+        known.add(alias)
 
 
 def _check_memories(layout: Layout) -> None:
@@ -442,25 +602,60 @@ def _check_memories(layout: Layout) -> None:
             )
 
 
-def _check_view(layout: Layout, view: View) -> None:
-    where = f"layer {view.layer!r}"
-    if view.memory >= len(layout.memories):
-        raise LayoutError(f"{where}: memory {view.memory} is not among the {len(layout.memories)} memories")
-    if view.group >= len(layout.groups):
-        raise LayoutError(f"{where}: group {view.group} is not among the {len(layout.groups)} groups")
-    group, memory = layout.groups[view.group], layout.memories[view.memory]
-    for part in view.parts:
-        _check_part(where, part, group)
-        last = view.offset + view.stride * (group.num_kernel_blocks - 1) + part.offset + _span(part)
-        if last > memory.length:
+_Step = tuple[int, int, bool]
+"""Byte stride, entries, and whether they are the blocks."""
+
+
+class _Spot(NamedTuple):
+    """Where one part of one view lies in its memory, over all blocks."""
+
+    lo: int
+    hi: int
+    """Behind the last byte."""
+    view: View
+    part: Part
+    steps: tuple[_Step, ...]
+    """The blocks and the dims, the largest stride first; what has one entry is left out."""
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.view.layer!r} part {self.part.name!r}"
+
+
+def _spots(layout: Layout) -> list[_Spot]:
+    """Check every view by itself, and say where its parts are."""
+    out = []
+    known: dict[tuple[int, Part], int] = {}
+    """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""
+    for view in layout.views:
+        if view.memory >= len(layout.memories):
             raise LayoutError(
-                f"{where}, part {part.name!r}: {group.num_kernel_blocks} kernel blocks of stride {view.stride} end at "
-                f"byte {last}, but memory {view.memory} has {memory.length}; declare fewer num_blocks or register more"
+                f"layer {view.layer!r}: memory {view.memory} is not among the {len(layout.memories)} memories"
             )
+        if view.group >= len(layout.groups):
+            raise LayoutError(f"layer {view.layer!r}: group {view.group} is not among the {len(layout.groups)} groups")
+        group, memory, stride = layout.groups[view.group], layout.memories[view.memory], view.stride
+        blocks = group.num_kernel_blocks
+        for part in view.parts:
+            if (span := known.get((view.group, part))) is None:
+                _check_part(f"layer {view.layer!r}, part {part.name!r}", part, group)
+                span = known[view.group, part] = _span(part)
+            lo = view.offset + part.offset
+            hi = lo + stride * (blocks - 1) + span
+            if hi > memory.length:
+                raise LayoutError(
+                    f"layer {view.layer!r}, part {part.name!r}: {blocks} kernel blocks of stride {stride} end at byte "
+                    f"{hi}, but memory {view.memory} has {memory.length}; declare fewer num_blocks or register more"
+                )
+            steps = [(d.stride, d.size, False) for d in part.dims if d.size > 1]
+            if blocks > 1:
+                steps.append((stride, blocks, True))
+            steps.sort(reverse=True)
+            out.append(_Spot(lo, hi, view, part, tuple(steps)))
+    return out
 
 
 def _check_part(where: str, part: Part, group: Group) -> None:
-    where = f"{where}, part {part.name!r}"
     dims = {d.name: d for d in part.dims}
     if len(dims) != len(part.dims):
         raise LayoutError(f"{where}: two dims have the same name")
@@ -479,7 +674,12 @@ def _check_part(where: str, part: Part, group: Group) -> None:
         )
     if part.axis:
         lo, hi = part.held
-        if part.axis not in dims or part.axis == TOKEN:
+        if part.axis == TOKEN:
+            raise LayoutError(
+                f"{where}: axis {TOKEN!r} cannot be the sharded one, for every rank holds whole blocks of tokens; name "
+                f"the dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
+            )
+        if part.axis not in dims:
             raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}")
         if not lo < hi <= part.extent or dims[part.axis].size != hi - lo:
             raise LayoutError(
@@ -488,7 +688,7 @@ def _check_part(where: str, part: Part, group: Group) -> None:
             )
     if _span(part) > MAX_BYTES:
         raise LayoutError(f"{where}: spans {_span(part)} bytes per block")
-    by_stride = sorted((d for d in part.dims if d.size > 1), key=lambda d: d.stride)
+    by_stride = sorted([d for d in part.dims if d.size > 1], key=lambda d: d.stride)
     reach = part.itemsize
     for dim in by_stride:
         if dim.stride < reach:
@@ -500,67 +700,88 @@ def _check_part(where: str, part: Part, group: Group) -> None:
 
 
 def _span(part: Part) -> int:
-    return part.itemsize + sum(d.stride * (d.size - 1) for d in part.dims)
+    return part.itemsize + sum([d.stride * (d.size - 1) for d in part.dims])
 
 
-def _num_pieces(part: Part) -> int:
-    """Contiguous pieces of one block, without making them."""
-    pieces, reach = 1, part.itemsize
-    for dim in sorted(part.dims, key=lambda d: d.stride):
-        if dim.stride == reach and pieces == 1:
-            reach *= dim.size
-        else:
-            pieces *= dim.size
-    return pieces
-
-
-def _check_overlap(layout: Layout) -> None:
+def _check_overlap(layout: Layout, spots: Sequence[_Spot]) -> None:
     """Within one group no byte may belong to two parts or two blocks."""
-    places: dict[tuple[int, int], list[tuple[int, int, str, View, Part]]] = {}
-    for view in layout.views:
-        n = layout.groups[view.group].num_kernel_blocks
-        for part in view.parts:
-            lo = view.offset + part.offset
-            hi = lo + view.stride * (n - 1) + _span(part)
-            name = f"layer {view.layer!r} part {part.name!r}"
-            places.setdefault((view.group, view.memory), []).append((lo, hi, name, view, part))
-    for spots in places.values():
-        spots.sort(key=lambda s: s[:3])
-        # Parts whose ranges touch form a cluster; only within it can bytes coincide.
-        cluster, end = spots[:1], spots[0][1]
-        for spot in spots[1:]:
-            if spot[0] < end:
-                cluster.append(spot)
-            else:
-                _check_cluster(layout, cluster)
-                cluster = [spot]
-            end = max(end, spot[1])
-        _check_cluster(layout, cluster)
+    places: dict[tuple[int, int], list[_Spot]] = {}
+    for spot in spots:
+        places.setdefault((spot.view.group, spot.view.memory), []).append(spot)
+    budget = [MAX_CHECKED]
+    for group in places.values():
+        _check_apart(group, budget)
 
 
-def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part]]) -> None:
+def _check_apart(spots: list[_Spot], budget: list[int]) -> None:
+    """No byte is in two of these arrays, nor twice in one.
+
+    Arrays whose ranges are apart are apart. Those that mesh mostly do so along a dim that all of them have, the blocks
+    or the tokens: if what one entry of it holds, of all together, is no longer than its stride, entries are apart, and
+    one tells of all. What remains where no dim is of this kind is compared piece by piece, of which there may be few.
+    """
+    for cluster in _clusters(spots):
+        first = cluster[0]
+        if len(cluster) == 1 and _is_nested(first):
+            continue
+        lo = min(spot.lo for spot in cluster)
+        hi = max(spot.hi for spot in cluster)
+        stride, size, _ = first.steps[0] if first.steps else (0, 0, False)
+        if stride and hi - lo - stride * (size - 1) <= stride and all(s.steps[:1] == first.steps[:1] for s in cluster):
+            skip = stride * (size - 1)
+            _check_apart([s._replace(hi=s.hi - skip, steps=s.steps[1:]) for s in cluster], budget)
+        else:
+            _check_pieces(cluster, budget)
+
+
+def _clusters(spots: list[_Spot]) -> Iterator[list[_Spot]]:
+    spots.sort(key=lambda spot: spot[:2])
+    cluster, end = spots[:1], spots[0].hi
+    for spot in spots[1:]:
+        if spot.lo < end:
+            cluster.append(spot)
+        else:
+            yield cluster
+            cluster = [spot]
+        end = max(end, spot.hi)
+    yield cluster
+
+
+def _is_nested(spot: _Spot) -> bool:
+    """Each entry of each dim begins behind the one before it."""
+    reach = spot.part.itemsize
+    for stride, size, _ in reversed(spot.steps):
+        if stride < reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def _check_pieces(cluster: list[_Spot], budget: list[int]) -> None:
     """Parts that interleave must share one block stride; then one block's bytes, folded by it, decide."""
-    view = cluster[0][3]
-    blocks = layout.groups[view.group].num_kernel_blocks
-    if len(cluster) == 1 and blocks == 1:
-        return
-    stride = view.stride
-    starts, lengths, owners, total = [], [], [], 0
-    for i, (lo, _, name, other, part) in enumerate(cluster):
-        if other.stride != stride and blocks > 1:
+    view = cluster[0].view
+    stride, blocks = next(((step, size) for step, size, is_block in cluster[0].steps if is_block), (view.stride, 1))
+    starts, lengths, owners = [], [], []
+    for i, spot in enumerate(cluster):
+        if spot.view.stride != stride and blocks > 1:
             raise LayoutError(
-                f"{cluster[0][2]} and {name} overlap in memory {view.memory} with different strides "
-                f"{stride} and {other.stride}; place them apart or give them one stride"
+                f"{cluster[0].name} and {spot.name} overlap in memory {view.memory} with different strides "
+                f"{stride} and {spot.view.stride}; place them apart or give them one stride"
             )
-        offsets, _, size = strided_pieces(part.itemsize, [(d.size, d.stride, d.stride) for d in part.dims])
+        dims = [(size, step, step) for step, size, is_block in spot.steps if not is_block]
+        # Each part costs some, however few its pieces are.
+        budget[0] -= max(num_pieces(spot.part.itemsize, dims), 16)
+        if budget[0] < 0:
+            raise LayoutError(
+                f"{cluster[0].name} and {len(cluster) - 1} others interleave in more than {MAX_CHECKED} pieces per "
+                f"block, too many to check; give them dims of the same strides, or place them apart"
+            )
+        offsets, _, size = strided_pieces(spot.part.itemsize, dims)
         if size > stride and blocks > 1:
-            raise LayoutError(f"{name}: a block has {size} contiguous bytes, more than the stride {stride}")
-        starts.append(lo + offsets)
+            raise LayoutError(f"{spot.name}: a block has {size} contiguous bytes, more than the stride {stride}")
+        starts.append(spot.lo + offsets)
         lengths.append(np.full(len(offsets), size))
         owners.append(np.full(len(offsets), i))
-        total += len(offsets)
-        if total > 16 * MAX_PIECES:
-            raise LayoutError(f"{cluster[0][2]}: too many pieces interleave to check; use a denser memory order")
     start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
     start, length, owner = start[order], length[order], owner[order]
@@ -578,45 +799,52 @@ def _check_cluster(layout: Layout, cluster: list[tuple[int, int, str, View, Part
     following[last] = start[first] + stride if blocks > 1 else (1 << 62)
     if (bad := np.flatnonzero(start + length > following)).size:
         at = int(bad[0])
-        one, two = owner[at], owner[first[run[at] - run[0]] if last[at] else at + 1]
-        raise LayoutError(f"{cluster[one][2]} and {cluster[two][2]} overlap in memory {view.memory}")
+        one, two = (cluster[owner[x]] for x in (at, first[run[at] - run[0]] if last[at] else at + 1))
+        raise LayoutError(
+            f"{one.name} and {two.name} overlap in memory {view.memory}; place them apart, or, if the model lets one "
+            f"layer use the KV of the other, declare it an alias (aliases)"
+        )
 
 
 def pools(layout: Layout) -> tuple[int, ...]:
-    """Say which groups share memory: per group the number of its pool, the lowest group's in it.
+    """Say which groups of a checked layout share memory: per group the number of its pool, the lowest group's in it.
 
     Groups of one pool see the same pages, so that a block id means the same memory in each.
-
-    Raises:
-        LayoutError: Two groups overlap with pages of different sizes.
     """
+    return _pools(layout, _spots(layout))
+
+
+def _pools(layout: Layout, spots: Sequence[_Spot]) -> tuple[int, ...]:
+    """Sweep every memory from end to end; refuse where two groups overlap with pages of different sizes."""
     pool = list(range(len(layout.groups)))
-    spots: dict[int, list[tuple[int, int, int, int]]] = {}
-    for view in layout.views:
-        group = layout.groups[view.group]
-        page = view.stride * group.ratio
-        for part in view.parts:
-            lo = view.offset + part.offset
-            hi = lo + view.stride * (group.num_kernel_blocks - 1) + _span(part)
-            spots.setdefault(view.memory, []).append((lo, hi, view.group, page))
-    for memory, rows in spots.items():
-        rows.sort()
-        ends: dict[int, tuple[int, int]] = {}
-        """Group -> where what was seen of it ends, and its page."""
-        for lo, hi, index, page in rows:
-            for other, (end, size) in list(ends.items()):
-                if end <= lo:
-                    del ends[other]
-                elif other != index and size != page:
-                    raise LayoutError(
-                        f"groups {other} and {index} overlap in memory {memory} with pages of {size} and {page} bytes; "
-                        f"give them one page size, or place them apart"
-                    )
-                elif other != index:
-                    old, new = sorted((pool[other], pool[index]), reverse=True)
-                    pool = [new if x == old else x for x in pool]
-            if index not in ends or ends[index][0] < hi:
-                ends[index] = (hi, page)
+    if len(pool) == 1:
+        return (0,)
+    rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
+    here: list[tuple[int, int, int]] = []
+    """(end, group, page) of all that covers where the sweep is. Any two of it overlap: so it is of one page size, or of
+    one group, and in one pool."""
+    known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    swept = -1
+    for memory, lo, hi, index, stride in rows:
+        page = stride * layout.groups[index].ratio
+        while here and (here[0][0] <= lo or memory != swept):
+            for count, value in zip(known, heapq.heappop(here)[1:], strict=True):
+                count[value] -= 1
+                if not count[value]:
+                    del count[value]
+        swept = memory
+        if all(count.keys() - {value} for count, value in zip(known, (index, page), strict=True)):
+            other, size = next((g, p) for _, g, p in here if g != index and p != page)
+            raise LayoutError(
+                f"groups {other} and {index} overlap in memory {memory} with pages of {size} and {page} bytes; "
+                f"give them one page size, or place them apart"
+            )
+        if here and pool[here[0][1]] != pool[index]:
+            old, new = sorted((pool[here[0][1]], pool[index]), reverse=True)
+            pool = [new if x == old else x for x in pool]
+        heapq.heappush(here, (hi, index, page))
+        known[0][index] += 1
+        known[1][page] += 1
     return tuple(pool)
 
 

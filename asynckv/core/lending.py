@@ -18,7 +18,7 @@ from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
-from asynckv.core.plan import check_blocks
+from asynckv.core.plan import check_blocks, check_covers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import NULL, Key, PullId, Reason, Route
 from asynckv.errors import LocalProtocolError
@@ -109,6 +109,7 @@ class Lending:
             )
         blocks = {}
         for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
+            check_covers(f"group {index} ({group.name!r})", group, offer, lent.num_tokens)
             # Placeholders are dropped and the sum is bounded before anything is allocated by it.
             runs = [run for run in offer.runs if run[0] != NULL]
             if sum(count for _, count in runs) > group.num_blocks:

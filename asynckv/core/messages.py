@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
-from asynckv.core.layout import Layout
 from asynckv.core.types import BlockRuns, Cohort, Key, Name, Outcome, Rank, Reason, RequestText, Seconds, Size
 from asynckv.errors import RemoteProtocolError
 
@@ -104,7 +103,8 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
     metadata: Annotated[bytes, Meta(min_length=1, max_length=8 * 1024 * 1024)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """SHA-256 of `metadata`."""
-    layout: Layout
+    layout: Raw
+    """A `Layout`, encoded: `decode_layout` looks at its length first."""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
@@ -213,7 +213,7 @@ class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
     engine_id: Name
     tp_rank: Rank
     tp_size: Size
-    gauges: dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]]
+    gauges: Annotated[dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]], Meta(max_length=256)]
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag=15, gc=False):

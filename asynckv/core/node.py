@@ -159,6 +159,7 @@ class Node:
         """Prefill groups -> the ranks of them that we answer for, by name, and whether they are met first."""
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
+        self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
 
     @property
     def name(self) -> str:
@@ -716,7 +717,7 @@ class Node:
             identity.agent_name,
             identity.metadata,
             self._digest,
-            identity.layout,
+            self._layout,
         )
 
     def _status(self, nonce: int) -> Status:

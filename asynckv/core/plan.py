@@ -51,6 +51,7 @@ __all__ = [
     "Post",
     "Section",
     "check_block_ids",
+    "check_covers",
     "common_prefix",
     "plan_read",
 ]
@@ -66,11 +67,15 @@ MAX_CUTS = 1024
 MAX_KINDS = 1024
 """Most kinds of cuts of two block sizes; sizes that share no boundary for longer are refused."""
 
+MAX_SHAPES = 4096
+"""Most kinds of cuts times shapes of parts: each is cut by itself, and the strides there are a stranger's."""
+
 MAX_REGULAR = 64
 """Most tables that are made for a pair of groups before any request needs them."""
 
-MAX_ROWS = 1 << 19
-"""Most pieces of all tables made for a peer beforehand, and of one made later: the remote strides decide it."""
+MAX_ROWS = 1 << 18
+"""Most pieces of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
+many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
 
 WARN_PIECES = 64
 
@@ -161,13 +166,16 @@ class Section:
     local: Int32s
     remote: Int32s
 
+    def breaks(self) -> npt.NDArray[np.bool_]:
+        """Whether the ids of pair `i + 1` do not both follow those of pair `i`: a descriptor ends there."""
+        a, b = self.local, self.remote
+        found: npt.NDArray[np.bool_] = np.logical_or(a[1:] - a[:-1] != 1, b[1:] - b[:-1] != 1)
+        return found
+
     @property
     def num_runs(self) -> int:
         """Stretches in which both ids step by one."""
-        a, b = self.local, self.remote
-        if len(a) < 2:
-            return len(a)
-        return 1 + int(np.count_nonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)))
+        return 1 + int(np.count_nonzero(self.breaks())) if len(self.local) > 1 else len(self.local)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,8 +197,8 @@ class Plan:
     def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[Post]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
-        Every post holds at least one descriptor, whatever the bounds. Rows come in order and blocks
-        within a row ascend, so that neighbours stay neighbours.
+        Every post holds at least one descriptor, whatever the bounds; only one of a single descriptor may exceed
+        them, in bytes. Rows come in order and blocks within a row ascend, so that neighbours stay neighbours.
         """
         return (_expand(s, piece) for s in self.sections for piece in _cut_section(s, max_bytes, max_descriptors))
 
@@ -227,22 +235,33 @@ def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row too large alone is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))
+    ends: Int64s | None = None
+    """Where runs end: they differ in length as they like, and a slice has so many of them at most."""
     row = 0
     while row < table.num_rows:
-        ends = (
+        end = min(
             int(np.searchsorted(total, total[row] + most, side="right")) - 1
             for total, most in ((size, max_bytes), (descs, max_descriptors))
         )
-        if (end := min(ends)) > row:
+        if end > row:
             yield _Piece(row, end, 0, blocks, int(size[end] - size[row]), int(descs[end] - descs[row]))
             row = end
             continue
-        one = int(length[row])
-        step = max(1, min(max_bytes // one, max_descriptors * blocks // int(per_row[row]), blocks))
-        for lo in range(0, blocks, step):
-            hi = min(lo + step, blocks)
-            part = Section(table, section.local[lo:hi], section.remote[lo:hi])
-            yield _Piece(row, row + 1, lo, hi, one * (hi - lo), part.num_runs if dense[row] else hi - lo)
+        one, lo = int(length[row]), 0
+        while lo < blocks:
+            hi = min(lo + max(1, max_bytes // one), blocks)
+            if dense[row]:
+                if ends is None:
+                    ends = np.flatnonzero(section.breaks()) + 1
+                ended = int(np.searchsorted(ends, lo, side="right"))
+                if ended + max_descriptors <= len(ends):
+                    hi = min(hi, int(ends[ended + max_descriptors - 1]))
+                num_descriptors = 1 + int(np.searchsorted(ends, hi)) - ended
+            else:
+                hi = min(hi, lo + max_descriptors)
+                num_descriptors = hi - lo
+            yield _Piece(row, row + 1, lo, hi, one * (hi - lo), num_descriptors)
+            lo = hi
         row += 1
 
 
@@ -272,17 +291,19 @@ class PeerMap:
     def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
         self.local = local
         self.remote = remote
-        self._shares: dict[tuple[int, int], list[Share]] = {}
+        pairs: dict[tuple[int, int], list[Share]] = {}
         for share in shares:
-            self._shares.setdefault((share.here.group, share.there.group), []).append(share)
+            pairs.setdefault((share.here.group, share.there.group), []).append(share)
+        self._layers = {pair: len({s.here.layer for s in shares}) for pair, shares in pairs.items()}
+        self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Cut, PieceTable] = OrderedDict()
         self._ids = ids
         self.warnings: list[str] = []
         self.entries = {
-            pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in self._shares.items()
+            pair: math.lcm(*(_entry(s, local.groups[pair[0]]) for s in shares)) for pair, shares in pairs.items()
         }
         """Tokens of which the first token to be read must be a multiple, per pair of groups."""
-        cuts = [cut for pair in self._shares for cut in self._regular_cuts(*pair)]
+        cuts = [cut for pair in pairs for cut in self._regular_cuts(*pair)]
         if (pieces := sum(map(self._num_pieces, cuts))) > MAX_ROWS:
             raise LayoutError(
                 f"{pieces} pieces would be needed for {len(cuts)} kinds of cuts, more than {MAX_ROWS}; use the same "
@@ -297,7 +318,7 @@ class PeerMap:
     @property
     def pairs(self) -> Sequence[tuple[int, int]]:
         """Local and remote groups that share layers."""
-        return tuple(self._shares)
+        return tuple(self._alike)
 
     def _regular_cuts(self, group: int, remote_group: int) -> list[Cut]:
         here, there = self.local.groups[group], self.remote.groups[remote_group]
@@ -313,10 +334,17 @@ class PeerMap:
         edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
         ends = [*edges[1:], period]
         cuts = (Cut(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
-        return list(dict.fromkeys(cuts))
+        kinds, shapes = list(dict.fromkeys(cuts)), len(self._alike[group, remote_group])
+        if len(kinds) * shapes > MAX_SHAPES:
+            raise LayoutError(
+                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there make {len(kinds)} kinds of "
+                f"cuts of {shapes} differently shaped parts, more than {MAX_SHAPES} in all; use one memory order for "
+                f"all layers, or block sizes with a common factor"
+            )
+        return kinds
 
     def _warn(self, table: PieceTable) -> None:
-        layers = len({s.here.layer for s in self._shares[table.cut.group, table.cut.remote_group]})
+        layers = self._layers[table.cut.group, table.cut.remote_group]
         if table.num_rows > WARN_PIECES * layers:
             self.warnings.append(
                 f"group {table.cut.group} needs {table.num_rows / layers:.0f} pieces (of {int(table.length.min())} "
@@ -350,8 +378,7 @@ class PeerMap:
         return out
 
     def _num_pieces(self, cut: Cut) -> int:
-        shapes = Counter(_spot(cut, share)[2:] for share in self._shares[cut.group, cut.remote_group])
-        return sum(n * num_pieces(*shape) for shape, n in shapes.items())
+        return sum(len(kind.places) * kind.num_pieces(cut) for kind in self._alike[cut.group, cut.remote_group])
 
     def _compile(self, cut: Cut) -> PieceTable:
         pair = cut.group, cut.remote_group
@@ -363,14 +390,8 @@ class PeerMap:
                 f"group {cut.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
                 f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
             )
-        # Layers are much alike: what is the same shape is cut once.
-        shapes: dict[_Shape, tuple[Int64s, Int64s, int]] = {}
-        rows = _merge(np.concatenate([_rows(share, cut, shapes) for share in self._shares[pair]]))
+        rows = _merge(np.concatenate([kind.rows(cut) for kind in self._alike[pair]]))
         return PieceTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
-
-
-_Shape = tuple[int, tuple[tuple[int, int, int], ...]]
-"""Bytes per element, and `(entries, stride, stride)` per dim."""
 
 
 def _entry(share: Share, here: Group) -> int:
@@ -380,38 +401,68 @@ def _entry(share: Share, here: Group) -> int:
     return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
 
 
-def _spot(cut: Cut, share: Share) -> tuple[int, int, int, tuple[tuple[int, int, int], ...]]:
-    """Where a cut of a part begins in kernel block 0 here and there, and its shape."""
-    here, there, a, b, lo, hi = share
-    twins = {d.name: d for d in b.dims}
-    start_a, start_b = here.offset + a.offset, there.offset + b.offset
-    dims = []
-    for dim in a.dims:
-        twin, size = twins[dim.name], dim.size
-        if dim.name == TOKEN:
-            start_a += cut.local_offset // a.tokens_per_entry * dim.stride
-            start_b += cut.remote_offset // a.tokens_per_entry * twin.stride
-            size = cut.tokens // a.tokens_per_entry
-        elif dim.name == a.axis:
-            start_a += (lo - a.held[0]) * dim.stride
-            start_b += (lo - b.held[0]) * twin.stride
-            size = hi - lo
-        dims.append((size, dim.stride, twin.stride))
-    return start_a, start_b, a.itemsize, tuple(dims)
+class _Shape(NamedTuple):
+    """What parts that are cut alike have in common: layers are much alike, so that there are few."""
+
+    itemsize: int
+    tokens_per_entry: int
+    dims: tuple[tuple[int, int, int], ...]
+    """`(entries, byte stride here, byte stride there)` of what is read along every dim but the tokens."""
+    token: tuple[int, int]
+    """Byte strides along the tokens, here and there; 0, 0 for a part without that dim."""
 
 
-def _rows(share: Share, cut: Cut, shapes: dict[_Shape, tuple[Int64s, Int64s, int]]) -> Int64s:
-    """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one part."""
-    start_a, start_b, itemsize, dims = _spot(cut, share)
-    shape = (itemsize, dims)
-    if (pieces := shapes.get(shape)) is None:
-        pieces = shapes[shape] = strided_pieces(*shape)
-    in_a, in_b, length = pieces
-    rows = np.empty((len(in_a), 7), np.int64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = share.here.memory, start_a + in_a, share.here.stride
-    rows[:, 3], rows[:, 4], rows[:, 5] = share.there.memory, start_b + in_b, share.there.stride
-    rows[:, 6] = length
-    return rows
+class _Alike:
+    """Parts of one shape, and where each begins in its views' block 0."""
+
+    def __init__(self, shape: _Shape, places: Int64s) -> None:
+        self._shape = shape
+        self.places = places
+        """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
+
+    def _dims(self, cut: Cut) -> list[tuple[int, int, int]]:
+        _, each, dims, token = self._shape
+        return [*dims, (cut.tokens // each, *token)] if any(token) else list(dims)
+
+    def num_pieces(self, cut: Cut) -> int:
+        """Pieces per part, of one cut."""
+        return num_pieces(self._shape.itemsize, self._dims(cut))
+
+    def rows(self, cut: Cut) -> Int64s:
+        """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one cut."""
+        in_a, in_b, length = strided_pieces(self._shape.itemsize, self._dims(cut))
+        each, (here, there) = self._shape.tokens_per_entry, self._shape.token
+        rows = np.empty((len(self.places), len(in_a), 7), np.int64)
+        rows[:, :, :6] = self.places[:, None, :]
+        rows[:, :, 1] += in_a + cut.local_offset // each * here
+        rows[:, :, 4] += in_b + cut.remote_offset // each * there
+        rows[:, :, 6] = length
+        return rows.reshape(-1, 7)
+
+
+def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
+    """Put parts of one shape together."""
+    found: dict[_Shape, list[tuple[int, ...]]] = {}
+    for here, there, a, b, lo, hi in shares:
+        twins = {d.name: d for d in b.dims}
+        start_a, start_b = here.offset + a.offset, there.offset + b.offset
+        dims, token = [], (0, 0)
+        for dim in a.dims:
+            # A dim of one entry may be missing.
+            twin, size = twins.get(dim.name, dim), dim.size
+            if dim.name == TOKEN:
+                token = (dim.stride, twin.stride)
+                continue
+            if dim.name == a.axis:
+                start_a += (lo - a.held[0]) * dim.stride
+                start_b += (lo - b.held[0]) * twin.stride
+                size = hi - lo
+            if size > 1:
+                dims.append((size, dim.stride, twin.stride))
+        shape = _Shape(a.itemsize, a.tokens_per_entry, tuple(dims), token)
+        place = (here.memory, start_a, here.stride, there.memory, start_b, there.stride)
+        found.setdefault(shape, []).append(place)
+    return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
 
 
 def _merge(rows: Int64s) -> Int64s:
@@ -483,17 +534,14 @@ class BlockLists:
         return pairs
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
-        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed."""
+        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed.
+
+        Blocks of states hold no tokens: one is filled, whole, and of the others nothing is said.
+        """
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
-            size, place = group.block_size, first // group.block_size
             if group.kind == "state":
-                at = _state_place(group, first, self.num_tokens)
-                yield from (
-                    Padding(index, b, 0, size)
-                    for i, b in enumerate(ids.tolist())
-                    if b != NULL and (i != at or first >= self.num_tokens)
-                )
                 continue
+            size, place = group.block_size, first // group.block_size
             end = max(self.num_tokens, first)
             for i in range(max(end // size - place, 0), len(ids)):
                 lo = max(end - (place + i) * size, 0)
@@ -511,7 +559,9 @@ class BlockLists:
             inside = max(0, self.num_tokens - here.window + 1)
             wider = max(0, inside - 1)
             wider -= wider % (mine if mine == theirs else entry)
-            inside = max(first, inside - inside % entry)
+            if inside < self.num_tokens:  # a window of one token needs none
+                inside -= inside % entry
+            inside = max(first, inside)
             first = max(first, wider if wider >= offer.first_token else inside)
         end = min((self.local[group][0] // here.block_size + len(ids)) * here.block_size, self.num_tokens)
         if first >= end:
@@ -544,7 +594,7 @@ class BlockLists:
         block = offer.lookup(source // there.ratio - offer.first_token // there.block_size)
         block[block == there.null_block] = NULL
         if here.window and block[0] == NULL:
-            needed = (block != NULL) | (start + tokens > inside)
+            needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
             start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
             source, block = source[needed], block[needed]
         if not len(block):
@@ -812,6 +862,26 @@ def _is_plain(ids: object, group: Group) -> bool:
         if type(block) is not int:
             return False
     return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
+
+
+def check_covers(where: str, group: Group, offer: BlockRuns, num_tokens: int) -> None:
+    """Refuse a lent list that ends before the tokens which it is said to hold.
+
+    Where nothing is needed nothing need be given: an empty list, placeholders alone, a window of one token. States are
+    kept here and there, and a list of them may end anywhere.
+
+    Raises:
+        PlanRefused: Naming both numbers.
+    """
+    if group.kind == "state" or group.window == 1 or all(first == NULL for first, _ in offer.runs):
+        return
+    count = sum(count for _, count in offer.runs)
+    end = (offer.first_token // group.block_size + count) * group.block_size
+    if offer.first_token < num_tokens and end < num_tokens:
+        raise PlanRefused(
+            f"{where}: {count} blocks of {group.block_size} tokens from token {offer.first_token} on end at token "
+            f"{end}, but num_tokens is {num_tokens}; give make_params all blocks, or as many tokens as they hold"
+        )
 
 
 def check_blocks(where: str, group: Group, ids: Int64s) -> None:

@@ -35,7 +35,7 @@ from asynckv.core.commands import (
     Timers,
     Traced,
 )
-from asynckv.core.layout import Layout, check_layout
+from asynckv.core.layout import Layout, check_layout, decode_layout
 from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.messages import (
     MAJOR,
@@ -701,7 +701,10 @@ class Pulling:
             return Reason.RESTARTED, f"{there} answers there now"
         if welcome.major != MAJOR:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
-        layout = welcome.layout
+        try:
+            layout = decode_layout(memoryview(welcome.layout))
+        except LayoutError as exc:
+            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
         if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
             return (
                 Reason.WRONG_TARGET,

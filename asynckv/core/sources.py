@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from asynckv.core.layout import TOKEN, Group, Layout, Part, View, shard
+from msgspec import structs
+
+from asynckv.core.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 from asynckv.errors import LayoutError
 
-__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "predicted"]
+__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "layer_names", "predicted", "strange_layers"]
 
 MAX_DIFFERENCES = 16
 
@@ -64,11 +66,12 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     if local.model and remote.model and local.model != remote.model:
         out.append(Difference("model", local.model, remote.model))
     ours, theirs = _places(local), _places(remote)
-    if local.pp_size == remote.pp_size == 1:
-        out += _layers(ours, theirs)
-    elif local.pp_size == 1 and (strange := theirs.keys() - ours.keys()):
+    mine, other = strange_layers(local, theirs), strange_layers(remote, ours)
+    if local.pp_size == remote.pp_size == 1 and (mine or other):
+        out.append(Difference("layers only on one side", _some(mine), _some(other)))
+    elif local.pp_size == 1 and other:
         # Whatever the other stages hold: without stages of our own, every layer of theirs is one of ours.
-        out.append(Difference("layers only on one side", "none", _some(strange)))
+        out.append(Difference("layers only on one side", "none", _some(other)))
     for layer in ours:
         if layer in theirs:
             for field, here, there in _compare_layers(ours[layer], theirs[layer], local, remote):
@@ -83,19 +86,28 @@ _Parts = dict[str, tuple[View, Part]]
 
 
 def _places(layout: Layout) -> dict[str, _Parts]:
-    """Layer -> part -> where it is. A layer may lie in several views, each with parts of its own."""
+    """Layer or alias -> part -> where it is. A layer may lie in several views, each with parts of its own."""
     out: dict[str, _Parts] = {}
     for view in layout.views:
         parts = out.setdefault(view.layer, {})
         for part in view.parts:
             parts[part.name] = (view, part)
+    for alias, layer in layout.aliases:
+        out[alias] = out[layer]
     return out
 
 
-def _layers(ours: Iterable[str], theirs: Iterable[str]) -> Iterator[Difference]:
-    mine, other = set(ours), set(theirs)
-    if mine != other:
-        yield Difference("layers only on one side", _some(mine - other), _some(other - mine))
+def layer_names(layout: Layout) -> dict[str, list[str]]:
+    """Layer that has memory -> the names that it goes by."""
+    out = {view.layer: [view.layer] for view in layout.views}
+    for alias, layer in layout.aliases:
+        out[layer].append(alias)
+    return out
+
+
+def strange_layers(layout: Layout, others: Container[str]) -> list[str]:
+    """Layers with memory of which the other side knows none of the names."""
+    return [layer for layer, names in layer_names(layout).items() if not any(name in others for name in names)]
 
 
 def _some(names: Iterable[str]) -> object:
@@ -107,7 +119,9 @@ def _compare_layers(
     ours: _Parts, theirs: _Parts, local: Layout, remote: Layout
 ) -> Iterator[tuple[str, object, object]]:
     if ours.keys() != theirs.keys():
-        yield "parts", sorted(ours), sorted(theirs)
+        packed = {"kv"} in (ours.keys(), theirs.keys()) and {"k", "v"} in (ours.keys(), theirs.keys())
+        hint = " (a packed tensor is k and v, if its order names a dim 'kv')" if packed else ""
+        yield f"parts{hint}", _some(ours), _some(theirs)
     told = set()
     for name in ours:
         if name not in theirs:
@@ -126,7 +140,20 @@ def _compare_layers(
                 yield f"{field} of part {name!r}", mine, other
 
 
+def _said_as(part: Part, other: Part) -> Part:
+    """A part that every rank holds whole, said as the other side says it: as sharded, and held from end to end."""
+    if part.axis or not other.axis:
+        return part
+    dims = {dim.name: dim.size for dim in part.dims}
+    if dims.get(other.axis, 1) != other.extent:
+        return part
+    # A dim of one entry is never stepped along, and may be left out.
+    more = () if other.axis in dims else (Dim(other.axis, 1, part.itemsize),)
+    return structs.replace(part, dims=part.dims + more, axis=other.axis, held=(0, other.extent), extent=other.extent)
+
+
 def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
+    a, b = _said_as(a, b), _said_as(b, a)
     if a.dtype != b.dtype:
         yield "dtype", a.dtype, b.dtype
     elif a.itemsize != b.itemsize:
@@ -137,7 +164,7 @@ def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tupl
         yield "tokens_per_entry", a.tokens_per_entry, b.tokens_per_entry
     if here.kind == "tokens" and not (a.has_tokens and b.has_tokens) and here.kernel_size != there.kernel_size:
         yield "kernel block size (one entry covers a whole kernel block)", here.kernel_size, there.kernel_size
-    mine, theirs = ({d.name: d.size for d in p.dims if d.name not in (TOKEN, p.axis)} for p in (a, b))
+    mine, theirs = ({d.name: d.size for d in p.dims if d.size > 1 and d.name not in (TOKEN, p.axis)} for p in (a, b))
     if mine != theirs or a.has_tokens != b.has_tokens:
         yield "dims", _dims(a), _dims(b)
 
@@ -177,16 +204,19 @@ def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[
 
     Yields `(index, start, end)`; the index is None where nothing reaches.
     """
+    ahead = sorted(range(len(held)), key=lambda i: held[i][0], reverse=True)
+    index, reach = None, lo
     while lo < hi:
-        index, reach = None, lo
-        for i, (a, b) in enumerate(held):
-            if a <= lo and b > reach:
-                index, reach = i, b
-        if index is None:
-            reach = min([a for a, _ in held if a > lo] + [hi])
-        reach = min(reach, hi)
-        yield index, lo, reach
-        lo = reach
+        while ahead and held[ahead[-1]][0] <= lo:
+            i = ahead.pop()
+            if held[i][1] > reach or (held[i][1] == reach and index is not None and i < index):
+                index, reach = i, held[i][1]
+        if reach > lo:
+            at, end = index, min(reach, hi)
+        else:
+            at, end = None, min(held[ahead[-1]][0] if ahead else hi, hi)
+        yield at, lo, end
+        lo = end
 
 
 def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | None = None) -> list[tuple[Share, ...]]:
@@ -200,7 +230,9 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     Raises:
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
-    theirs = [_places(remote) for remote in remotes]
+    theirs, names = [_places(remote) for remote in remotes], layer_names(local)
+    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}
+    """Layers are much alike: what covers one mostly covers the others."""
     out: list[list[Share]] = [[] for _ in remotes]
     missing: dict[str, None] = {}
     gaps: dict[tuple[str, str], list[str]] = {}
@@ -208,16 +240,25 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         if groups is not None and view.group not in groups:
             continue
         for part in view.parts:
-            spots = ((i, places.get(view.layer, {}).get(part.name)) for i, places in enumerate(theirs))
-            twins = [(i, *spot) for i, spot in spots if spot is not None]
+            twins: list[tuple[int, View, Part]] = []
+            for name in names[view.layer]:
+                spots = [(i, places.get(name, {}).get(part.name)) for i, places in enumerate(theirs)]
+                if twins := [(i, *spot) for i, spot in spots if spot is not None]:
+                    break
             if not twins:
                 missing[view.layer] = None
                 continue
+            for _, _, twin in twins:
+                part = _said_as(part, twin)
             if not part.axis:
                 i, there, twin = twins[0]
                 out[i].append(Share(view, there, part, twin, 0, 0))
                 continue
-            for at, lo, hi in _cover(*part.held, [p.held for _, _, p in twins]):
+            twins = [(i, there, _said_as(twin, part)) for i, there, twin in twins]
+            held = (part.held, *[twin.held for _, _, twin in twins])
+            if held not in covers:
+                covers[held] = list(_cover(*part.held, held[1:]))
+            for at, lo, hi in covers[held]:
                 if at is None:
                     ranks = ", ".join(f"tp{remotes[i].tp_rank} [{p.held[0]}, {p.held[1]})" for i, _, p in twins[:8])
                     gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of part {part.name!r}"
@@ -231,7 +272,9 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
         differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
     stages = {remote.pp_stage for remote in remotes}
     if local.pp_size == 1 and not missing and len(stages) == remotes[0].pp_size:
-        differences += _layers([v.layer for v in local.views], {layer for places in theirs for layer in places})
+        known = {layer for places in theirs for layer in places}
+        if strange := [layer for layer in names if not any(name in known for name in names[layer])]:
+            differences.append(Difference("layers only on one side", _some(strange), "none"))
     if differences:
         raise NotCovered(differences[:MAX_DIFFERENCES])
     return [tuple(shares) for shares in out]

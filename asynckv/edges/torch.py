@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import anyio.to_thread
@@ -139,6 +140,7 @@ def register_parts(
     pp_stage: int = 0,
     pp_size: int = 1,
     model: str = "",
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Registration:
     """Register the tensors of any model: attention of several kinds, latents, convolutions, states, scales.
 
@@ -147,6 +149,7 @@ def register_parts(
         groups: The cache groups, as the engine's configuration says; the same list on all ranks.
         tp_rank, tp_size, pp_stage, pp_size: This rank's place.
         model: Name that both engines must agree on; empty to not compare.
+        aliases: As for `register_tensors`.
 
     Raises:
         LayoutError: Naming the layer, both numbers and the remedy.
@@ -158,10 +161,17 @@ def register_parts(
     groups = [_checked(group) for group in groups]
     if not isinstance(parts, Iterable):
         raise LayoutError(f"parts is {shown(parts)}; give every part of every layer, as TensorPart")
+    parts = list(parts)
     for part in parts:
         if not isinstance(part, TensorPart):
             raise LayoutError(f"parts holds {shown(part)}; give every part of every layer, as TensorPart")
         _tensor(f"layer {shown(part.layer)} part {shown(part.name)}", part.tensor)
+    given = {(part.layer, part.name): part.tensor for part in parts}
+    for part in parts:
+        if part.layer in aliases:
+            layer = aliases[part.layer]
+            _check_same(f"{part.layer!r} part {part.name!r}", part.tensor, layer, given.get((layer, part.name)))
+            continue
         where = f"layer {part.layer!r} part {part.name!r} of shape {tuple(part.tensor.shape)}"
         group = integer(f"{where}: group", part.group, error=LayoutError)
         if group >= len(groups):
@@ -189,8 +199,23 @@ def register_parts(
         memories=tuple(memory for _, memory in memories.values()),
         groups=tuple(groups),
         views=tuple(views),
+        aliases=tuple(aliases.items()),
     )
     return register_memory(layout, tuple(owners))
+
+
+def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tensor | None) -> None:
+    """Refuse an alias that is memory of its own."""
+    if other is None or (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) != (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    ):
+        raise LayoutError(
+            f"layer {alias} is declared an alias of layer {layer!r}, but their tensors are not the same memory; give "
+            f"it the other layer's tensor or none, or do not declare it"
+        )
 
 
 def _checked(group: Group) -> Group:
@@ -232,6 +257,7 @@ def register_tensors(
     tp_rank: int = 0,
     tp_size: int = 1,
     model: str = "",
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> Registration:
     """Register the KV tensors of an engine's attention layers, one per layer, as one cache group.
 
@@ -247,6 +273,9 @@ def register_tensors(
         ratio: Kernel blocks per block; the `block` dim counts kernel blocks of `block_size / ratio` tokens.
         tp_rank, tp_size: Place in tensor parallelism.
         model: Name that both engines must agree on; empty to not compare.
+        aliases: Layers that use the KV of another one, as several models have it: `{"layers.20": "layers.18"}`. They
+            need not be among `tensors`; if they are, with the other's tensor. Its bytes move once, and land wherever
+            the other side has memory for either layer.
 
     Raises:
         LayoutError: Naming the layer, both numbers and the remedy.
@@ -271,6 +300,9 @@ def register_tensors(
     memories: dict[int, tuple[int, Memory]] = {}
     views = []
     for layer, tensor in tensors.items():
+        if layer in aliases:
+            _check_same(repr(layer), tensor, aliases[layer], tensors.get(aliases[layer]))
+            continue
         where = f"layer {layer!r} of shape {tuple(tensor.shape)}"
         sizes = _sizes(where, tensor, order, expected, num_blocks * ratio)
         memory, offset = _memory(where, tensor, memories)
@@ -296,6 +328,7 @@ def register_tensors(
         memories=tuple(memory for _, memory in memories.values()),
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
+        aliases=tuple(aliases.items()),
     )
     return register_memory(layout, tuple(tensors.values()))
 
