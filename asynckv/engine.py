@@ -718,6 +718,8 @@ class Engine:
         )
         if pull.planned_at == pull.admitted_at < math.inf:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
+        if self._retrying and (retrying := self._retrying.get(ask.request_id)) is not None:
+            retrying.blocks = _blocks(pull)
         waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
         try:
             await self._outcome(pull, waiting)
@@ -1063,8 +1065,6 @@ class Engine:
             case PullEnded(pull):
                 if not pull.is_returned:
                     self._held.add(pull.pull_id)
-                if (retrying := self._retrying.get(pull.request_id)) is not None:
-                    retrying.blocks = _blocks(pull)
                 waiting = self._waiting.get(pull.pull_id)
                 if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
                     waiting.outcome.set_result(None)

@@ -697,7 +697,7 @@ class Pulling:
     def _inspect(self, peer: Peer, welcome: Welcome, source: str) -> tuple[Reason, str] | None:
         """Refuse what a remote rank says of itself, or make the map to it."""
         if source != peer.incarnation:
-            there = rank_name(welcome.engine_id, welcome.layout.tp_rank, welcome.layout.pp_stage, source)
+            there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, source)
             return Reason.RESTARTED, f"{there} answers there now"
         if welcome.major != MAJOR:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
