@@ -235,12 +235,12 @@ class LogConfig:
             object.__setattr__(self, name, number(name, getattr(self, name), 0, 1e6, ConfigError))
         for name in ("slow_s", "away_s"):
             object.__setattr__(self, name, seconds(name, getattr(self, name), ConfigError))
-        fraction = number("held_fraction", self.held_fraction, 0, MAX_HELD_FRACTION, ConfigError)
-        if 0 < fraction < MIN_HELD_FRACTION:
-            raise ConfigError(
-                f"held_fraction is {fraction!r}; it must be a number from {MIN_HELD_FRACTION:g} to "
-                f"{MAX_HELD_FRACTION:g} (of a request's lease), or 0 to warn of nothing"
-            )
+        try:
+            fraction = number("held_fraction", self.held_fraction, 0, MAX_HELD_FRACTION, ConfigError)
+            if fraction:
+                number("held_fraction", fraction, MIN_HELD_FRACTION, MAX_HELD_FRACTION, ConfigError)
+        except ConfigError as exc:
+            raise ConfigError(f"{exc} (of a request's lease), or 0 to warn of nothing") from None
         object.__setattr__(self, "held_fraction", fraction)
 
 

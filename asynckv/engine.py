@@ -1113,8 +1113,8 @@ class Engine:
                 self._data.remove_peer(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self._control.disconnect(address)
-            case PeerChanged(peer, before):
-                self._recorder.peer_changed(peer, before)
+            case PeerChanged(peer, before, after):
+                self._recorder.peer_changed(peer, before, after)
             case PeerDraining(peer):
                 self._recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
             case Traced(subject, entries):

@@ -168,10 +168,11 @@ class LeaseEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A peer changed its state."""
+    """A peer changed its state. It may have changed again before this is told."""
 
     peer: Peer
     before: PeerState
+    after: PeerState
 
 
 @dataclass(frozen=True, slots=True)

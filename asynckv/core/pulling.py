@@ -853,7 +853,7 @@ class Pulling:
     def _change(self, peer: Peer, event: PeerEvent) -> None:
         before = peer.state
         if peer.receive(event):
-            self._desk.commands.append(PeerChanged(peer, before))
+            self._desk.commands.append(PeerChanged(peer, before, peer.state))
 
     def _heard(self, peer: Peer, now: float) -> None:
         peer.heard_at = now

@@ -384,10 +384,10 @@ class Recorder:
             oldest=[_lease_entry(x) if x.kind == "lease" else _pull_entry(x) for x in oldest],
         )
 
-    def peer_changed(self, peer: Peer, before: PeerState) -> None:
+    def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
         """Log a peer's transition; an end that was announced, and took no pull along, is no warning."""
-        over = peer.state is PeerState.GONE
-        bad = peer.state in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
+        over = after is PeerState.GONE
+        bad = after in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
         said = peer.detail and (bad or over)
         self.event(
             "warning" if bad else "info",
@@ -396,7 +396,7 @@ class Recorder:
             address=peer.address,
             peer_incarnation=peer.incarnation,
             before=before.value,
-            state=peer.state.value,
+            state=after.value,
             **({"cause": peer.reason, "detail": peer.detail} if said else {}),
             **({"pulls_failed": peer.num_failed} if said and peer.num_failed else {}),
         )
