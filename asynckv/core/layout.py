@@ -447,6 +447,8 @@ def valid_layout(layout: Layout) -> Layout:
         raise LayoutError(_blamed(exc, layout)) from exc
     except UnicodeEncodeError as exc:
         raise LayoutError(f"a name in the layout cannot be encoded: {exc}") from exc
+    except (TypeError, OverflowError, RecursionError) as exc:
+        raise LayoutError(f"the layout holds what none can: {exc}") from exc
     return made
 
 
@@ -499,7 +501,7 @@ def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
             said[-1] += f"[{at}]"
             value = _entry(value, at)
     shown = f"of {len(value)} entries" if isinstance(value, list | tuple) else f"{value!r:.80}"
-    return f"{' '.join(said) or 'the layout'} is {shown}: {told[:1].lower()}{told[1:]}"
+    return f"{' '.join(said) or 'the layout'} is {shown}: {told[:1].lower()}{told[1:200]}"
 
 
 def _field(value: Any, kind: type[Struct], name: str) -> Any:

@@ -165,7 +165,10 @@ def register_parts(
     for part in parts:
         if not isinstance(part, TensorPart):
             raise LayoutError(f"parts holds {shown(part)}; give every part of every layer, as TensorPart")
-        _tensor(f"layer {shown(part.layer)} part {shown(part.name)}", part.tensor)
+        for what, name in (("layer", part.layer), ("name", part.name)):
+            text(f"the {what} of a part", name, MAX_NAME, error=LayoutError)
+        _tensor(f"layer {part.layer!r} part {part.name!r}", part.tensor)
+    aliases = _aliases(aliases)
     given = {(part.layer, part.name): part.tensor for part in parts}
     for part in parts:
         if part.layer in aliases:
@@ -216,6 +219,16 @@ def _check_same(alias: str, tensor: torch.Tensor, layer: str, other: torch.Tenso
             f"layer {alias} is declared an alias of layer {layer!r}, but their tensors are not the same memory; give "
             f"it the other layer's tensor or none, or do not declare it"
         )
+
+
+def _aliases(given: Mapping[str, str]) -> Mapping[str, str]:
+    """Check the layers that are names for others."""
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"aliases is {shown(given)}; give a mapping of alias to layer")
+    for alias, layer in given.items():
+        text("an alias", alias, MAX_NAME, error=LayoutError)
+        text(f"the layer of alias {shown(alias)}", layer, MAX_NAME, error=LayoutError)
+    return given
 
 
 def _checked(group: Group) -> Group:
@@ -287,6 +300,7 @@ def register_tensors(
     for layer, tensor in tensors.items():
         text("a layer's name", layer, MAX_NAME, error=LayoutError)
         _tensor(f"layer {layer!r}", tensor)
+    aliases = _aliases(aliases)
     order = texts("order", order, MAX_DIMS, 64, LayoutError)
     block_size = integer("block_size", block_size, 1, MAX_TOKENS, LayoutError)
     num_blocks = integer("num_blocks", num_blocks, 1, MAX_BLOCK_ID, LayoutError)
