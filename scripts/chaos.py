@@ -16,6 +16,7 @@ import faulthandler
 import functools
 import itertools
 import json
+import math
 import mmap
 import os
 import random
@@ -65,8 +66,18 @@ TIMEOUT_S, PATIENCE_S = 4.0, 20.0
 SLACK_S = 1.0
 """How much later than its deadline a pull may end on a machine that is busy."""
 
+TRANSPORTS = {
+    "tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+    "cma": {"UCX_TLS": "cma,posix,tcp", "UCX_NET_DEVICES": "lo"},
+    "auto": {},
+}
+"""What is said to UCX; tcp carries what shared memory does not."""
+
 BUSY = ("leases", "pulls", "transfers", "blocks_lent", "blocks_writing", "blocks_quarantined")
 HUGE = 100 << 20
+SETTLED, GROWTH = 10, {"fds": 4, "threads": 1, "rss_mib": 16, "tasks": 8, "processes": 0}
+"""After how many cycles a survivor has all it needs, and how much more it may have at the end, under load."""
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -122,6 +133,21 @@ class Blocks:
         rows = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
         columns = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
         return rows + columns + np.uint64((request * 0xD6E8FEB86659FD93) % (1 << 64))
+
+
+def own_usage() -> dict[str, int]:
+    """What this process has open, runs and occupies, with those that it has started and that live."""
+    found = Counter[str](processes=0)
+    pids = [str(os.getpid())]
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ends this moment
+            for task in os.listdir(f"/proc/{pid}/task"):
+                pids += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+            found["fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+            found["threads"] += len(os.listdir(f"/proc/{pid}/task"))
+            found["rss_mib"] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+            found["processes"] += 1
+    return dict(found)
 
 
 class Side:
@@ -250,13 +276,10 @@ class Side:
         except AsyncKVError as exc:
             integrity = str(exc)
         blocks.audit(blocks.free)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240
-        usage = {
+        usage = own_usage() | {
             "nixl_peers": statistics.counters["data.peers"],
             "zmq_links": statistics.counters["control.links"],
-            "fds": len(os.listdir("/proc/self/fd")),
             "tasks": len(asyncio.all_tasks()),
-            "rss_mib": pages * mmap.PAGESIZE >> 20,
             "peers_remembered": statistics.gauges["peers"],
         }
         counters = dict(statistics.counters) | dict(self.counts)
@@ -322,11 +345,17 @@ class Worker:
         """Where it listens, and what the decode side is told instead, if anything."""
         self.counts: Counter[str] = Counter(complete=0, bytes_compared=0, bytes_wrong=0, late=0)
         self.failed: Counter[str] = Counter()
-        self.slowest_s = 0.0
+        self.slowest_s, self.latest_s = 0.0, -math.inf
+        """The longest pull, and by how much the latest missed its deadline; negative if none did."""
+        self.reader: Worker | None = None
+        """Who pulls from it; the decode worker if nobody else is named."""
         self.aborts = 0
         """How often its process ended by itself."""
+        self.stops = 0
+        """How often it was stopped, or told to go on: what runs meanwhile may be late by as long."""
+        self._is_ending = False
         self._setup: dict[str, Any] = {}
-        self._up, self._news = asyncio.Event(), asyncio.Event()
+        self.up, self._news = asyncio.Event(), asyncio.Event()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -345,14 +374,15 @@ class Worker:
             self.process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, stderr=log, env=arena.env, cwd=ROOT, limit=1 << 24
             )
+        self._is_ending = False
         self._reader = asyncio.create_task(self._read(self.process))
         self.address = (await self.ask("where"))["address"]
-        self._up.set()
+        self.up.set()
         return self
 
     async def kill(self) -> None:
         """Kill -9, and collect it."""
-        self._up.clear()
+        self.up.clear()
         if self.process is not None and self._reader is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -361,8 +391,30 @@ class Worker:
             self.process.stdin.close()
             await self._reader
 
+    async def end(self, within_s: float = PATIENCE_S) -> None:
+        """Let it close its engine and end in order."""
+        self.up.clear()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self._is_ending = True
+        self.process.stdin.close()
+        try:
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        except TimeoutError:
+            raise Failure(f"{self.name} did not end in order within {within_s:g} s") from None
+        finally:
+            await self.kill()
+
+    async def revive(self) -> None:
+        """Start its process again where it has ended by itself."""
+        if self._reader is not None and self._reader.done():
+            await self.kill()
+            await self.start(self.address)
+
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
+        self.stops += number in (signal.SIGSTOP, signal.SIGCONT)
         self.process.send_signal(number)
 
     async def ask(self, op: str, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
@@ -399,10 +451,10 @@ class Worker:
             if future is not None and not future.done():
                 future.set_result(answer)
         status = await process.wait()
-        if status != -signal.SIGKILL:
+        if status not in (-signal.SIGKILL, 0 if self._is_ending else -signal.SIGKILL):
             self.aborts += 1
             self.arena.note(f"{self.name} ended by itself, status {status}")
-        self._up.clear()
+        self.up.clear()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Lost(f"{self.name} is gone"))
@@ -422,12 +474,16 @@ class Worker:
     async def pull(
         self, lent: dict[str, Any], timeout_s: float = TIMEOUT_S, how: str = "", after_s: float = 0.0
     ) -> str:
-        """Have the decode worker pull it; returns the reason for which it ended."""
+        """Have the decode worker, or its own reader, pull it; returns the reason for which it ended."""
         fields = {"lent": lent, "timeout_s": timeout_s, "how": how, "after_s": after_s}
-        outcome = await self.arena.decode.ask("pull", timeout_s + PATIENCE_S, **fields)
+        reader = self.reader or self.arena.decode
+        stops = reader.stops
+        outcome = await reader.ask("pull", timeout_s + PATIENCE_S, **fields)
         reason: str = outcome["reason"]
         self.slowest_s = max(self.slowest_s, outcome["seconds"])
-        self.counts["late"] += outcome["seconds"] > timeout_s + SLACK_S
+        if reader.stops == stops:  # a process is late by what it was stopped for itself
+            self.latest_s = max(self.latest_s, outcome["seconds"] - timeout_s)
+            self.counts["late"] += outcome["seconds"] > timeout_s + SLACK_S
         if reason == "complete":
             self.counts.update(complete=1, bytes_compared=outcome["bytes"], bytes_wrong=outcome["wrong"])
         else:
@@ -456,7 +512,7 @@ class Worker:
 
         async def client() -> None:
             while not is_over:
-                await self._up.wait()
+                await self.up.wait()
                 try:
                     lent = await self.lend()
                 except Lost:
@@ -479,7 +535,8 @@ class Worker:
         return state
 
     def record(self) -> dict[str, Any]:
-        return {**self.counts, "failed": dict(self.failed), "slowest_s": round(self.slowest_s, 3)}
+        latest_s = round(self.latest_s, 3) if self.latest_s > -math.inf else None
+        return {**self.counts, "failed": dict(self.failed), "slowest_s": round(self.slowest_s, 3), "latest_s": latest_s}
 
 
 class Arena:
@@ -489,6 +546,8 @@ class Arena:
         self.name, self.logs, self.module = name, logs, module
         self.seconds = 4.0
         """About how long the load is kept up."""
+        self.cycles = 20
+        """How many faults `survive` has."""
         self.setup: dict[str, Any] = {}
         """Of all workers."""
         self.rng = random.Random(f"{seed}/{name}")
@@ -500,8 +559,7 @@ class Arena:
         self.keys: dict[str, dict[str, str]] = {}
         """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        if transport == "tcp":
-            self.env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+        self.env |= TRANSPORTS[transport]
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -533,7 +591,7 @@ class Arena:
                 self.found["decode_after"] = state["usage"]
                 self.found["withheld_bytes"] = state["counters"].get("withheld_bytes", 0)
         self.found["settle_s"] = round(time.monotonic() - began, 2)
-        for worker in self.prefill:
+        for worker in (self.decode, *self.prefill):
             self.check(not worker.counts["bytes_wrong"], f"{worker.name}: wrong bytes were published")
             self.check(not worker.counts["late"], f"{worker.name}: pulls ended after their deadline")
         if healthy is not None:
@@ -952,19 +1010,109 @@ async def proxy(arena: Arena) -> None:
     arena.check(any(between.did[x] for x in ("cut", "truncated", "swallowed")), "the proxy did no harm")
 
 
-SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, cancel, garbage, proxy)}
+async def survive(arena: Arena) -> None:
+    """Kill, stop and restart one of two workers that lend to each other and pull; the other must go on, as it was."""
+    left, right = arena.decode, await arena.start("prefill")
+    left.reader, right.reader = right, left
+    series: dict[str, list[dict[str, int]]] = {left.name: [], right.name: []}
+    lost, faults, recovered = Counter[str](), Counter[str](), list[float]()
+    planes_lost, unanswered, is_over = Counter[str](), 0, False
+
+    async def client(owner: Worker, reader: Worker) -> None:
+        nonlocal unanswered
+        while not is_over:
+            await owner.up.wait()
+            await reader.up.wait()
+            try:
+                lent = await owner.lend(arena.rng.randint(MOST_BLOCKS // 2, MOST_BLOCKS), 4.0, True)
+                await owner.pull(lent, arena.rng.uniform(0.3, TIMEOUT_S))
+            except Lost:  # with one of them: nobody is left to ask, or to tell
+                unanswered += 1
+
+    async def hurt(victim: Worker, survivor: Worker, fault: str) -> None:
+        rng = arena.rng
+        if fault == "away_kill":
+            # The survivor's loop is busy meanwhile, and finds what a dead process has asked for.
+            survivor.signal(signal.SIGSTOP)
+            await asyncio.sleep(rng.uniform(0.02, 0.2))
+            await victim.kill()
+            survivor.signal(signal.SIGCONT)
+        if fault in ("stop", "stop_kill"):
+            victim.signal(signal.SIGSTOP)
+            await asyncio.sleep(rng.uniform(0.05, 1.5))
+        if fault == "stop":
+            victim.signal(signal.SIGCONT)
+            return
+        await (victim.end() if fault == "restart" else victim.kill())
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        await victim.start(victim.address)
+
+    async def cycle(number: int, victim: Worker, survivor: Worker) -> None:
+        fault = arena.rng.choice(("kill", "away_kill", "stop_kill", "restart", "stop"))
+        faults[fault] += 1
+        aborts = survivor.aborts
+        await asyncio.gather(left.more(3), right.more(3))
+        await asyncio.sleep(arena.rng.uniform(0, 0.1))  # a random moment
+        began = time.monotonic()
+        await hurt(victim, survivor, fault)
+        # The survivor may be dead by now, or be about to die.
+        for worker in (survivor, victim):
+            await worker.revive()
+        await asyncio.gather(left.more(3), right.more(3))
+        recovered.append(round(time.monotonic() - began, 2))
+        lost[fault] += survivor.aborts - aborts
+        state = await survivor.ask("state", wait_s=0)
+        series[survivor.name].append(state["usage"])
+        planes_lost[survivor.name] = max(planes_lost[survivor.name], state["counters"].get("data.restarts", 0))
+        arena.note(f"cycle {number}: {fault} of {victim.name}; survivors lost {lost.total()}, {state['usage']}")
+
+    async with asyncio.TaskGroup() as group:
+        for owner, reader in ((left, right), (right, left)) * 6:
+            group.create_task(client(owner, reader))
+        for number in range(arena.cycles):
+            # Each survives half of them without a break, so that what grows is seen to.
+            sides = (right, left) if number < arena.cycles / 2 else (left, right)
+            await cycle(number, *sides)
+        is_over = True
+    await arena.finish()
+    arena.found |= {
+        "cycles": arena.cycles,
+        "faults": dict(faults),
+        "survivors_lost": lost.total(),
+        "lost_by_fault": {k: v for k, v in lost.items() if v},
+        "planes_lost": planes_lost.total(),
+        "without_outcome": unanswered,
+        "latest_s": {w.name: round(w.latest_s, 3) for w in (left, right)},
+        "recovered_s": {"median": sorted(recovered)[len(recovered) // 2], "most": max(recovered)},
+        "pulls_from_decode": left.record(),
+        "usage": {name: {k: [x[k] for x in seen] for k in seen[0]} for name, seen in series.items() if seen},
+    }
+    arena.check(not lost.total(), f"{lost.total()} survivors of {arena.cycles} died: {dict(+lost)}")
+    for name, seen in series.items():
+        for what, most in GROWTH.items():
+            if len(seen) >= 2 * SETTLED:
+                early, late = (
+                    sorted(x[what] for x in part)[len(part) // 2]
+                    for part in (seen[SETTLED:][:SETTLED], seen[-SETTLED:])
+                )
+                arena.check(late <= early + most, f"{name}: {what} grew from {early} after {SETTLED} cycles to {late}")
 
 
-async def run(name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp") -> dict[str, Any]:
+SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, cancel, garbage, proxy, survive)}
+
+
+async def run(
+    name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp", cycles: int = 20
+) -> dict[str, Any]:
     """Run one scenario; returns its record. Bounded in time, and no process is left."""
 
     async def work(arena: Arena) -> None:
-        arena.seconds = seconds
+        arena.seconds, arena.cycles = seconds, cycles
         await arena.decode.start()
         arena.found["decode_before"] = (await arena.decode.state())["usage"]
         await SCENARIOS[name](arena)
 
-    return await perform(name, work, seed=seed, transport=transport, within_s=60 + 10 * seconds)
+    return await perform(name, work, seed=seed, transport=transport, within_s=60 + 10 * max(seconds, cycles))
 
 
 async def perform(
@@ -1008,8 +1156,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long each keeps its load up (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of sizes, moments and garbage (default 0)")
     parser.add_argument("--json", default="-", metavar="FILE", help="where the JSON lines go (default -, stdout)")
-    transport = "of UCX; auto is shared memory on one host, where a stopped process can still be read (default tcp)"
-    parser.add_argument("--transport", choices=("tcp", "auto"), default="tcp", help=transport)
+    transport = (
+        "of UCX; cma and auto are shared memory on one host, where a stopped process can still be read (default tcp)"
+    )
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="tcp", help=transport)
+    parser.add_argument("--cycles", type=int, default=20, help="how many faults survive has (default 20)")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role is not None:
@@ -1018,7 +1169,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
     if not 0 < options.seconds <= 3600:
         parser.error(f"--seconds {options.seconds:g} is outside (0, 3600]")
+    if not 1 <= options.cycles <= 10_000:
+        parser.error(f"--cycles {options.cycles} is outside [1, 10000]")
     keywords = {"seconds": options.seconds, "seed": options.seed, "transport": options.transport}
+    keywords |= {"cycles": options.cycles}
     runs = [functools.partial(run, name, **keywords) for name in options.scenarios or SCENARIOS]
     return report(parser, options.json, runs)
 
