@@ -20,8 +20,11 @@ from asynckv.core.plan import PieceTable
 from asynckv.core.types import Address, Route, TransferId
 
 __all__ = [
+    "AgentLost",
+    "AgentReplaced",
     "Clock",
     "ControlPlane",
+    "DataNews",
     "DataPlane",
     "Ended",
     "Ending",
@@ -110,6 +113,35 @@ class Ended:
     """The failure says that the remote process is gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """The plane's agent has ended by itself, and with it all that it had loaded: peers, tables and transfers.
+
+    Every transfer has been reported by then. Another agent follows by itself (`AgentReplaced`).
+    """
+
+    cause: str
+    pause_s: float = 0.0
+    """Seconds until the next is started, because too many have ended; until then no peer can be prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReplaced:
+    """Another agent serves the same memory, by another name."""
+
+    agent_name: str
+    metadata: bytes
+    cause: str
+    """Why the one before ended."""
+    seconds: float
+    """How long there was none."""
+    transfers_failed: int
+    """Transfers that ended with the one before."""
+
+
+DataNews = Ended | AgentLost | AgentReplaced
+
+
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
@@ -131,7 +163,7 @@ class DataPlane(Protocol):
 
     @property
     def agent_name(self) -> str:
-        """Unique per `start`, in this process and all others."""
+        """Unique per agent, in this process and all others: another for every `start` and `AgentReplaced`."""
 
     def metadata(self) -> bytes:
         """Opaque bytes with which a remote data plane can reach this one's memory."""
@@ -171,8 +203,8 @@ class DataPlane(Protocol):
         raises for what the back end does: a failed post is news.
         """
 
-    def poll(self) -> list[Ended]:
-        """News since the last call, and progress for remote readers. Never blocks.
+    def poll(self) -> Sequence[DataNews]:
+        """News since the last call, in order, and progress for remote readers. Never blocks.
 
         A transfer is reported `DONE` or `FAILED` once; its handle is released by then.
         """
