@@ -170,10 +170,10 @@ class NixlConfig:
         bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
             the longest of its table).
         bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.
-        process: Where NIXL runs. "never": in this process. "always": in a process of its own, which can die inside UCX
-            without taking the engine with it, and is started anew; the registered memory has to be shared
-            (`asynckv.shared_memory`), or the start fails. "auto": in a process of its own where UCX has only TCP
-            between hosts, where it can die, and if the memory is shared.
+        process: What of NIXL runs in a process of its own, which can die inside UCX without taking the engine with it,
+            and is followed by another. "never": nothing. "serving": the agent that remote readers reach. "always":
+            our own reads as well. Either needs memory that is shared (`asynckv.shared_memory`), or the start fails.
+            "auto": "serving" where UCX has only TCP between hosts, where that agent can die, if the memory is shared.
     """
 
     backend: str = "UCX"
@@ -181,7 +181,7 @@ class NixlConfig:
     posting_threads: int | str = "auto"
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
-    process: Literal["auto", "always", "never"] = "auto"
+    process: Literal["auto", "serving", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         threads = self.posting_threads
@@ -193,8 +193,8 @@ class NixlConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be an integer above 0")
-        if self.process not in ("auto", "always", "never"):
-            raise ConfigError(f"process is {self.process!r}; it must be 'auto', 'always' or 'never'")
+        if self.process not in ("auto", "serving", "always", "never"):
+            raise ConfigError(f"process is {self.process!r}; it must be 'auto', 'serving', 'always' or 'never'")
 
     @property
     def num_posters(self) -> int:

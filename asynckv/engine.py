@@ -786,7 +786,7 @@ class Engine:
                 case Ended():
                     self._safely(self._node.pulling.ended, _news(news), now - before, now)
                 case AgentLost():
-                    self._safely(self._node.agent_lost, news.cause, now)
+                    self._safely(self._node.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():

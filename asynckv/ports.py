@@ -115,14 +115,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """The plane's agent has ended by itself, and with it all that it had loaded: peers, tables and transfers.
-
-    Every transfer has been reported by then. Another agent follows by itself (`AgentReplaced`).
-    """
+    """The agent that remote readers reach has ended by itself. Another follows (`AgentReplaced`)."""
 
     cause: str
     pause_s: float = 0.0
-    """Seconds until the next is started, because too many have ended; until then no peer can be prepared."""
+    """Seconds until the next serves, because too many have ended."""
+    reads: bool = True
+    """It posted our reads as well: all that was loaded is gone, peers and tables, and every transfer was reported."""
 
 
 @dataclass(frozen=True, slots=True)

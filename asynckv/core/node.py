@@ -567,11 +567,15 @@ class Node:
             else:
                 self._serve(message, Route(origin), packet.source, now)
 
-    def agent_lost(self, cause: str, now: float) -> None:
-        """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now."""
+    def agent_lost(self, cause: str, reads: bool, now: float) -> None:
+        """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
+
+        `reads` says that our own reads have ended with it.
+        """
         self._has_agent = False
         self.desk.counters["agents_lost"] += 1
-        self.pulling.unloaded(cause, now)
+        if reads:
+            self.pulling.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
         """Another agent serves the same memory: whoever shakes hands from now on reads through it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asynckv.config import EngineConfig
 from asynckv.core.layout import Memory
 from asynckv.edges.nixl import NixlPlane
-from asynckv.edges.process import ProcessPlane
+from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.sharing import NotShared, Shares
 from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.ports import DataPlane
@@ -33,7 +33,9 @@ def choose_plane(config: EngineConfig, memories: Sequence[Memory], agent_name: s
                 f"remote reads are emulated over TCP, where UCX can end the process when a reader dies, and NIXL "
                 f'cannot run in a process of its own: {exc} (or say NixlConfig(process="never"))'
             )
-    return ProcessPlane(nixl, agent_name), ""
+    if nixl.process == "always":
+        return ProcessPlane(nixl, agent_name), ""
+    return ServingPlane(nixl, agent_name, NixlPlane(nixl, f"{agent_name}-reads")), ""
 
 
 def _is_emulated(config: EngineConfig) -> bool:

@@ -39,7 +39,7 @@ from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError
 from asynckv.ports import Ended, Ending
 
-__all__ = ["NixlPlane", "load_api"]
+__all__ = ["NixlPlane"]
 
 SAFETY_S = 0.005
 """Some wake-ups are missed; a timer this long finds what they would have told."""
@@ -78,7 +78,7 @@ def _variant() -> str:
     raise BackendError("NIXL is not installed; `pip install nixl` brings it")
 
 
-def load_api() -> Any:
+def _load() -> Any:
     """Import NIXL's Python API without letting it touch stdout or the application's logging."""
     # UCX reads its environment when it is loaded, and prints warnings to stdout by default.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -207,7 +207,7 @@ class NixlPlane:
         if self._posters or self._ending is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
-        self._api = load_api()
+        self._api = _load()
         self._starts += 1
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"

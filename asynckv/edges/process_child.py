@@ -12,7 +12,7 @@ import numpy as np
 
 from asynckv.core.plan import Cut, PieceTable
 from asynckv.edges import process_wire as wire
-from asynckv.edges.nixl import NixlPlane, load_api
+from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.ports import Ended, Ending
 
@@ -55,8 +55,6 @@ class Child:
         """Serve until told to end, or nobody is there to tell it."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_end_at_once)
-        load_api()
-        self._say(wire.Warm())
         self._loop.add_reader(self._link.fileno(), self._on_orders)
         await self._over.wait()
         self._loop.remove_reader(self._link.fileno())

@@ -37,7 +37,6 @@ __all__ = [
     "Setup",
     "Stats",
     "Unready",
-    "Warm",
     "Watch",
 ]
 
@@ -115,10 +114,6 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=7):
 Order = Setup | Load | Drop | AddTable | RemoveTable | Read | Watch | Close
 
 
-class Warm(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Memory is mapped and NIXL imported: it waits for its `Setup`."""
-
-
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The agent serves."""
 
@@ -151,7 +146,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
     values: dict[str, int]
 
 
-News = Warm | Ready | Unready | Loaded | Ends | Stats
+News = Ready | Unready | Loaded | Ends | Stats
 
 
 class Link:
