@@ -48,7 +48,7 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
             memory = mmap.mmap(fd, num_bytes)  # with a descriptor of its own
         finally:
             os.close(fd)
-    except OSError as exc:
+    except (OSError, OverflowError) as exc:
         raise BackendError(f"{num_bytes} bytes of shared memory are not to be had: {exc}") from exc
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
