@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from asynckv.core.node import Hold
     from asynckv.core.types import Endpoint, Params
+    from asynckv.edges.sharing import shared_memory
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
@@ -61,6 +62,7 @@ _HOMES = {
     "asynckv.core.node": "Hold",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
+    "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
@@ -129,6 +131,7 @@ __all__ = [
     "register_parts",
     "register_tensors",
     "shard",
+    "shared_memory",
     "written",
 ]
 

@@ -47,6 +47,7 @@ from asynckv import (
 )
 from asynckv.core import messages as m
 from asynckv.core.types import Cohort, Outcome, decode_params
+from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError, RemoteProtocolError
 from asynckv.keys import KeyPair
 from asynckv.layouts import model_layout, with_addresses
@@ -101,7 +102,7 @@ class Blocks:
 
     def move(self) -> None:
         """Lie in other memory from now on."""
-        raw = np.frombuffer(mmap.mmap(-1, self._layout.memories[0].length), np.uint8)
+        raw = np.frombuffer(shared_memory(self._layout.memories[0].length), np.uint8)
         self.registration = register_memory(with_addresses(self._layout, [raw.ctypes.data]), (raw,))
         self.words = raw.view(np.uint64).reshape(len(self.free), -1)
         self.words[:] = self.rubbish

@@ -25,6 +25,7 @@ from asynckv.core.peer import PeerState
 from asynckv.core.pull import Leg, News, Pull, PullState
 from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.engine import Engine, _news
+from asynckv.ports import Ended
 from asynckv.testing import service
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -117,7 +118,7 @@ def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None
 
     def on_data(self: Engine) -> None:
         now = self._clock.now()
-        news = self._data.poll()
+        news = [each for each in self._data.poll() if isinstance(each, Ended)]
         for ended in news:
             self._node.pulling.ended(_news(ended), 0.0, now)
         self._soon()
