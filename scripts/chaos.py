@@ -39,6 +39,7 @@ from asynckv import (
     KeysConfig,
     LeaseConfig,
     LimitsConfig,
+    NixlConfig,
     PrefillGroup,
     PullConfig,
     Registration,
@@ -136,14 +137,31 @@ class Blocks:
         return rows + columns + np.uint64((request * 0xD6E8FEB86659FD93) % (1 << 64))
 
 
-def own_usage() -> dict[str, int]:
-    """What this process has open, runs and occupies, with those that it has started and that live."""
-    found = Counter[str](processes=0)
-    pids = [str(os.getpid())]
-    for pid in pids:
+def family(pid: int) -> list[int]:
+    """A process and all that it has started and that live."""
+    pids = [pid]
+    for each in pids:
         with contextlib.suppress(OSError):  # it ends this moment
-            for task in os.listdir(f"/proc/{pid}/task"):
-                pids += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+            for task in os.listdir(f"/proc/{each}/task"):
+                pids += map(int, Path(f"/proc/{each}/task/{task}/children").read_text().split())
+    return pids
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that were started with a mark in their environment, by whomever."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def own_usage() -> dict[str, int]:
+    """What this process and its children have open, run and occupy."""
+    found = Counter[str](processes=0)
+    for pid in family(os.getpid()):
+        with contextlib.suppress(OSError):
             found["fds"] += len(os.listdir(f"/proc/{pid}/fd"))
             found["threads"] += len(os.listdir(f"/proc/{pid}/task"))
             found["rss_mib"] += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
@@ -176,6 +194,7 @@ class Side:
             pull=PullConfig(**pull),
             keys=keys,
             limits=LimitsConfig(**setup.get("limits", {})),
+            nixl=NixlConfig(process=setup.get("process", "auto")),
         )
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
@@ -416,7 +435,9 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.stops += number in (signal.SIGSTOP, signal.SIGCONT)
-        self.process.send_signal(number)
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     async def ask(self, op: str, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
         """Send a command and wait for its answer.
@@ -561,6 +582,9 @@ class Arena:
         """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.env |= TRANSPORTS[transport]
+        self.mark = f"ASYNCKV_CHAOS={os.getpid()}-{random.getrandbits(64):x}"
+        self.env |= dict([self.mark.split("=")])
+        """Of all processes of this run, and what they start."""
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -1011,6 +1035,11 @@ async def proxy(arena: Arena) -> None:
     arena.check(any(between.did[x] for x in ("cut", "truncated", "swallowed")), "the proxy did no harm")
 
 
+def restarts(counters: Mapping[str, int]) -> int:
+    """How often a data plane in a process of its own was started anew."""
+    return sum(count for name, count in counters.items() if name.startswith("data.") and name.endswith("restarts"))
+
+
 async def survive(arena: Arena) -> None:
     """Kill, stop and restart one of two workers that lend to each other and pull; the other must go on, as it was."""
     left, right = arena.decode, await arena.start("prefill")
@@ -1064,7 +1093,7 @@ async def survive(arena: Arena) -> None:
         lost[fault] += survivor.aborts - aborts
         state = await survivor.ask("state", wait_s=0)
         series[survivor.name].append(state["usage"])
-        planes_lost[survivor.name] = max(planes_lost[survivor.name], state["counters"].get("data.restarts", 0))
+        planes_lost[survivor.name] = max(planes_lost[survivor.name], restarts(state["counters"]))
         arena.note(f"cycle {number}: {fault} of {victim.name}; survivors lost {lost.total()}, {state['usage']}")
 
     async with asyncio.TaskGroup() as group:
@@ -1103,12 +1132,12 @@ SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, can
 
 
 async def run(
-    name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp", cycles: int = 20
+    name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp", cycles: int = 20, process: str = "auto"
 ) -> dict[str, Any]:
     """Run one scenario; returns its record. Bounded in time, and no process is left."""
 
     async def work(arena: Arena) -> None:
-        arena.seconds, arena.cycles = seconds, cycles
+        arena.seconds, arena.cycles, arena.setup = seconds, cycles, {"process": process}
         await arena.decode.start()
         arena.found["decode_before"] = (await arena.decode.state())["usage"]
         await SCENARIOS[name](arena)
@@ -1137,6 +1166,11 @@ async def perform(
         finally:
             for worker in (arena.decode, *arena.prefill):
                 await worker.kill()
+            for _ in range(30):  # what a worker has started ends by itself, soon
+                if not (left := marked(arena.mark)):
+                    break
+                await asyncio.sleep(0.1)
+            arena.check(not left, f"{len(left)} processes that workers had started outlive them")
         for log in os.listdir(logs) if arena.problems else ():
             for line in (arena.logs / log).read_text(errors="replace").splitlines()[-12:]:
                 arena.note(f"{log}: {line[:300]}")
@@ -1162,6 +1196,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="tcp", help=transport)
     parser.add_argument("--cycles", type=int, default=20, help="how many faults survive has (default 20)")
+    process = "what of NIXL runs in a process of its own, as NixlConfig(process=...) says (default auto)"
+    parser.add_argument("--process", choices=("auto", "serving", "always", "never"), default="auto", help=process)
     parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role is not None:
@@ -1173,7 +1209,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not 1 <= options.cycles <= 10_000:
         parser.error(f"--cycles {options.cycles} is outside [1, 10000]")
     keywords = {"seconds": options.seconds, "seed": options.seed, "transport": options.transport}
-    keywords |= {"cycles": options.cycles}
+    keywords |= {"cycles": options.cycles, "process": options.process}
     runs = [functools.partial(run, name, **keywords) for name in options.scenarios or SCENARIOS]
     return report(parser, options.json, runs)
 
