@@ -141,10 +141,15 @@ MLX = ("mlx5_0", "mlx5_1")
         ("tcp,cuda_copy", "", NONE, True, True),
         ("tcp", "lo", MLX, True, True),
         ("tcp", "", MLX, False, True),
-        # No TCP, no emulation.
+        # Queues in shared memory carry messages only.
+        ("posix,sysv,tcp", "", NONE, True, True),
+        ("posix,sysv", "", NONE, True, True),
+        ("posix,cma", "", NONE, True, False),
+        ("sm,self", "", NONE, True, False),
         ("sm,self", "", NONE, False, False),
-        ("^tcp", "", NONE, False, False),
-        ("^sm,shm,posix,sysv,cma,knem,xpmem,mm,cuda_ipc,rocm_ipc,ze_ipc", "", NONE, True, True),
+        ("^tcp", "", NONE, True, False),
+        ("^sm,shm,cma,knem,xpmem", "", NONE, True, True),
+        ("self", "", NONE, False, False),
         # RDMA reads in hardware, if it may be used.
         ("", "", MLX, False, False),
         ("rc,tcp", "", MLX, False, False),

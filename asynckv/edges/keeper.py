@@ -222,6 +222,10 @@ class Keeper:
         """Of the child that serves; 0 if none does."""
         return self._current.pid if self._current is not None and self._current.ready is not None else 0
 
+    def stands_by(self) -> bool:
+        """Say whether another agent could serve at once."""
+        return self._next is not None and self._next.ready is not None
+
     @property
     def num_processes(self) -> int:
         """Children that there are."""

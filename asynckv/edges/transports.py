@@ -1,7 +1,7 @@
 """Whether UCX has to emulate one-sided reads here: then its code can end the process, and belongs into one of its own.
 
 Over TCP a read is emulated: the owner's process sends the bytes. That code ends the whole process on some of its paths
-when a connection breaks (`docs/reliability.md`). RDMA and shared memory read without it.
+when a connection breaks (`docs/reliability.md`). RDMA reads without it, and so does CMA within one host.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from urllib.parse import urlsplit
 
 __all__ = ["is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
 
-SAME_HOST = ("sm", "shm", "posix", "sysv", "cma", "knem", "xpmem", "mm", "cuda_ipc", "rocm_ipc", "ze_ipc")
+SAME_HOST = ("sm", "shm", "cma", "knem", "xpmem")
+"""UCX's transports, and aliases, that read another process's memory."""
+
+QUEUES = ("tcp", "posix", "sysv", "mm")
+"""Those that only carry messages."""
+
 RDMA = ("ib", "rc", "dc", "ud", "srd", "gga")
-"""UCX's transports and aliases that read within one host, and by RDMA; `rc_mlx5` and the like begin so."""
+"""Those that read by RDMA; `rc_mlx5` and the like begin so."""
 
 
 def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bool) -> bool:
-    """Say whether reads between the hosts that this engine serves go over TCP.
+    """Say whether reads of this engine's memory may have to be answered by its process.
 
     Args:
         tls: UCX's `TLS` setting; empty if there is none, and all may be used.
@@ -34,9 +39,9 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
     has_rdma = any(not wanted or wanted & {"all"} or any(_names(w, device) for w in wanted) for device in rdma)
     if has_rdma and _allows(tls, RDMA):
         return False
-    if not _allows(tls, ("tcp",)):
-        return False
-    return not (is_local and _allows(tls, SAME_HOST))
+    if is_local or not _allows(tls, ("tcp",)):
+        return _allows(tls, QUEUES) and not _allows(tls, SAME_HOST)
+    return True
 
 
 def _entries(setting: str) -> set[str]:
