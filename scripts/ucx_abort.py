@@ -238,10 +238,16 @@ def hurt(survivor: Process, victim: Process, fault: str) -> None:
 
 def trial(survivor: Process, victim: Process, options: argparse.Namespace, rng: random.Random) -> None:
     """Connect, work, end the victim at a random moment, and see whether the survivor answers."""
-    if options.survivor != "initiator":
-        victim.ask("meet", survivor.name, *survivor.place)
-    if options.survivor != "owner":
-        survivor.ask("meet", victim.name, *victim.place)
+    meetings = [(victim, survivor)] * (options.survivor != "initiator") + [(survivor, victim)] * (
+        options.survivor != "owner"
+    )
+    for mover, owner in meetings:
+        before = mover.num_ended
+        mover.ask("meet", owner.name, *owner.place)
+        deadline = time.monotonic() + ANSWER_S
+        # Connecting takes a while; the fault is to come in the middle of transfers.
+        while options.fault != "connect-kill" and mover.num_ended == before and time.monotonic() < deadline:
+            time.sleep(0.0005)
     time.sleep(rng.uniform(0, options.moment_s))
     hurt(survivor, victim, options.fault)
     time.sleep(SETTLE_S)
