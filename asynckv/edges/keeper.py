@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -111,7 +111,7 @@ class _Process:
         """Wait for its end, and see it off; False if it has not ended."""
         if self._popen.returncode is not None:
             return True
-        if not select.select([self.exit_fd], [], [], max(0.0, seconds))[0]:
+        if not _wait_any({self.exit_fd: select.POLLIN}, seconds):
             return False
         self._popen.wait()
         return True
@@ -141,6 +141,14 @@ class _Process:
             self.timer.cancel()
         self.link.close()
         os.close(self.exit_fd)
+
+
+def _wait_any(events: Mapping[int, int], seconds: float) -> bool:
+    """Wait for any of some events; False if none came. Descriptors may have any number."""
+    poll = select.poll()
+    for fd, event in events.items():
+        poll.register(fd, event)
+    return bool(poll.poll(max(0.0, seconds) * 1e3))
 
 
 def _is_open(fd: int) -> bool:
@@ -273,8 +281,8 @@ class Keeper:
         left = deadline - time.monotonic()
         if left <= 0:
             raise BackendError(f"the data plane's process did not serve within {START_S:g} s")
-        unsent = [] if process.link.flush() else [process.link.fileno()]
-        select.select([process.link.fileno(), process.exit_fd], unsent, [], left)
+        events = select.POLLIN if process.link.flush() else select.POLLIN | select.POLLOUT
+        _wait_any({process.link.fileno(): events, process.exit_fd: select.POLLIN}, left)
         self._take_news(process)
         if not process.wait(0.0):
             return process
@@ -391,6 +399,8 @@ class Keeper:
 
     def _replace(self) -> None:
         """Let the one that stands by serve, or one that is started for that."""
+        if self._is_closing or self._current is not None:
+            return
         self._current, self._next = self._next, None
         if self._current is None:
             self._place(0, is_current=True)
@@ -399,6 +409,8 @@ class Keeper:
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         """Start a child for a place that is empty."""
+        if self._is_closing or (self._current if is_current else self._next) is not None:
+            return
         try:
             process = self._spawn(collisions)
         except BackendError as exc:
@@ -416,8 +428,7 @@ class Keeper:
         self._later(delay, self._stand_by)
 
     def _stand_by(self) -> None:
-        if self._next is None:
-            self._place(0, is_current=False)
+        self._place(0, is_current=False)
 
     def _later(self, delay: float, call: Callable[[], None]) -> None:
         assert self._loop is not None
