@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import math
-import mmap
 import os
 import random
 import signal
@@ -77,6 +76,7 @@ TRANSPORTS = {
 
 BUSY = ("leases", "pulls", "transfers", "blocks_lent", "blocks_writing", "blocks_quarantined")
 HUGE = 100 << 20
+MARK = "ASYNCKV_CHAOS"
 SETTLED, GROWTH = 10, {"fds": 4, "threads": 1, "rss_mib": 16, "tasks": 8, "processes": 0}
 """After how many cycles a survivor has all it needs, and how much more it may have at the end, under load."""
 
@@ -148,11 +148,11 @@ def family(pid: int) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with a mark in their environment, by whomever."""
-    found = []
+    """Processes that have a mark in their environment, whoever started them."""
+    found, wanted = [], f"{MARK}={mark}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
+            if wanted in Path(f"/proc/{name}/environ").read_bytes():
                 found.append(int(name))
     return found
 
@@ -474,7 +474,7 @@ class Worker:
             if future is not None and not future.done():
                 future.set_result(answer)
         status = await process.wait()
-        if status not in (-signal.SIGKILL, 0 if self._is_ending else -signal.SIGKILL):
+        if status != -signal.SIGKILL and not (self._is_ending and status == 0):
             self.aborts += 1
             self.arena.note(f"{self.name} ended by itself, status {status}")
         self.up.clear()
@@ -583,9 +583,9 @@ class Arena:
         """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.env |= TRANSPORTS[transport]
-        self.mark = f"ASYNCKV_CHAOS={os.getpid()}-{random.getrandbits(64):x}"
-        self.env |= dict([self.mark.split("=")])
-        """Of all processes of this run, and what they start."""
+        self.mark = f"{os.getpid()}-{random.getrandbits(64):x}"
+        """In the environment of all processes of this run, and of what they start."""
+        self.env[MARK] = self.mark
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -1086,10 +1086,16 @@ async def survive(arena: Arena) -> None:
         await asyncio.sleep(arena.rng.uniform(0, 0.1))  # a random moment
         began = time.monotonic()
         await hurt(victim, survivor, fault)
-        # The survivor may be dead by now, or be about to die.
-        for worker in (survivor, victim):
-            await worker.revive()
-        await asyncio.gather(left.more(3), right.more(3))
+        while True:
+            # The survivor may be dead by now, or be about to die.
+            for worker in (survivor, victim):
+                await worker.revive()
+            deaths = left.aborts + right.aborts
+            causes = await asyncio.gather(left.more(3), right.more(3), return_exceptions=True)
+            if not any(causes):
+                break
+            if left.aborts + right.aborts == deaths:
+                raise Failure(f"cycle {number}, {fault} of {victim.name}: {', '.join(map(str, filter(None, causes)))}")
         recovered.append(round(time.monotonic() - began, 2))
         lost[fault] += survivor.aborts - aborts
         state = await survivor.ask("state", wait_s=0)
