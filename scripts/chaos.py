@@ -77,7 +77,8 @@ TRANSPORTS = {
 BUSY = ("leases", "pulls", "transfers", "blocks_lent", "blocks_writing", "blocks_quarantined")
 HUGE = 100 << 20
 MARK = "ASYNCKV_CHAOS"
-SETTLED, GROWTH = 10, {"fds": 4, "threads": 1, "rss_mib": 16, "tasks": 8, "processes": 0}
+SETTLED, GROWTH = 10, {"fds": 2, "threads": 0, "rss_mib": 8, "tasks": 8}
+GROWTH |= {"children": 0, "children_fds": 2, "children_threads": 0, "children_rss_mib": 8}
 """After how many cycles a survivor has all it needs, and how much more it may have at the end, under load."""
 
 Words = npt.NDArray[np.uint64]
@@ -158,15 +159,17 @@ def marked(mark: str) -> list[int]:
 
 
 def own_usage() -> dict[str, int]:
-    """What this process and its children have open, run and occupy."""
-    found = Counter[str](processes=0)
-    for pid in family(os.getpid()):
-        with contextlib.suppress(OSError):
-            found["fds"] += len(os.listdir(f"/proc/{pid}/fd"))
-            found["threads"] += len(os.listdir(f"/proc/{pid}/task"))
+    """What this process has open, runs and occupies, and what its children have."""
+    found = Counter[str](children=0, children_fds=0, children_threads=0, children_rss_mib=0)
+    for whose, pid in zip(itertools.chain([""], itertools.repeat("children_")), family(os.getpid()), strict=False):
+        with contextlib.suppress(OSError):  # it ends this moment
+            found[f"{whose}fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+            found[f"{whose}threads"] += len(os.listdir(f"/proc/{pid}/task"))
             # Of its own: pages of the pool count for whoever has touched them.
-            found["rss_mib"] += int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
-            found["processes"] += 1
+            found[f"{whose}rss_mib"] += (
+                int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
+            )
+            found["children"] += bool(whose)
     return dict(found)
 
 
