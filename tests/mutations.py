@@ -747,3 +747,27 @@ def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) 
         honest(self, *args)
 
     patch.setattr(lending.Lending, "_park", park)
+
+
+@planted
+def peers_outlive_the_agent_that_loaded_them(patch: pytest.MonkeyPatch) -> None:
+    """What was loaded is taken for loaded, whatever became of our agent."""
+    patch.setattr(pulling.Pulling, "unloaded", lambda self, cause, now: None)
+
+
+@planted
+def a_dead_agent_is_given_out(patch: pytest.MonkeyPatch) -> None:
+    """Whoever shakes hands is told of the first agent for ever."""
+    patch.setattr(node.Node, "agent_replaced", lambda self, agent_name, metadata: setattr(self, "_has_agent", True))
+
+
+@planted
+def nobody_is_greeted_after_the_agent_died(patch: pytest.MonkeyPatch) -> None:
+    """Hellos that come while there is no agent are never answered, nor those after them."""
+    honest = node.Node.agent_replaced
+
+    def replaced(self: node.Node, agent_name: str, metadata: bytes) -> None:
+        honest(self, agent_name, metadata)
+        self._has_agent = False
+
+    patch.setattr(node.Node, "agent_replaced", replaced)
