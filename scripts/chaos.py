@@ -173,6 +173,13 @@ def own_usage() -> dict[str, int]:
     return dict(found)
 
 
+def waited_s() -> float:
+    """Seconds for which this thread was ready to run and had no core; 0 where the system does not count them."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 class Side:
     """One rank under the driver's commands: JSON lines in, JSON lines out."""
 
@@ -249,7 +256,7 @@ class Side:
         """Pull one request, compare what is published, and overwrite the blocks as soon as they are back."""
         engine, loop, name, cached = self.engine, asyncio.get_running_loop(), f"d-{lent['number']}", lent["cached"]
         ids = await self.blocks.take(lent["blocks"] - cached)
-        began, reason, detail, wrong = loop.time(), "complete", "", 0
+        began, waited, reason, detail, wrong = loop.time(), waited_s(), "complete", "", 0
         returned: Callable[[], Awaitable[None]] = functools.partial(engine.returned, name)
         if how == "announce":
             engine.announce(name, lent["params"])
@@ -271,10 +278,12 @@ class Side:
                 reason = "closed"
             except Exception as exc:
                 reason, detail = "untyped", repr(exc)
+        waited = waited_s() - waited
         seconds, pattern = loop.time() - began, self.blocks.pattern(lent["number"], cached, len(ids))
         if reason == "complete":
             wrong = 8 * int(np.count_nonzero(self.blocks.words[ids] != pattern))
-        self.say(ask, reason=reason, detail=detail, seconds=seconds, bytes=pattern.nbytes, wrong=wrong)
+        fields = {"seconds": seconds, "waited_s": waited, "bytes": pattern.nbytes, "wrong": wrong}
+        self.say(ask, reason=reason, detail=detail, **fields)
         if reason != "complete":
             await returned()
             found = self.blocks.words[ids]
@@ -369,8 +378,9 @@ class Worker:
         """Where it listens, and what the decode side is told instead, if anything."""
         self.counts: Counter[str] = Counter(complete=0, bytes_compared=0, bytes_wrong=0, late=0)
         self.failed: Counter[str] = Counter()
-        self.slowest_s, self.latest_s = 0.0, -math.inf
-        """The longest pull, and by how much the latest missed its deadline; negative if none did."""
+        self.slowest_s, self.latest_s, self.latest_running_s = 0.0, -math.inf, -math.inf
+        """The longest pull, and by how much the latest missed its deadline (negative if none did), with the time for
+        which its process had no core and without."""
         self.reader: Worker | None = None
         """Who pulls from it; the decode worker if nobody else is named."""
         self.aborts = 0
@@ -507,9 +517,11 @@ class Worker:
         outcome = await reader.ask("pull", timeout_s + PATIENCE_S, **fields)
         reason: str = outcome["reason"]
         self.slowest_s = max(self.slowest_s, outcome["seconds"])
-        if reader.stops == stops:  # a process is late by what it was stopped for itself
+        if reader.stops == stops:  # a process is late by what it was stopped for itself, or had no core for
             self.latest_s = max(self.latest_s, outcome["seconds"] - timeout_s)
-            self.counts["late"] += outcome["seconds"] > timeout_s + SLACK_S
+            late_s = outcome["seconds"] - outcome["waited_s"] - timeout_s
+            self.latest_running_s = max(self.latest_running_s, late_s)
+            self.counts["late"] += late_s > SLACK_S
         if reason == "complete":
             self.counts.update(complete=1, bytes_compared=outcome["bytes"], bytes_wrong=outcome["wrong"])
         else:
@@ -561,8 +573,9 @@ class Worker:
         return state
 
     def record(self) -> dict[str, Any]:
-        latest_s = round(self.latest_s, 3) if self.latest_s > -math.inf else None
-        return {**self.counts, "failed": dict(self.failed), "slowest_s": round(self.slowest_s, 3), "latest_s": latest_s}
+        seconds = {"slowest_s": self.slowest_s, "latest_s": self.latest_s, "latest_running_s": self.latest_running_s}
+        seconds = {name: round(value, 3) for name, value in seconds.items() if math.isfinite(value)}
+        return {**self.counts, "failed": dict(self.failed), **seconds}
 
 
 class Arena:
@@ -586,6 +599,8 @@ class Arena:
         """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.env |= TRANSPORTS[transport]
+        # Else the C library keeps what the comparisons have freed, more and more of it, and memory could not be judged.
+        self.env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
         self.mark = f"{os.getpid()}-{random.getrandbits(64):x}"
         """In the environment of all processes of this run, and of what they start."""
         self.env[MARK] = self.mark
@@ -1122,7 +1137,6 @@ async def survive(arena: Arena) -> None:
         "lost_by_fault": {k: v for k, v in lost.items() if v},
         "planes_lost": planes_lost.total(),
         "without_outcome": unanswered,
-        "latest_s": {w.name: round(w.latest_s, 3) for w in (left, right)},
         "recovered_s": {"median": sorted(recovered)[len(recovered) // 2], "most": max(recovered)},
         "pulls_from_decode": left.record(),
         "usage": {name: {k: [x[k] for x in seen] for k in seen[0]} for name, seen in series.items() if seen},
