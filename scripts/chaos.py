@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import itertools
 import json
 import math
@@ -309,6 +310,7 @@ class Side:
         except AsyncKVError as exc:
             integrity = str(exc)
         blocks.audit(blocks.free)
+        gc.collect()  # failed pulls leave cycles of exceptions and frames, with whole requests' bytes
         usage = own_usage() | {
             "nixl_peers": statistics.counters["data.peers"],
             "zmq_links": statistics.counters["control.links"],
