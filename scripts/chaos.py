@@ -523,7 +523,9 @@ class Worker:
             self.latest_s = max(self.latest_s, outcome["seconds"] - timeout_s)
             late_s = outcome["seconds"] - outcome["waited_s"] - timeout_s
             self.latest_running_s = max(self.latest_running_s, late_s)
-            self.counts["late"] += late_s > SLACK_S
+            if late_s > SLACK_S:
+                self.counts["late"] += 1
+                self.arena.note(f"{reader.name} was told {late_s:.3f} s late: {reason} {outcome['detail']}")
         if reason == "complete":
             self.counts.update(complete=1, bytes_compared=outcome["bytes"], bytes_wrong=outcome["wrong"])
         else:
