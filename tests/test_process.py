@@ -221,6 +221,12 @@ def pool(seed: int) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
     return register_memory(layout, tuple(arrays)), arrays
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else begins when these engines do."""
+    monkeypatch.setattr(keeper, "SETTLE_S", 0.5)
+
+
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the children may use."""
@@ -407,9 +413,11 @@ import asyncio, sys
 import numpy as np
 from asynckv import NixlConfig, shared_memory
 from asynckv.core.layout import Memory
+from asynckv.edges import keeper
 from asynckv.edges.process import ProcessPlane
 
 async def main():
+    keeper.SETTLE_S = 0.5
     memory = np.frombuffer(shared_memory(1 << 20), np.uint8)
     plane = ProcessPlane(NixlConfig(posting_threads=0), "orphan")
     plane.start(lambda: None)

@@ -38,8 +38,12 @@ __all__ = ["DEATHS", "Keeper"]
 START_S = 30.0
 """How long a child may take until its agent serves; it takes about one second."""
 
+SETTLE_S = 10.0
+"""How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
+the engine has enough to do, and the others of its host, which start as well."""
+
 AHEAD_S = 1.0
-"""How long after one serves the next is started: nobody waits for it, and an engine that starts has enough to do."""
+"""How long after another serves the next is started."""
 
 CLOSE_S = 10.0
 """How long a child may take to let go by itself; it is killed then."""
@@ -193,7 +197,7 @@ class Keeper:
         self._name = name
         self._decoder = msgspec.msgpack.Decoder(list[wire.News])
         self._orders: list[wire.Order] = []
-        self._is_flush_due = self._is_closing = False
+        self._is_flush_due = self._is_closing = self._has_settled = False
         self._ended = asyncio.Event()
         """Set when there is no child."""
         self._deaths: deque[float] = deque()
@@ -242,7 +246,7 @@ class Keeper:
     # -- life --------------------------------------------------------------------------------------
 
     def start(self, memories: Sequence[Memory]) -> None:
-        """Start a child and wait for its agent, at most `START_S`.
+        """Start a child and wait for its agent, at most `START_S`; after `SETTLE_S` another that stands by.
 
         Raises:
             BackendError: The memory cannot be shared (names the region and the remedy), or the child does not serve.
@@ -251,6 +255,7 @@ class Keeper:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
         self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
+        self._has_settled = False
         deadline = time.monotonic() + START_S
         try:
             process = self._current = self._spawn(0)
@@ -476,7 +481,8 @@ class Keeper:
     def _serve(self, name: str, ready: wire.Ready) -> None:
         self._name, self._ready = name, ready
         self._served()
-        self._start_next(AHEAD_S)
+        self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+        self._has_settled = True
 
     def order(self, order: wire.Order) -> None:
         """Say something to the child that serves, with all else of this turn; nothing if none does."""
