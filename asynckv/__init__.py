@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from asynckv.core.node import Hold
     from asynckv.core.requests import RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
+    from asynckv.edges.sharing import shared_memory
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
@@ -65,6 +66,7 @@ _HOMES = {
     "asynckv.core.requests": "RankStatus RequestStatus",
     "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
+    "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
@@ -137,6 +139,7 @@ __all__ = [
     "register_parts",
     "register_tensors",
     "shard",
+    "shared_memory",
     "written",
 ]
 

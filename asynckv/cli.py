@@ -84,6 +84,13 @@ class Transport(StrEnum):
     tcp = "tcp"
 
 
+class Process(StrEnum):
+    auto = "auto"
+    serving = "serving"
+    always = "always"
+    never = "never"
+
+
 class ArrivalKind(StrEnum):
     closed = "closed"
     trace = "trace"
@@ -343,6 +350,13 @@ def bench(
             metavar="N|auto",
         ),
     ] = "auto",
+    process: Annotated[
+        Process,
+        typer.Option(
+            help="What of NIXL runs in a process of its own: what serves remote readers, reads as well, or nothing.",
+            rich_help_panel=RUN,
+        ),
+    ] = Process.auto,
     announced: Annotated[
         bool,
         typer.Option(
@@ -492,6 +506,7 @@ def bench(
         transport=transport.value,
         announced=announced,
         posting_threads=int(posting_threads) if posting_threads.isdecimal() else posting_threads,
+        process=process.value,
         loop=loop.value,
         floor=floor,
         rounds=rounds,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from asynckv.arguments import MAX_INTEGER, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
@@ -175,6 +175,10 @@ class NixlConfig:
         bulk_bytes: A read of so many bytes goes to a posting thread (its descriptors are counted as if each were
             the longest of its table).
         bulk_descriptors: So does a read of so many descriptors, before NIXL merges them.
+        process: What of NIXL runs in a process of its own, which can die inside UCX without taking the engine with it,
+            and is followed by another. "never": nothing. "serving": the agent that remote readers reach. "always":
+            our own reads as well. Either needs memory that is shared (`asynckv.shared_memory`), or the start fails.
+            "auto": "serving" where UCX has only TCP between hosts, where that agent can die, if the memory is shared.
     """
 
     backend: str = "UCX"
@@ -182,6 +186,7 @@ class NixlConfig:
     posting_threads: int | str = "auto"
     bulk_bytes: int = 2 * 1024 * 1024
     bulk_descriptors: int = 256
+    process: Literal["auto", "serving", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         threads = self.posting_threads
@@ -198,6 +203,8 @@ class NixlConfig:
         pairs = self.params.items() if isinstance(self.params, dict) else [(None, None)]
         if not all(is_text(each) for pair in pairs for each in pair):
             raise ConfigError(f"nixl.params is {shown(self.params)}; it must be a dict of str to str")
+        if not (isinstance(self.process, str) and self.process in ("auto", "serving", "always", "never")):
+            raise ConfigError(f"process is {shown(self.process)}; it must be 'auto', 'serving', 'always' or 'never'")
 
     @property
     def num_posters(self) -> int:

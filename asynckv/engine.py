@@ -92,7 +92,7 @@ from asynckv.errors import (
 )
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import Recorder, phases
-from asynckv.ports import Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
+from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
 from asynckv.registration import Registration
 from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
@@ -304,7 +304,8 @@ class Engine:
             incarnation=self.incarnation,
             rank=self._rank,
         )
-        self._data = data if data is not None else _nixl(config, f"{layout.tp_rank}-{self.incarnation}")
+        self._is_data_given = data is not None
+        self._data = data if data is not None else self._choose_data()
         self._control = control if control is not None else _zmq(config)
         self._clock = clock if clock is not None else _loop_clock()
         self._node_or_none: Node | None = None
@@ -381,6 +382,17 @@ class Engine:
         )
         self._beat_at = self._clock.now() + IDLE_BEAT_S
         self._soon()
+
+    def _choose_data(self) -> DataPlane:
+        """Choose where NIXL runs: in this process, or in one of its own."""
+        from asynckv.edges.choice import choose_plane
+
+        config, layout = self.config, self.registration.layout
+        place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
+        plane, warning = choose_plane(config, layout.memories, place)
+        if warning:
+            self._recorder.event("warning", "data_plane_in_process", detail=warning)
+        return plane
 
     def _begin(self, memory_epoch: int = 0) -> Node:
         """Bring the data plane up, register the memory, and make the node that speaks for it."""
@@ -487,6 +499,8 @@ class Engine:
         before, old = (self.registration, self.incarnation), self._node
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         try:
+            if not self._is_data_given:
+                self._data = self._choose_data()  # other memory may be shared or not
             node = self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration, self.incarnation = before
@@ -925,11 +939,29 @@ class Engine:
 
     def _on_data(self) -> None:
         before = self._polled_at
-        news = self._data.poll()
+        found = self._data.poll()
         now = self._polled_at = self._clock.now()
-        for ended in news:
-            self._safely(self._node.pulling.ended, _news(ended), now - before, now)
-        if news:
+        for news in found:
+            match news:
+                case Ended():
+                    self._safely(self._node.pulling.ended, _news(news), now - before, now)
+                case AgentLost():
+                    self._safely(self._node.agent_lost, news.cause, news.reads, now)
+                    if news.pause_s:
+                        self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
+                case AgentReplaced():
+                    self._safely(self._node.agent_replaced, news.agent_name, news.metadata)
+                    self._recorder.event(
+                        "warning",
+                        "data_plane_restarted",
+                        cause=news.cause,
+                        agent=news.agent_name,
+                        seconds=round(news.seconds, 6),
+                        transfers_failed=news.transfers_failed,
+                    )
+                case _:
+                    assert_never(news)
+        if found:
             self._soon()
 
     def _on_timer(self) -> None:
@@ -1405,12 +1437,6 @@ def _wrong_thread(call: str, loop: asyncio.AbstractEventLoop | None) -> WrongThr
             f"started on; nothing was changed: use {remedy}, where loop is the engine's"
         )
     return WrongThread(f"{what} was called {where}")
-
-
-def _nixl(config: EngineConfig, place: str) -> DataPlane:
-    from asynckv.edges.nixl import NixlPlane
-
-    return NixlPlane(config.nixl, f"{config.engine_id}-tp{place}")
 
 
 def _zmq(config: EngineConfig) -> ControlPlane:

@@ -20,8 +20,11 @@ from asynckv.core.plan import PieceTable
 from asynckv.core.types import Address, Route, TransferId
 
 __all__ = [
+    "AgentLost",
+    "AgentReplaced",
     "Clock",
     "ControlPlane",
+    "DataNews",
     "DataPlane",
     "Ended",
     "Ending",
@@ -110,6 +113,34 @@ class Ended:
     """The failure says that the remote process is gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class AgentLost:
+    """The agent that remote readers reach has ended by itself. Another follows (`AgentReplaced`)."""
+
+    cause: str
+    pause_s: float = 0.0
+    """Seconds until the next serves, because too many have ended."""
+    reads: bool = True
+    """It posted our reads as well: all that was loaded is gone, peers and tables, and every transfer was reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReplaced:
+    """Another agent serves the same memory, by another name."""
+
+    agent_name: str
+    metadata: bytes
+    cause: str
+    """Why the one before ended."""
+    seconds: float
+    """How long there was none."""
+    transfers_failed: int
+    """Transfers that ended with the one before."""
+
+
+DataNews = Ended | AgentLost | AgentReplaced
+
+
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
@@ -131,7 +162,7 @@ class DataPlane(Protocol):
 
     @property
     def agent_name(self) -> str:
-        """Unique per `start`, in this process and all others."""
+        """Unique per agent, in this process and all others: another for every `start` and `AgentReplaced`."""
 
     def metadata(self) -> bytes:
         """Opaque bytes with which a remote data plane can reach this one's memory."""
@@ -171,8 +202,8 @@ class DataPlane(Protocol):
         raises for what the back end does: a failed post is news.
         """
 
-    def poll(self) -> list[Ended]:
-        """News since the last call, and progress for remote readers. Never blocks.
+    def poll(self) -> Sequence[DataNews]:
+        """News since the last call, in order, and progress for remote readers. Never blocks.
 
         A transfer is reported `DONE` or `FAILED` once; its handle is released by then.
         """

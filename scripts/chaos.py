@@ -14,9 +14,10 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import itertools
 import json
-import mmap
+import math
 import os
 import random
 import signal
@@ -38,6 +39,7 @@ from asynckv import (
     KeysConfig,
     LeaseConfig,
     LimitsConfig,
+    NixlConfig,
     PrefillGroup,
     PullConfig,
     Registration,
@@ -46,6 +48,7 @@ from asynckv import (
 )
 from asynckv.core import messages as m
 from asynckv.core.types import Cohort, Outcome, decode_params
+from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError, RemoteProtocolError
 from asynckv.keys import KeyPair
 from asynckv.layouts import model_layout, with_addresses
@@ -65,8 +68,20 @@ TIMEOUT_S, PATIENCE_S = 4.0, 20.0
 SLACK_S = 1.0
 """How much later than its deadline a pull may end on a machine that is busy."""
 
+TRANSPORTS = {
+    "tcp": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+    "cma": {"UCX_TLS": "cma,posix,tcp", "UCX_NET_DEVICES": "lo"},
+    "auto": {},
+}
+"""What is said to UCX; tcp carries what shared memory does not."""
+
 BUSY = ("leases", "pulls", "transfers", "blocks_lent", "blocks_writing", "blocks_quarantined")
 HUGE = 100 << 20
+MARK = "ASYNCKV_CHAOS"
+SETTLED, GROWTH = 10, {"fds": 2, "threads": 0, "rss_mib": 8, "tasks": 8}
+GROWTH |= {"children": 0, "children_fds": 2, "children_threads": 0, "children_rss_mib": 8}
+"""After how many cycles a survivor has all it needs, and how much more it may have at the end, under load."""
+
 Words = npt.NDArray[np.uint64]
 
 
@@ -90,7 +105,7 @@ class Blocks:
 
     def move(self) -> None:
         """Lie in other memory from now on."""
-        raw = np.frombuffer(mmap.mmap(-1, self._layout.memories[0].length), np.uint8)
+        raw = np.frombuffer(shared_memory(self._layout.memories[0].length), np.uint8)
         self.registration = register_memory(with_addresses(self._layout, [raw.ctypes.data]), (raw,))
         self.words = raw.view(np.uint64).reshape(len(self.free), -1)
         self.words[:] = self.rubbish
@@ -124,6 +139,48 @@ class Blocks:
         return rows + columns + np.uint64((request * 0xD6E8FEB86659FD93) % (1 << 64))
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it has started and that live."""
+    pids = [pid]
+    for each in pids:
+        with contextlib.suppress(OSError):  # it ends this moment
+            for task in os.listdir(f"/proc/{each}/task"):
+                pids += map(int, Path(f"/proc/{each}/task/{task}/children").read_text().split())
+    return pids
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have a mark in their environment, whoever started them."""
+    found, wanted = [], f"{MARK}={mark}".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{name}/environ").read_bytes():
+                found.append(int(name))
+    return found
+
+
+def own_usage() -> dict[str, int]:
+    """What this process has open, runs and occupies, and what its children have."""
+    found = Counter[str](children=0, children_fds=0, children_threads=0, children_rss_mib=0)
+    for whose, pid in zip(itertools.chain([""], itertools.repeat("children_")), family(os.getpid()), strict=False):
+        with contextlib.suppress(OSError):  # it ends this moment
+            found[f"{whose}fds"] += len(os.listdir(f"/proc/{pid}/fd"))
+            found[f"{whose}threads"] += len(os.listdir(f"/proc/{pid}/task"))
+            # Of its own: pages of the pool count for whoever has touched them.
+            found[f"{whose}rss_mib"] += (
+                int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
+            )
+            found["children"] += bool(whose)
+    return dict(found)
+
+
+def waited_s() -> float:
+    """Seconds for which this thread was ready to run and had no core; 0 where the system does not count them."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 class Side:
     """One rank under the driver's commands: JSON lines in, JSON lines out."""
 
@@ -149,6 +206,7 @@ class Side:
             pull=PullConfig(**pull),
             keys=keys,
             limits=LimitsConfig(**setup.get("limits", {})),
+            nixl=NixlConfig(process=setup.get("process", "auto")),
         )
         self.engine = Engine(config, self.blocks.registration)
         self.counts: Counter[str] = Counter()
@@ -198,7 +256,7 @@ class Side:
         """Pull one request, compare what is published, and overwrite the blocks as soon as they are back."""
         engine, loop, name, cached = self.engine, asyncio.get_running_loop(), f"d-{lent['number']}", lent["cached"]
         ids = await self.blocks.take(lent["blocks"] - cached)
-        began, reason, detail, wrong = loop.time(), "complete", "", 0
+        began, waited, reason, detail, wrong = loop.time(), waited_s(), "complete", "", 0
         returned: Callable[[], Awaitable[None]] = functools.partial(engine.returned, name)
         if how == "announce":
             engine.announce(name, lent["params"])
@@ -220,10 +278,12 @@ class Side:
                 reason = "closed"
             except Exception as exc:
                 reason, detail = "untyped", repr(exc)
+        waited = waited_s() - waited
         seconds, pattern = loop.time() - began, self.blocks.pattern(lent["number"], cached, len(ids))
         if reason == "complete":
             wrong = 8 * int(np.count_nonzero(self.blocks.words[ids] != pattern))
-        self.say(ask, reason=reason, detail=detail, seconds=seconds, bytes=pattern.nbytes, wrong=wrong)
+        fields = {"seconds": seconds, "waited_s": waited, "bytes": pattern.nbytes, "wrong": wrong}
+        self.say(ask, reason=reason, detail=detail, **fields)
         if reason != "complete":
             await returned()
             found = self.blocks.words[ids]
@@ -249,13 +309,11 @@ class Side:
         except AsyncKVError as exc:
             integrity = str(exc)
         blocks.audit(blocks.free)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])  # noqa: ASYNC240
-        usage = {
+        gc.collect()  # failed pulls leave cycles of exceptions and frames, with whole requests' bytes
+        usage = own_usage() | {
             "nixl_peers": statistics.counters["data.peers"],
             "zmq_links": statistics.counters["control.links"],
-            "fds": len(os.listdir("/proc/self/fd")),
             "tasks": len(asyncio.all_tasks()),
-            "rss_mib": pages * mmap.PAGESIZE >> 20,
             "peers_remembered": statistics.gauges["peers"],
         }
         counters = dict(statistics.counters) | dict(self.counts)
@@ -321,11 +379,18 @@ class Worker:
         """Where it listens, and what the decode side is told instead, if anything."""
         self.counts: Counter[str] = Counter(complete=0, bytes_compared=0, bytes_wrong=0, late=0)
         self.failed: Counter[str] = Counter()
-        self.slowest_s = 0.0
+        self.slowest_s, self.latest_s, self.latest_running_s = 0.0, -math.inf, -math.inf
+        """The longest pull, and by how much the latest missed its deadline (negative if none did), with the time for
+        which its process had no core and without."""
+        self.reader: Worker | None = None
+        """Who pulls from it; the decode worker if nobody else is named."""
         self.aborts = 0
         """How often its process ended by itself."""
+        self.stops = 0
+        """How often it was stopped, or told to go on: what runs meanwhile may be late by as long."""
+        self._is_ending = False
         self._setup: dict[str, Any] = {}
-        self._up, self._news = asyncio.Event(), asyncio.Event()
+        self.up, self._news = asyncio.Event(), asyncio.Event()
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._reader: asyncio.Task[None] | None = None
@@ -344,14 +409,15 @@ class Worker:
             self.process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, stderr=log, env=arena.env, cwd=ROOT, limit=1 << 24
             )
+        self._is_ending = False
         self._reader = asyncio.create_task(self._read(self.process))
         self.address = (await self.ask("where"))["address"]
-        self._up.set()
+        self.up.set()
         return self
 
     async def kill(self) -> None:
         """Kill -9, and collect it."""
-        self._up.clear()
+        self.up.clear()
         if self.process is not None and self._reader is not None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -360,9 +426,33 @@ class Worker:
             self.process.stdin.close()
             await self._reader
 
+    async def end(self, within_s: float = PATIENCE_S) -> None:
+        """Let it close its engine and end in order."""
+        self.up.clear()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self._is_ending = True
+        self.process.stdin.close()
+        try:
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        except TimeoutError:
+            raise Failure(f"{self.name} did not end in order within {within_s:g} s") from None
+        finally:
+            await self.kill()
+
+    async def revive(self) -> None:
+        """Start its process again where it has ended by itself."""
+        if self._reader is not None and self._reader.done():
+            await self.kill()
+            await self.start(self.address)
+
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
-        self.process.send_signal(number)
+        self.stops += number in (signal.SIGSTOP, signal.SIGCONT)
+        for pid in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     async def ask(self, op: str, within_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
         """Send a command and wait for its answer.
@@ -398,10 +488,10 @@ class Worker:
             if future is not None and not future.done():
                 future.set_result(answer)
         status = await process.wait()
-        if status != -signal.SIGKILL:
+        if status != -signal.SIGKILL and not (self._is_ending and status == 0):
             self.aborts += 1
             self.arena.note(f"{self.name} ended by itself, status {status}")
-        self._up.clear()
+        self.up.clear()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(Lost(f"{self.name} is gone"))
@@ -421,12 +511,20 @@ class Worker:
     async def pull(
         self, lent: dict[str, Any], timeout_s: float = TIMEOUT_S, how: str = "", after_s: float = 0.0
     ) -> str:
-        """Have the decode worker pull it; returns the reason for which it ended."""
+        """Have the decode worker, or its own reader, pull it; returns the reason for which it ended."""
         fields = {"lent": lent, "timeout_s": timeout_s, "how": how, "after_s": after_s}
-        outcome = await self.arena.decode.ask("pull", timeout_s + PATIENCE_S, **fields)
+        reader = self.reader or self.arena.decode
+        stops = reader.stops
+        outcome = await reader.ask("pull", timeout_s + PATIENCE_S, **fields)
         reason: str = outcome["reason"]
         self.slowest_s = max(self.slowest_s, outcome["seconds"])
-        self.counts["late"] += outcome["seconds"] > timeout_s + SLACK_S
+        if reader.stops == stops:  # a process is late by what it was stopped for itself, or had no core for
+            self.latest_s = max(self.latest_s, outcome["seconds"] - timeout_s)
+            late_s = outcome["seconds"] - outcome["waited_s"] - timeout_s
+            self.latest_running_s = max(self.latest_running_s, late_s)
+            if late_s > SLACK_S:
+                self.counts["late"] += 1
+                self.arena.note(f"{reader.name} was told {late_s:.3f} s late: {reason} {outcome['detail']}")
         if reason == "complete":
             self.counts.update(complete=1, bytes_compared=outcome["bytes"], bytes_wrong=outcome["wrong"])
         else:
@@ -455,7 +553,7 @@ class Worker:
 
         async def client() -> None:
             while not is_over:
-                await self._up.wait()
+                await self.up.wait()
                 try:
                     lent = await self.lend()
                 except Lost:
@@ -478,7 +576,9 @@ class Worker:
         return state
 
     def record(self) -> dict[str, Any]:
-        return {**self.counts, "failed": dict(self.failed), "slowest_s": round(self.slowest_s, 3)}
+        seconds = {"slowest_s": self.slowest_s, "latest_s": self.latest_s, "latest_running_s": self.latest_running_s}
+        seconds = {name: round(value, 3) for name, value in seconds.items() if math.isfinite(value)}
+        return {**self.counts, "failed": dict(self.failed), **seconds}
 
 
 class Arena:
@@ -488,6 +588,8 @@ class Arena:
         self.name, self.logs, self.module = name, logs, module
         self.seconds = 4.0
         """About how long the load is kept up."""
+        self.cycles = 20
+        """How many faults `survive` has."""
         self.setup: dict[str, Any] = {}
         """Of all workers."""
         self.rng = random.Random(f"{seed}/{name}")
@@ -499,8 +601,12 @@ class Arena:
         self.keys: dict[str, dict[str, str]] = {}
         """Fields of `KeysConfig` by worker; none has any if left empty."""
         self.env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        if transport == "tcp":
-            self.env |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+        self.env |= TRANSPORTS[transport]
+        # Else the C library keeps what the comparisons have freed, more and more of it, and memory could not be judged.
+        self.env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+        self.mark = f"{os.getpid()}-{random.getrandbits(64):x}"
+        """In the environment of all processes of this run, and of what they start."""
+        self.env[MARK] = self.mark
 
     def note(self, text: str) -> None:
         """Tell the person who watches."""
@@ -532,7 +638,7 @@ class Arena:
                 self.found["decode_after"] = state["usage"]
                 self.found["withheld_bytes"] = state["counters"].get("withheld_bytes", 0)
         self.found["settle_s"] = round(time.monotonic() - began, 2)
-        for worker in self.prefill:
+        for worker in (self.decode, *self.prefill):
             self.check(not worker.counts["bytes_wrong"], f"{worker.name}: wrong bytes were published")
             self.check(not worker.counts["late"], f"{worker.name}: pulls ended after their deadline")
         if healthy is not None:
@@ -951,19 +1057,119 @@ async def proxy(arena: Arena) -> None:
     arena.check(any(between.did[x] for x in ("cut", "truncated", "swallowed")), "the proxy did no harm")
 
 
-SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, cancel, garbage, proxy)}
+def restarts(counters: Mapping[str, int]) -> int:
+    """How often a data plane in a process of its own was started anew."""
+    return sum(count for name, count in counters.items() if name.startswith("data.") and name.endswith("restarts"))
 
 
-async def run(name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp") -> dict[str, Any]:
+async def survive(arena: Arena) -> None:
+    """Kill, stop and restart one of two workers that lend to each other and pull; the other must go on, as it was."""
+    left, right = arena.decode, await arena.start("prefill")
+    left.reader, right.reader = right, left
+    series: dict[str, list[dict[str, int]]] = {left.name: [], right.name: []}
+    lost, faults, recovered = Counter[str](), Counter[str](), list[float]()
+    planes_lost, unanswered, is_over = Counter[str](), 0, False
+
+    async def client(owner: Worker, reader: Worker) -> None:
+        nonlocal unanswered
+        while not is_over:
+            await owner.up.wait()
+            await reader.up.wait()
+            try:
+                lent = await owner.lend(arena.rng.randint(MOST_BLOCKS // 2, MOST_BLOCKS), 4.0, True)
+                await owner.pull(lent, arena.rng.uniform(0.3, TIMEOUT_S))
+            except Lost:  # with one of them: nobody is left to ask, or to tell
+                unanswered += 1
+
+    async def hurt(victim: Worker, survivor: Worker, fault: str) -> None:
+        rng = arena.rng
+        if fault == "away_kill":
+            # The survivor's loop is busy meanwhile, and finds what a dead process has asked for.
+            survivor.signal(signal.SIGSTOP)
+            await asyncio.sleep(rng.uniform(0.02, 0.2))
+            await victim.kill()
+            survivor.signal(signal.SIGCONT)
+        if fault in ("stop", "stop_kill"):
+            victim.signal(signal.SIGSTOP)
+            await asyncio.sleep(rng.uniform(0.05, 1.5))
+        if fault == "stop":
+            victim.signal(signal.SIGCONT)
+            return
+        await (victim.end() if fault == "restart" else victim.kill())
+        await asyncio.sleep(rng.uniform(0, 0.3))
+        await victim.start(victim.address)
+
+    async def cycle(number: int, victim: Worker, survivor: Worker) -> None:
+        fault = arena.rng.choice(("kill", "away_kill", "stop_kill", "restart", "stop"))
+        faults[fault] += 1
+        aborts = survivor.aborts
+        await asyncio.gather(left.more(3), right.more(3))
+        await asyncio.sleep(arena.rng.uniform(0, 0.1))  # a random moment
+        began = time.monotonic()
+        await hurt(victim, survivor, fault)
+        while True:
+            # The survivor may be dead by now, or be about to die.
+            for worker in (survivor, victim):
+                await worker.revive()
+            deaths = left.aborts + right.aborts
+            causes = await asyncio.gather(left.more(3), right.more(3), return_exceptions=True)
+            if not any(causes):
+                break
+            if left.aborts + right.aborts == deaths:
+                raise Failure(f"cycle {number}, {fault} of {victim.name}: {', '.join(map(str, filter(None, causes)))}")
+        recovered.append(round(time.monotonic() - began, 2))
+        lost[fault] += survivor.aborts - aborts
+        state = await survivor.ask("state", wait_s=0)
+        series[survivor.name].append(state["usage"])
+        planes_lost[survivor.name] = max(planes_lost[survivor.name], restarts(state["counters"]))
+        arena.note(f"cycle {number}: {fault} of {victim.name}; survivors lost {lost.total()}, {state['usage']}")
+
+    async with asyncio.TaskGroup() as group:
+        for owner, reader in ((left, right), (right, left)) * 6:
+            group.create_task(client(owner, reader))
+        for number in range(arena.cycles):
+            # Each survives half of them without a break, so that what grows is seen to.
+            sides = (right, left) if number < arena.cycles / 2 else (left, right)
+            await cycle(number, *sides)
+        is_over = True
+    await arena.finish()
+    arena.found |= {
+        "cycles": arena.cycles,
+        "faults": dict(faults),
+        "survivors_lost": lost.total(),
+        "lost_by_fault": {k: v for k, v in lost.items() if v},
+        "planes_lost": planes_lost.total(),
+        "without_outcome": unanswered,
+        "recovered_s": {"median": sorted(recovered)[len(recovered) // 2], "most": max(recovered)},
+        "pulls_from_decode": left.record(),
+        "usage": {name: {k: [x[k] for x in seen] for k in seen[0]} for name, seen in series.items() if seen},
+    }
+    arena.check(not lost.total(), f"{lost.total()} survivors of {arena.cycles} died: {dict(+lost)}")
+    for name, seen in series.items():
+        for what, most in GROWTH.items():
+            if len(seen) >= 2 * SETTLED:
+                early, late = (
+                    sorted(x[what] for x in part)[len(part) // 2]
+                    for part in (seen[SETTLED:][:SETTLED], seen[-SETTLED:])
+                )
+                arena.check(late <= early + most, f"{name}: {what} grew from {early} after {SETTLED} cycles to {late}")
+
+
+SCENARIOS = {work.__name__: work for work in (kill, restart, freeze, expire, cancel, garbage, proxy, survive)}
+
+
+async def run(
+    name: str, *, seconds: float = 4.0, seed: int = 0, transport: str = "tcp", cycles: int = 20, process: str = "auto"
+) -> dict[str, Any]:
     """Run one scenario; returns its record. Bounded in time, and no process is left."""
 
     async def work(arena: Arena) -> None:
-        arena.seconds = seconds
+        arena.seconds, arena.cycles, arena.setup = seconds, cycles, {"process": process}
         await arena.decode.start()
         arena.found["decode_before"] = (await arena.decode.state())["usage"]
         await SCENARIOS[name](arena)
 
-    return await perform(name, work, seed=seed, transport=transport, within_s=60 + 10 * seconds)
+    return await perform(name, work, seed=seed, transport=transport, within_s=60 + 10 * max(seconds, cycles))
 
 
 async def perform(
@@ -987,6 +1193,11 @@ async def perform(
         finally:
             for worker in (arena.decode, *arena.prefill):
                 await worker.kill()
+            for _ in range(30):  # what a worker has started ends by itself, soon
+                if not (left := marked(arena.mark)):
+                    break
+                await asyncio.sleep(0.1)
+            arena.check(not left, f"{len(left)} processes that workers had started outlive them")
         for log in os.listdir(logs) if arena.problems else ():
             for line in (arena.logs / log).read_text(errors="replace").splitlines()[-12:]:
                 arena.note(f"{log}: {line[:300]}")
@@ -1007,8 +1218,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="about how long each keeps its load up (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="of sizes, moments and garbage (default 0)")
     parser.add_argument("--json", default="-", metavar="FILE", help="where the JSON lines go (default -, stdout)")
-    transport = "of UCX; auto is shared memory on one host, where a stopped process can still be read (default tcp)"
-    parser.add_argument("--transport", choices=("tcp", "auto"), default="tcp", help=transport)
+    transport = (
+        "of UCX; cma and auto are shared memory on one host, where a stopped process can still be read (default tcp)"
+    )
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="tcp", help=transport)
+    parser.add_argument("--cycles", type=int, default=20, help="how many faults survive has (default 20)")
+    process = "what of NIXL runs in a process of its own, as NixlConfig(process=...) says (default auto)"
+    parser.add_argument("--process", choices=("auto", "serving", "always", "never"), default="auto", help=process)
     parser.add_argument("--role", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.role is not None:
@@ -1017,7 +1233,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
     if not 0 < options.seconds <= 3600:
         parser.error(f"--seconds {options.seconds:g} is outside (0, 3600]")
+    if not 1 <= options.cycles <= 10_000:
+        parser.error(f"--cycles {options.cycles} is outside [1, 10000]")
     keywords = {"seconds": options.seconds, "seed": options.seed, "transport": options.transport}
+    keywords |= {"cycles": options.cycles, "process": options.process}
     runs = [functools.partial(run, name, **keywords) for name in options.scenarios or SCENARIOS]
     return report(parser, options.json, runs)
 

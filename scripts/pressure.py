@@ -788,9 +788,9 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
         old = [await victim.lend(2, reads=True) for _ in range(2)]
         unlent = (await victim.ask("make", number=next(arena.numbers), blocks=1))["request"]
         is_deaf = arena.decode in sleepers
-        victim._up.clear()
+        victim.up.clear()
         if is_deaf:
-            healthy._up.clear()
+            healthy.up.clear()
         timeout_s = 0.05 if number % 3 == 2 else 0.0
         stock = [await victim.lend(chaos.MOST_BLOCKS, reads=True) for _ in range(3)]
         cut_short = [asyncio.create_task(victim.pull(lent)) for lent in stock]
@@ -831,8 +831,8 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
                 victim.counts.update({"bytes_compared": said["bytes"], "bytes_wrong": said["wrong"]})
                 check(said["reason"] == "complete", f"lent before the reader slept: {said}")
         await asyncio.gather(*cut_short, return_exceptions=True)
-        healthy._up.set()
-        victim._up.set()
+        healthy.up.set()
+        victim.up.set()
 
     with progress(arena, 3 * sizes.cycles, "sleep") as step:
         for who in ("prefill", "decode", "both"):
@@ -844,7 +844,7 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
                         aborted.append(f"{who}, cycle {number}: {exc}: {messages(arena, victim)}")
                         if victim.process is None or victim.process.returncode is None:
                             raise
-                        healthy._up.set()
+                        healthy.up.set()
                         await victim.start()
                     await victim.more(5)
                     await healthy.more(2)

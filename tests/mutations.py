@@ -26,6 +26,7 @@ from asynckv.core.pull import Leg, News, Pull, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.engine import Engine, _news
+from asynckv.ports import Ended
 from asynckv.testing import service
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -118,7 +119,7 @@ def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None
 
     def on_data(self: Engine) -> None:
         now = self._clock.now()
-        news = self._data.poll()
+        news = [each for each in self._data.poll() if isinstance(each, Ended)]
         for ended in news:
             self._node.pulling.ended(_news(ended), 0.0, now)
         self._soon()
@@ -938,3 +939,27 @@ def early_claims_are_called_withdrawn(patch: pytest.MonkeyPatch) -> None:
             honest(self, message, route, source, now)
 
     patch.setattr(lending.Lending, "_park", park)
+
+
+@planted
+def peers_outlive_the_agent_that_loaded_them(patch: pytest.MonkeyPatch) -> None:
+    """What was loaded is taken for loaded, whatever became of our agent."""
+    patch.setattr(pulling.Pulling, "unloaded", lambda self, cause, now: None)
+
+
+@planted
+def a_dead_agent_is_given_out(patch: pytest.MonkeyPatch) -> None:
+    """Whoever shakes hands is told of the first agent for ever."""
+    patch.setattr(node.Node, "agent_replaced", lambda self, agent_name, metadata: setattr(self, "_has_agent", True))
+
+
+@planted
+def nobody_is_greeted_after_the_agent_died(patch: pytest.MonkeyPatch) -> None:
+    """Hellos that come while there is no agent are never answered, nor those after them."""
+    honest = node.Node.agent_replaced
+
+    def replaced(self: node.Node, agent_name: str, metadata: bytes) -> None:
+        honest(self, agent_name, metadata)
+        self._has_agent = False
+
+    patch.setattr(node.Node, "agent_replaced", replaced)

@@ -33,10 +33,26 @@ def children() -> set[str]:
 async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
     before = children()
     async with asyncio.timeout(DEADLINE_S):
-        record = await chaos.run(name, seconds=2.0, seed=1)
+        record = await chaos.run(name, seconds=2.0, seed=1, cycles=4)
     assert record["problems"] == []
     assert sum(pulls["complete"] for pulls in record["pulls"].values()) > 0
     assert {pulls["bytes_wrong"] for pulls in record["pulls"].values()} == {0}
+    assert children() <= before
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+async def test_who_is_not_hurt_survives_whatever_happens_to_the_other_side(transport: str) -> None:
+    before = children()
+    async with asyncio.timeout(180):
+        record = await chaos.run("survive", seed=2, transport=transport, cycles=14)
+    assert record["problems"] == []
+    assert record["survivors_lost"] == 0
+    # Both sides were hurt, and each was read meanwhile.
+    assert {name: len(seen["fds"]) for name, seen in record["usage"].items()} == {"decode": 7, "prefill": 7}
+    assert min(record["pulls"]["prefill"]["complete"], record["pulls_from_decode"]["complete"]) > 40
+    assert record["pulls_from_decode"]["bytes_wrong"] == 0
     assert children() <= before
 
 
@@ -68,6 +84,7 @@ async def test_a_write_into_a_free_block_is_counted() -> None:
     [
         (["kil"], "unknown scenario 'kil'; choose from kill, restart,"),
         (["kill", "--seconds", "0"], "--seconds 0 is outside"),
+        (["survive", "--cycles", "0"], "--cycles 0 is outside"),
         (["--seconds", "nan"], "--seconds nan is outside"),
         (["--json", "/nowhere/file"], "--json /nowhere/file: No such file"),
     ],

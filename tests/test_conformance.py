@@ -6,6 +6,7 @@ import pytest
 
 from asynckv.config import NixlConfig
 from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.zmq import ZmqPlane
 from asynckv.testing import SimControl, SimData, SimNetwork, check_control_plane, check_data_plane
 
@@ -32,3 +33,18 @@ async def test_nixl_data_plane(posting_threads: int) -> None:
     """With posting threads every read is bulk."""
     config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
     await check_data_plane(lambda name: NixlPlane(config, name))
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_nixl_data_plane_in_a_process_of_its_own() -> None:
+    """The same plane, on the far side of a socket."""
+    config = NixlConfig(posting_threads=1, bulk_bytes=1)
+    await check_data_plane(lambda name: ProcessPlane(config, name), shared=True)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_nixl_data_plane_that_is_served_by_a_process_of_its_own() -> None:
+    config = NixlConfig(posting_threads=0)
+    await check_data_plane(lambda name: ServingPlane(config, name, NixlPlane(config, f"{name}-reads")), shared=True)

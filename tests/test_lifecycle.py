@@ -294,6 +294,29 @@ async def test_a_drain_without_end_is_refused(sim: Bench, seconds: float) -> Non
             await prefill.engine.drain(seconds)
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "cancelled_at", "ended_at", "outcome"),
+    [(3.0, 60.0, 3.0, PullTimeout), (30.0, 1.0, 6.0, asyncio.CancelledError), (3.0, 1.0, 3.0, asyncio.CancelledError)],
+    ids=["at the deadline", "drain_s after the cancellation", "or at the deadline"],
+)
+async def test_a_read_that_does_not_end_is_told_at_the_deadline_or_drain_s_after_a_cancellation(
+    sim: Bench, timeout_s: float, cancelled_at: float, ended_at: float, outcome: type[BaseException]
+) -> None:
+    async with reading(sim, timeout_s=timeout_s) as (_, decode, _, task, _):
+        assert decode.data is not None
+        began, passed = sim.clock.now(), 0.0
+        while not task.done():
+            if not task.cancelling() and passed >= cancelled_at:
+                task.cancel()  # as the caller's own `asyncio.timeout` does
+            await asyncio.sleep(0)
+            sim.clock.advance(0.02)
+            passed = sim.clock.now() - began
+        decode.data.finish()
+        assert passed == pytest.approx(ended_at, abs=0.1)
+        with pytest.raises(outcome):
+            await task
+
+
 # -- sleep and wake ---------------------------------------------------------------------------------------
 
 

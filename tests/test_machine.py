@@ -2,8 +2,8 @@
 
 Up to three prefill ranks and three decode ranks, each decode rank reading its heads from one or several
 prefill ranks, some of which hold replicas. Rules deliver,
-lose, repeat and reorder letters; complete, fail and leave transfers in doubt; let time pass; cancel,
-revoke, forget. Freed prefill blocks are overwritten at once, so a byte believed too long is seen.
+lose, repeat and reorder letters; complete, fail and leave transfers in doubt; end agents and replace them; let time
+pass; cancel, revoke, forget. Freed prefill blocks are overwritten at once, so a byte believed too long is seen.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         self.checked: set[str] = set()
         self.count = 0
         self.doubtful: list[tuple[Rank, Any]] = []
+        self.without_agent: list[Rank] = []
 
     @initialize(
         sizes=st.sampled_from([(1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (3, 1)]),
@@ -136,6 +137,19 @@ class Machine(RuleBasedStateMachine):
         else:
             self.world.tell(rank, News(transfer_id, False, False, "failed", how == "lost"))
 
+    @rule(r=st.integers(0, 5))
+    def lose_agent(self, r: int) -> None:
+        ranks = self.prefill + self.decode
+        rank = ranks[r % len(ranks)]
+        if rank not in self.without_agent:
+            self.without_agent.append(rank)
+            self.world.lose_agent(rank)
+
+    @precondition(lambda self: self.without_agent)
+    @rule()
+    def replace_agent(self) -> None:
+        self.world.replace_agent(self.without_agent.pop(0))
+
     @rule(seconds=st.sampled_from([0.0001, 0.05, 0.3, 1.0, 1.99, 2.01, 3.0]))
     def wait(self, seconds: float) -> None:
         self.world.advance(seconds)
@@ -206,6 +220,8 @@ class Machine(RuleBasedStateMachine):
         """Let everything end: afterwards every node is idle and every ledger empty."""
         if not self.prefill:
             return
+        while self.without_agent:
+            self.replace_agent()
         for _ in range(40):
             for rank in self.decode:
                 for transfer_id in list(rank.reads):

@@ -159,6 +159,7 @@ class Rank:
     leases_ended: list[Lease] = field(default_factory=list)
     loading: list[Peer] = field(default_factory=list)
     said: list[tuple[float, HeldForLong]] = field(default_factory=list)
+    agents: int = 1
 
     @property
     def address(self) -> Address:
@@ -341,6 +342,30 @@ class World:
         if not news.in_doubt:
             rank.reads.pop(news.transfer_id, None)
         rank.node.pulling.ended(news, 0.0, self.time(rank))
+        self.settle(rank)
+
+    def lose_agent(self, rank: Rank) -> None:
+        """The agent of a rank dies, with all that it had loaded and posted; reads of the rank's memory fail."""
+        now, node = self.time(rank), rank.node
+        for transfer_id in list(rank.reads):
+            del rank.reads[transfer_id]
+            node.pulling.ended(News(transfer_id, False, False, "our agent died"), 0.0, now)
+        rank.peers.clear()
+        rank.users.clear()
+        node.agent_lost("our agent died", True, now)
+        loading, rank.loading = rank.loading, []
+        for peer in loading:
+            node.pulling.load_failed(peer, "our agent died", now)
+        self.settle(rank)
+        for other in self.ranks.values():
+            for transfer_id, read in list(other.reads.items()):
+                if transfer_id in other.reads and other.peers[read.agent_name][0] is rank:
+                    self.tell(other, News(transfer_id, False, False, "its agent died", True))
+
+    def replace_agent(self, rank: Rank) -> None:
+        """Another agent serves a rank's memory."""
+        rank.agents += 1
+        rank.node.agent_replaced(f"agent-{rank.name}-{rank.agents}", rank.name.encode())
         self.settle(rank)
 
     def advance(self, seconds: float) -> None:

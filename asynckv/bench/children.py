@@ -194,6 +194,7 @@ def setups(
                     memory=options.memory,
                     announced=options.announced,
                     posting_threads=options.posting_threads,
+                    process=options.process,
                     log_path=options.log_path,
                     log_level=options.log_level,
                 )

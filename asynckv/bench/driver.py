@@ -91,6 +91,7 @@ class Options:
     pool_mb: int | None = None
     transport: str = "auto"
     posting_threads: int | str = "auto"
+    process: Literal["auto", "serving", "always", "never"] = "auto"
     announced: bool = False
     loop: str = "auto"
     engines: Engines = field(default_factory=Engines)

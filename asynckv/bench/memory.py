@@ -9,7 +9,6 @@ out by themselves, from their own layouts.
 from __future__ import annotations
 
 import math
-import mmap
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.core.layout import TOKEN, Group, Layout, Part, View
+from asynckv.edges.sharing import shared_memory
 from asynckv.edges.torch import CudaMirror, written
 from asynckv.layouts import with_addresses
 from asynckv.registration import Registration, register_memory
@@ -78,7 +78,7 @@ class Pool:
 
     def _raw(self, layout: Layout) -> list[npt.NDArray[np.uint8]]:
         """Make the memory, as this process sees it."""
-        self._maps = [mmap.mmap(-1, m.length) for m in layout.memories]
+        self._maps = [shared_memory(m.length) for m in layout.memories]
         raw = [np.frombuffer(m, np.uint8) for m in self._maps]
         for array in raw:
             array[::4096] = 0  # touched now, not under the clock

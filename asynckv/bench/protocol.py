@@ -68,6 +68,7 @@ class Setup(Struct, tag=True, kw_only=True):
     memory: Literal["host", "cuda"] = "host"
     announced: bool = False
     posting_threads: int | str = "auto"
+    process: Literal["auto", "serving", "always", "never"] = "auto"
     log_path: str
     log_level: Literal["debug", "info", "warning", "error"]
 

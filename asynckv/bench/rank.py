@@ -326,7 +326,7 @@ async def _run(pipe: p.Pipe) -> None:
                 keys=KeysConfig(secret=setup.secret, authorized=setup.authorized) if setup.secret else None,
                 lease=LeaseConfig(lease_s=setup.lease_s, grant_s=min(10.0, setup.lease_s)),
                 pull=PullConfig(timeout_s=setup.timeout_s),
-                nixl=NixlConfig(posting_threads=setup.posting_threads),
+                nixl=NixlConfig(posting_threads=setup.posting_threads, process=setup.process),
             ),
             pool.registration,
         )

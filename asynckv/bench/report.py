@@ -80,6 +80,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "timeout_s": options.timeout_s,
             "transport": options.transport,
             "posting_threads": options.posting_threads,
+            "process": options.process,
             "announced": options.announced,
             "loop": options.loop,
             "pool_mb": options.pool_mb,

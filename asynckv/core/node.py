@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -63,6 +63,8 @@ from asynckv.errors import (
 __all__ = ["Hold", "Identity", "Node"]
 
 MAX_READERS = 65_536
+MAX_GREETERS = 4096
+"""Hellos that are kept while there is no agent."""
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
@@ -160,6 +162,9 @@ class Node:
         self._num_rostered = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
+        self._has_agent = True
+        self._greeters: dict[tuple[str, Route], Hello] = {}
+        """Hellos that came while there was no agent, the last of each."""
 
     @property
     def name(self) -> str:
@@ -609,6 +614,25 @@ class Node:
             else:
                 self._serve(message, Route(origin), packet.source, now)
 
+    def agent_lost(self, cause: str, reads: bool, now: float) -> None:
+        """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
+
+        `reads` says that our own reads have ended with it.
+        """
+        self._has_agent = False
+        self.desk.counters["agents_lost"] += 1
+        if reads:
+            self.pulling.unloaded(cause, now)
+
+    def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
+        """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
+        self.identity = replace(self.identity, agent_name=agent_name, metadata=metadata)
+        self._digest = hashlib.sha256(metadata).digest()
+        self._has_agent = True
+        greeters, self._greeters = self._greeters, {}
+        for (source, route), hello in greeters.items():
+            self._greet(hello, route, source)
+
     def tick(self, now: float, most: int = 256) -> None:
         """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
         self.lending.tick(now)
@@ -690,6 +714,11 @@ class Node:
         return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
     def _greet(self, hello: Hello, route: Route, source: str) -> None:
+        if not self._has_agent:
+            # It is answered when there is an agent to be told of; one that does not fit in is repeated.
+            if len(self._greeters) < MAX_GREETERS:
+                self._greeters[source, route] = hello
+            return
         answer = self._welcome(hello, route, source)
         self.desk.send(route, source, answer)
         if self.is_closed and isinstance(answer, Welcome):

@@ -46,6 +46,8 @@ class PeerEvent(enum.StrEnum):
     """This handshake failed; another may do better."""
     HEARD = "heard"
     SILENT = "silent"
+    UNLOADED = "unloaded"
+    """Our own data plane has lost all that it had loaded; the process is met again when it is needed."""
     LOST = "lost"
     """Evidence that this process start serves us no more, or a refusal for good."""
 
@@ -54,9 +56,9 @@ S, E = PeerState, PeerEvent
 ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
     S.NEW: {E.WANTED: S.CONNECTING, E.HEARD: S.NEW, E.LOST: S.GONE},
     S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.HEARD: S.CONNECTING, E.LOST: S.GONE},
-    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.HEARD: S.LOADING, E.LOST: S.GONE},
-    S.READY: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.LOST: S.GONE},
-    S.SUSPECT: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.LOST: S.GONE},
+    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.UNLOADED: S.NEW, E.HEARD: S.LOADING, E.LOST: S.GONE},
+    S.READY: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
+    S.SUSPECT: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
     S.GONE: {E.HEARD: S.GONE, E.LOST: S.GONE},
 }
 

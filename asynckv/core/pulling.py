@@ -321,6 +321,32 @@ class Pulling:
         """The data plane could not prepare a table."""
         self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
 
+    def unloaded(self, cause: str, now: float) -> None:
+        """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
+
+        The remote processes live, so what they are owed is still said to them.
+        """
+        known = [p for p in self.peers.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
+        detail = f"this side's data plane has lost its connections: {cause}"
+        # What was to be done with what is lost must not be done with what follows.
+        lost = (AddTable, RemoveTable, RemovePeer)
+        self._desk.commands[:] = [c for c in self._desk.commands if not isinstance(c, lost)]
+        self._routes.clear()
+        for peer in known:
+            if peer.is_set_aside:
+                self._take_back(peer)
+            peer.loaded = False
+            peer.tables.clear()
+            peer.maps.clear()
+            peer.reason, peer.detail, peer.not_before = Reason.READ_FAILED, detail, now
+            self._change(peer, E.UNLOADED)
+            for _, leg in peer.queue:
+                leg.queued = False
+            peer.queue.clear()
+        for peer in known:
+            self._fail_readers(peer, Reason.READ_FAILED, detail, now)
+            self._wake(peer)
+
     def tick_peer(self, peer: Peer, now: float) -> None:
         """Let time pass for a peer."""
         config = self._config

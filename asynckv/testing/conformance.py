@@ -18,6 +18,7 @@ from asynckv.core.layout import Group, Layout, Memory, attention_view
 from asynckv.core.plan import PeerMap
 from asynckv.core.sources import assign
 from asynckv.core.types import Address, Route, TransferId
+from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
 from asynckv.ports import ControlPlane, DataPlane, Ended, Ending
 
@@ -98,12 +99,16 @@ async def check_control_plane(make: Callable[[], ControlPlane]) -> None:
 class _Side:
     """One data plane with memory of its own."""
 
-    def __init__(self, plane: DataPlane, seed: int, order: tuple[str, ...]) -> None:
+    def __init__(self, plane: DataPlane, seed: int, order: tuple[str, ...], shared: bool) -> None:
         self.plane = plane
         sizes = {"kv": 2, "block": BLOCKS, "token": TOKENS, "head": HEADS, "dim": DIM}
         size = 2 * BLOCKS * TOKENS * HEADS * DIM * 2
         rng = np.random.default_rng(seed)
         self.arrays = [rng.integers(0, 256, size, np.uint8) for _ in range(2)]
+        if shared:
+            content, self.arrays = self.arrays, [np.frombuffer(shared_memory(size), np.uint8) for _ in range(2)]
+            for array, each in zip(self.arrays, content, strict=True):
+                array[:] = each
         self.layout = Layout(
             memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in self.arrays),
             groups=(Group("attention", TOKENS, BLOCKS),),
@@ -138,7 +143,7 @@ async def _until(sides: list[_Side], count: int) -> list[Ended]:
         while True:
             for side in sides:
                 side.ready.clear()
-                side.news += side.plane.poll()
+                side.news += [news for news in side.plane.poll() if isinstance(news, Ended)]
             if len(sides[0].news) >= count:
                 news, sides[0].news = sides[0].news, []
                 return news
@@ -149,10 +154,13 @@ async def _until(sides: list[_Side], count: int) -> list[Ended]:
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def check_data_plane(make: Callable[[str], DataPlane]) -> None:
-    """Check a data plane: `make(agent_name)` returns a new one, not started."""
+async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = False) -> None:
+    """Check a data plane: `make(agent_name)` returns a new one, not started. `shared`: in memory that can be shared."""
     orders = ("kv", "block", "token", "head", "dim"), ("block", "head", "kv", "token", "dim")
-    reader, owner = _Side(make("reader"), 1, orders[0]), _Side(make("owner"), 2, orders[1])
+    reader, owner = (
+        _Side(make(name), seed, order, shared)
+        for name, seed, order in (("reader", 1, orders[0]), ("owner", 2, orders[1]))
+    )
     sides = [reader, owner]
     try:
         for side in sides:

@@ -19,7 +19,7 @@ from asynckv.core.layout import Memory
 from asynckv.core.plan import PieceTable
 from asynckv.core.types import Address, Route, TransferId
 from asynckv.errors import BackendError
-from asynckv.ports import Ended, Ending
+from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
 
 __all__ = ["SimControl", "SimData", "SimNetwork"]
 
@@ -164,7 +164,7 @@ class SimData:
         self.memories: tuple[Memory, ...] = ()
         self._tables: dict[str, dict[int, tuple[PieceTable, Sequence[Memory], Sequence[Memory]]]] = {}
         self._users: Counter[str] = Counter()
-        self._news: list[Ended] = []
+        self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter(posts=0)
 
@@ -262,12 +262,29 @@ class SimData:
         """Report trouble with a read that goes on: `finish` may still land it."""
         self.report(Ended(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
 
-    def report(self, ended: Ended) -> None:
+    def lose_agent(self, *, reads: bool = True) -> None:
+        """End by itself, as a process that dies: reads from here fail, and unless `reads` is false our own as well."""
+        self._network.crash(self._name)
+        if reads:
+            for one in list(self.running):
+                self.fail(one)
+            self._tables.clear()
+            self._users.clear()
+        self.report(AgentLost("killed on request", 0.0, reads))
+
+    def replace_agent(self) -> None:
+        """Serve again after `lose_agent`, by another name."""
+        self._starts += 1
+        self._name = f"{self._base_name}-{self._starts}"
+        self._network.agents[self._name] = self
+        self.report(AgentReplaced(self._name, self.metadata(), "killed on request", 0.0, 0))
+
+    def report(self, news: DataNews) -> None:
         """Queue news."""
-        self._news.append(ended)
+        self._news.append(news)
         asyncio.get_running_loop().call_soon(self._on_ready)
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[DataNews]:
         """Return news."""
         news, self._news = self._news, []
         return news

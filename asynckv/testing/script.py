@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 __all__ = ["ABORTED", "BLOCK", "FAULTS", "LENT", "RECIPES", "WITHDRAWN", "Ask", "Fault", "Script", "make_script"]
 
 FAULTS = (
+    "agent",
     "loss",
     "duplicate",
     "delay",
@@ -165,6 +166,7 @@ class Script:
 def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     """Draw a service, its requests and its faults from a seed."""
     rng = random.Random(repr(("script", seed)))
+    loses_agents, faults = "agent" in faults, [kind for kind in faults if kind != "agent"]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
         # A small request whose reader is away again and again while its few reads take longer than a promise.
         ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
@@ -208,6 +210,8 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
     script = _pressed(random.Random(repr(("pressed", seed))), script)
     script = _disordered(random.Random(repr(("disordered", seed))), script)
+    if loses_agents:
+        script = _without_agent(random.Random(repr(("agent", seed))), script, names)
     return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
 
 
@@ -242,6 +246,17 @@ def _disordered(rng: random.Random, script: Script) -> Script:
         routed_s = rng.choice([ask.routed_s, 6.0]) if memory else ask.routed_s
         asks.append(replace(ask, lend_s=ask.lend_s or late, fate=rng.choice(odds), routed_s=routed_s))
     return replace(script, asks=tuple(asks), schedulers=rng.choice([1, 1, 2]), memory=memory)
+
+
+def _without_agent(rng: random.Random, script: Script, names: Sequence[str]) -> Script:
+    """Let the data plane of a rank die, which has trouble anyway if any rank has."""
+    hit = [fault for fault in script.faults if not fault.who[0].isdecimal()]
+    if rng.random() < 0.7:
+        return script
+    near = rng.choice(hit) if hit else Fault("", rng.choice(script.asks).at, 0.0, tuple(names))
+    at, seconds = near.at + rng.random() ** 2, rng.choice([0.0, 0.05, 0.5, 1.5]) * rng.uniform(0.5, 1.5)
+    fault = Fault("agent", min(at, script.seconds), seconds, (rng.choice(near.who),), rng.choice([0.3, 1.0, 1.0]))
+    return replace(script, faults=(*script.faults, fault))
 
 
 def _hostile(rng: random.Random, script: Script) -> Script:

@@ -45,6 +45,9 @@ PROBE = 1_000_000
 HEARD = {"duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
 """Faults that make no process look dead."""
 
+SERVES_ONLY = 0.3
+"""Up to this likelihood an agent that dies takes no reads of its own rank with it."""
+
 QUIET_S = 45.0
 """How long everything may take to settle once the faults are over."""
 
@@ -439,6 +442,19 @@ class Service:
         for rank in self._met(fault):
             self._sleep(rank, fault.seconds)
 
+    def _begin_agent(self, fault: Fault) -> None:
+        for rank in self._met(fault):
+            if rank.process.is_dead:
+                continue
+            lose = partial(self._lose_agent, rank, rank.data)
+            rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0), fault.p > SERVES_ONLY))
+
+    def _lose_agent(self, rank: _Rank, data: WorldData, down_s: float, reads: bool) -> None:
+        data.lose_agent(down_s, reads=reads)
+        for other in self.ranks.values():
+            if other is not rank and not other.process.is_dead:
+                other.data.lose(data)
+
     def _begin_cancel(self, fault: Fault) -> None:
         for number in map(int, fault.who):
             self._cancel(number)
@@ -451,7 +467,7 @@ class Service:
                     self.world.note(owner.name, "revokes", str(number))
 
     def _is_calm(self, until: float) -> bool:
-        deaths = (f for f in self.script.faults if f.kind in ("crash", "close"))
+        deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
         return not any(f.at < until and f.at + 5.0 > self.world.now for f in deaths)
 
     def _heal(self) -> None:
@@ -906,6 +922,7 @@ class Service:
 
 
 _BEGIN: Mapping[str, Callable[[Service, Fault], None]] = {
+    "agent": Service._begin_agent,
     "crash": Service._begin_crash,
     "close": Service._begin_close,
     "freeze": Service._begin_freeze,

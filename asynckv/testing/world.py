@@ -30,7 +30,7 @@ from asynckv.core.layout import Memory
 from asynckv.core.plan import PieceTable
 from asynckv.core.types import Address, Route, TransferId
 from asynckv.errors import BackendError
-from asynckv.ports import Ended, Ending
+from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
 
@@ -487,8 +487,9 @@ class WorldData:
         self.is_closed = False
         self._tables: dict[str, dict[int, _Table]] = {}
         self._users: Counter[str] = Counter()
-        self._news: list[Ended] = []
+        self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
+        self._has_agent = self._can_read = self._reads_stay = True
         self._random = process.world.random_of("nic", process.name)
 
     # -- the port ----------------------------------------------------------------------------------
@@ -500,6 +501,7 @@ class WorldData:
             self._name = f"{self._base_name}-{self.starts}"
         self.is_closed, self.closed_at = False, math.inf
         self._on_ready = on_ready
+        self._has_agent = self._can_read = True
         self.process.world.agents[self._name] = self
 
     def register(self, memories: Sequence[Memory]) -> None:
@@ -517,7 +519,10 @@ class WorldData:
 
     async def prepare_peer(self, name: str, metadata: bytes) -> None:
         """Load it, which takes a while."""
+        starts = self.starts
         await asyncio.sleep(self._random.random() * 2e-3)
+        if not self._can_read or (starts != self.starts and not self._reads_stay):
+            raise BackendError("our agent has died")
         owner = self.process.world.agents.get(metadata.decode())
         if owner is None or owner.process.is_dead:
             raise BackendError(f"no agent {name!r} behind its metadata")
@@ -533,14 +538,14 @@ class WorldData:
 
     def remove_table(self, name: str, table_id: int) -> None:
         """Forget a table that nothing uses."""
-        if self.is_closed:
+        if self.is_closed or name not in self._tables:
             return
         self._check_unused(name, table_id)
         self._tables[name].pop(table_id, None)
 
     def remove_peer(self, name: str, *, keep: bool = False) -> None:
         """Forget a peer that nothing uses."""
-        if self.is_closed:
+        if self.is_closed or name not in self._users:
             return
         self._users[name] -= 1
         if self._users[name] <= 0:
@@ -562,6 +567,8 @@ class WorldData:
         self.posted += 1
         owner = world.agents.get(name)
         table = self._tables.get(name, {}).get(table_id)
+        if table is None and not self._can_read:
+            return Ended(transfer_id, Ending.FAILED, "our agent has died")
         if table is None:
             raise Violation(f"{process.name} reads from {name} with table {table_id}, which it has not loaded")
         if owner is None or owner.process.is_dead:
@@ -593,7 +600,7 @@ class WorldData:
         process.spend()
         return None
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[DataNews]:
         """Return news; what ends while this call takes its time is news as well."""
         self.process.spend()
         world, until = self.process.world, self.process.now
@@ -606,7 +613,7 @@ class WorldData:
                     self._news.append(Ended(transfer.transfer_id, Ending.DONE))
         news, self._news = self._news, []
         for ended in news:
-            if ended.ending is not Ending.IN_DOUBT:
+            if isinstance(ended, Ended) and ended.ending is not Ending.IN_DOUBT:
                 self.transfers.pop(ended.transfer_id, None)
         self.process.spend()
         return news
@@ -646,6 +653,44 @@ class WorldData:
             what.clear()
 
     # -- what happens ------------------------------------------------------------------------------
+
+    def lose_agent(self, down_s: float, *, reads: bool) -> None:
+        """The agent that others reach dies, and with `reads` what posts our reads; another follows. In our loop."""
+        world = self.process.world
+        if self.is_closed or not self._has_agent or world.agents.get(self._name) is not self:
+            return
+        world.note(self.process.name, "loses its agent", "and its reads" if reads else "")
+        self._has_agent, self._can_read, self._reads_stay = False, not reads, not reads
+        del world.agents[self._name]
+        # What reads from us, and what we read, stops at this start.
+        self.starts += 1
+        starts, left = self.starts, list(self.transfers.values()) if reads else []
+
+        def end() -> None:
+            for transfer in left:
+                transfer.is_dead = True
+
+        # A process may be ahead of the world: what lands until then has landed before.
+        world.at(self.process.now, end)
+        for transfer in left:
+            if not transfer.is_over:
+                transfer.is_over = True
+                self._news.append(Ended(transfer.transfer_id, Ending.FAILED, "our agent has died"))
+        if reads:
+            self._tables.clear()
+            self._users.clear()
+        self._news.append(AgentLost("our agent has died", 0.0, reads))
+        self._on_ready()
+
+        def follow() -> None:
+            if self.is_closed or self.starts != starts:
+                return
+            self._name, self._has_agent, self._can_read = f"{self._base_name}-{starts}", True, True
+            world.agents[self._name] = self
+            self._news.append(AgentReplaced(self._name, self.metadata(), "our agent has died", down_s, len(left)))
+            self._on_ready()
+
+        self.process.call_at(world.now + down_s, follow)
 
     def lose(self, owner: WorldData) -> None:
         """The process that is read from died."""

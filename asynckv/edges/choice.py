@@ -1,0 +1,48 @@
+"""Where NIXL runs: in the engine's process, or in one of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from asynckv.config import EngineConfig
+from asynckv.core.layout import Memory
+from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.sharing import NotShared, Shares
+from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
+from asynckv.ports import DataPlane
+
+__all__ = ["choose_plane"]
+
+
+def choose_plane(config: EngineConfig, memories: Sequence[Memory], agent_name: str) -> tuple[DataPlane, str]:
+    """Return a data plane as `NixlConfig.process` has it, and what there is to warn of.
+
+    Memory that cannot be shared and has to be is refused when it is registered.
+    """
+    nixl = config.nixl
+    here = NixlPlane(nixl, agent_name)
+    if nixl.process == "never" or (nixl.process == "auto" and not _is_emulated(config)):
+        return here, ""
+    if nixl.process == "auto":
+        try:
+            Shares(memories).close()
+        except NotShared as exc:
+            return here, (
+                f"remote reads are emulated over TCP, where UCX can end the process when a reader dies, and NIXL "
+                f'cannot run in a process of its own: {exc} (or say NixlConfig(process="never"))'
+            )
+    if nixl.process == "always":
+        return ProcessPlane(nixl, agent_name), ""
+    return ServingPlane(nixl, agent_name, NixlPlane(nixl, f"{agent_name}-reads")), ""
+
+
+def _is_emulated(config: EngineConfig) -> bool:
+    nixl = config.nixl
+    return nixl.backend == "UCX" and is_emulated(
+        ucx_setting("TLS", os.environ, nixl.params),
+        ucx_setting("NET_DEVICES", os.environ, nixl.params),
+        rdma_devices(),
+        is_local=all(is_loopback(address) for address in (config.bind, config.advertise) if address),
+    )

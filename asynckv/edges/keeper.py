@@ -1,0 +1,512 @@
+"""Keeps a NIXL agent alive in processes of their own: one serves, one stands by.
+
+UCX ends the process on some of its paths when a connection that emulates remote reads breaks (`docs/reliability.md`).
+Here that process is a child, which maps the engine's memory at the same addresses and runs `NixlPlane`. Its end is the
+end of whatever could write: it is waited for, and only then told. Starting one takes about a second (Python, NIXL, and
+half of it UCX's first agent), so the next one is started ahead; it has an agent that nobody knows yet, and costs memory
+only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+import asynckv
+from asynckv.config import NixlConfig
+from asynckv.core.layout import Memory
+from asynckv.edges import process_wire as wire
+from asynckv.edges.process_main import COLLISION
+from asynckv.edges.sharing import Share, Shares
+from asynckv.errors import BackendError
+
+__all__ = ["DEATHS", "Keeper"]
+
+START_S = 30.0
+"""How long a child may take until its agent serves; it takes about one second."""
+
+SETTLE_S = 10.0
+"""How long after the engine's start the first one to stand by is started, which takes a core for half a second: then
+the engine has enough to do, and the others of its host, which start as well."""
+
+AHEAD_S = 1.0
+"""How long after another serves the next is started."""
+
+CLOSE_S = 10.0
+"""How long a child may take to let go by itself; it is killed then."""
+
+KILL_S = 5.0
+"""How long the kernel may take to end a child that was killed."""
+
+MAX_COLLISIONS = 32
+"""How often in a row a child may find the addresses taken: chance, of some percent for a pool of 64 GB."""
+
+DEATHS = 10
+DEATHS_S = 60.0
+"""So many deaths within so many seconds, and the next one serves when they are past."""
+
+
+class _Process:
+    """One child, until it was waited for.
+
+    Args:
+        shares: What it maps before all else.
+        setup: Its first order, which it answers by `Ready`.
+        collisions: How many before it found addresses taken.
+
+    Raises:
+        BackendError: No process can be started.
+    """
+
+    def __init__(self, shares: Sequence[Share], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
+        self.name, self.collisions = setup.agent_name, collisions
+        self.ready: wire.Ready | None = None
+        self.cause = ""
+        """What it had to say of its end."""
+        self.timer: asyncio.TimerHandle | None = None
+        ours, theirs = socket.socketpair()
+        # Like the modules of this process, wherever it found them; never those of the current folder.
+        home = str(Path(asynckv.__file__).parents[1])
+        path = os.pathsep.join([home, *(entry for entry in sys.path if entry)])
+        out = 2 if _is_open(2) else subprocess.DEVNULL
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "asynckv.edges.process_main", str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": path},
+                pass_fds=(theirs.fileno(), *fds),
+                stdin=subprocess.DEVNULL,
+                stdout=out,  # never into what the engine's process prints
+                stderr=out,
+                process_group=0,  # what the terminal sends is for the engine's process
+            )
+            self.exit_fd = os.pidfd_open(self._popen.pid)
+        except OSError as exc:
+            ours.close()
+            raise BackendError(f"the data plane's process cannot be started: {exc}") from exc
+        finally:
+            theirs.close()
+        self.link = wire.Link(ours)
+        self.link.send_bytes(json.dumps(shares).encode())
+        self.link.send([setup])
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
+
+    def kill(self) -> None:
+        """End it now; harmless if it has ended."""
+        self._popen.kill()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end, and see it off; False if it has not ended."""
+        if self._popen.returncode is not None:
+            return True
+        if not _wait_any({self.exit_fd: select.POLLIN}, seconds):
+            return False
+        self._popen.wait()
+        return True
+
+    @property
+    def is_collision(self) -> bool:
+        """It was waited for, and found addresses taken; another may fare better."""
+        return self._popen.returncode == COLLISION and self.collisions < MAX_COLLISIONS
+
+    @property
+    def end(self) -> str:
+        """How it ended, once it was waited for."""
+        status = self._popen.returncode
+        if status == COLLISION:
+            return f"found the addresses of the memory taken, {self.collisions + 1} times in a row"
+        if self.cause:
+            return self.cause
+        if status >= 0:
+            return f"exited with status {status}"
+        with suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by signal {-status}"
+
+    def close(self) -> None:
+        """Let go of the descriptors, once it was waited for."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.link.close()
+        os.close(self.exit_fd)
+
+
+def _wait_any(events: Mapping[int, int], seconds: float) -> bool:
+    """Wait for any of some events; False if none came. Descriptors may have any number."""
+    poll = select.poll()
+    for fd, event in events.items():
+        poll.register(fd, event)
+    return bool(poll.poll(max(0.0, seconds) * 1e3))
+
+
+def _is_open(fd: int) -> bool:
+    with suppress(OSError):
+        os.fstat(fd)
+        return True
+    return False
+
+
+class Keeper:
+    """One agent after the other, in processes of their own. Never blocks but in `start` and `close`.
+
+    Args:
+        config: Of the agents.
+        name: Of the first agent; those that follow get a number.
+        hear: Called with what the child that serves has to say, and after that with None, once per turn.
+        lost: Called when it has ended, and was waited for: why, and the seconds until another may serve.
+        served: Called when another serves.
+        deaths: How many ends within a minute are followed by another at once.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        name: str,
+        hear: Callable[[wire.News | None], None],
+        lost: Callable[[str, float], None],
+        served: Callable[[], None],
+        deaths: int = DEATHS,
+    ) -> None:
+        self._config, self._base_name = config, name
+        self._hear, self._lost, self._served = hear, lost, served
+        self._max_deaths = deaths
+        self._starts = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shares: Shares | None = None
+        self._memories: tuple[Memory, ...] = ()
+        self._current: _Process | None = None
+        self._next: _Process | None = None
+        """The one that stands by."""
+        self._ready = wire.Ready(b"", {})
+        self._name = name
+        self._decoder = msgspec.msgpack.Decoder(list[wire.News])
+        self._orders: list[wire.Order] = []
+        self._is_flush_due = self._is_closing = self._has_settled = False
+        self._ended = asyncio.Event()
+        """Set when there is no child."""
+        self._deaths: deque[float] = deque()
+        self._timers: list[asyncio.TimerHandle] = []
+        self.frames_out = self.frames_in = 0
+
+    @property
+    def is_serving(self) -> bool:
+        """There is an agent."""
+        return self._current is not None and self._current.ready is not None
+
+    @property
+    def is_closing(self) -> bool:
+        """No other follows."""
+        return self._is_closing
+
+    @property
+    def name(self) -> str:
+        """Of the agent that serves, or served last."""
+        return self._name
+
+    @property
+    def metadata(self) -> bytes:
+        """Of the agent that serves, or served last."""
+        return self._ready.metadata
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Versions and modes of that agent."""
+        return self._ready.facts
+
+    @property
+    def pid(self) -> int:
+        """Of the child that serves; 0 if none does."""
+        return self._current.pid if self._current is not None and self._current.ready is not None else 0
+
+    def stands_by(self) -> bool:
+        """Say whether another agent could serve at once."""
+        return self._next is not None and self._next.ready is not None
+
+    @property
+    def num_processes(self) -> int:
+        """Children that there are."""
+        return (self._current is not None) + (self._next is not None)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self, memories: Sequence[Memory]) -> None:
+        """Start a child and wait for its agent, at most `START_S`; after `SETTLE_S` another that stands by.
+
+        Raises:
+            BackendError: The memory cannot be shared (names the region and the remedy), or the child does not serve.
+        """
+        if self._shares is not None:
+            raise BackendError("a data plane in a process of its own serves already; `close()` first")
+        self._loop = asyncio.get_running_loop()
+        self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
+        self._has_settled = False
+        deadline = time.monotonic() + START_S
+        try:
+            process = self._current = self._spawn(0)
+            while process.ready is None:
+                process = self._current = self._await_ready(process, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self, collisions: int) -> _Process:
+        """Start a child, and give it its first order."""
+        assert self._shares is not None
+        assert self._loop is not None
+        self._starts += 1
+        name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
+        setup = wire.Setup(name, self._config, self._memories)
+        process = _Process(self._shares.shares, self._shares.fds, setup, collisions)
+        self._ended.clear()
+        self._loop.add_reader(process.link.fileno(), self._on_news, process)
+        self._loop.add_reader(process.exit_fd, self._on_exit, process)
+        if not process.link.flush():
+            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
+        process.timer = self._loop.call_later(START_S, self._on_late, process)
+        return process
+
+    def _await_ready(self, process: _Process, deadline: float) -> _Process:
+        """Wait for news of the first agent: what holds up the loop. Returns the child to wait for."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise BackendError(f"the data plane's process did not serve within {START_S:g} s")
+        events = select.POLLIN if process.link.flush() else select.POLLIN | select.POLLOUT
+        _wait_any({process.link.fileno(): events, process.exit_fd: select.POLLIN}, left)
+        self._take_news(process)
+        if not process.wait(0.0):
+            return process
+        self._take_news(process)
+        self._see_off(process)
+        if not process.is_collision:
+            self._current = None
+            raise BackendError(f"the data plane's process {process.end}")
+        return self._spawn(process.collisions + 1)
+
+    def _see_off(self, process: _Process) -> None:
+        """Let go of a child that was waited for."""
+        if self._loop is not None and not self._loop.is_closed():
+            for fd in (process.link.fileno(), process.exit_fd):
+                self._loop.remove_reader(fd)
+            self._loop.remove_writer(process.link.fileno())
+        process.close()
+
+    async def quiesce(self) -> None:
+        """Tell all children to end, and wait for them off the loop, at most `CLOSE_S`."""
+        self._begin_to_close()
+        if self.num_processes:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), CLOSE_S)
+        for process in (self._current, self._next):
+            if process is not None:
+                process.kill()
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent. Waits for children, at most `CLOSE_S`, and kills them then.
+
+        Raises:
+            BackendError: The kernel does not end one, so it may still write. Call again to wait again.
+        """
+        self._begin_to_close()
+        deadline = time.monotonic() + CLOSE_S
+        for process in (self._current, self._next):
+            if process is None:
+                continue
+            if not process.wait(deadline - time.monotonic()):
+                process.kill()
+            if not process.wait(KILL_S):
+                raise BackendError(
+                    f"the data plane's process {process.pid} does not end, {KILL_S:g} s after it was killed: memory "
+                    f"that is read into may still be written; keep it, and call close() again"
+                )
+            self._see_off(process)
+            if process is self._current:
+                self._current = None
+            else:
+                self._next = None
+        self._ended.set()
+        if self._shares is not None:
+            self._shares.close()
+            self._shares = None
+        self._deaths.clear()
+
+    def _begin_to_close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._current is not None:
+            self._orders.append(wire.Close())
+            self._flush()
+        if self._next is not None:
+            self._next.kill()  # nobody knows it, and nothing is under way
+
+    # -- deaths ------------------------------------------------------------------------------------
+
+    def _on_exit(self, process: _Process) -> None:
+        if not process.wait(0.0):
+            return
+        self._take_news(process)  # what it said before
+        self._see_off(process)
+        is_current = process is self._current
+        if is_current:
+            self._current = None
+        else:
+            self._next = None
+        if not self.num_processes:
+            self._ended.set()
+        if self._is_closing:
+            self._hear(None)
+        elif process.is_collision:
+            self._place(process.collisions + 1, is_current=is_current)
+        elif is_current:
+            self._die(process)
+        else:
+            # The one that stands by has ended by itself: nobody was served by it.
+            self._start_next(max(self._note_death(), AHEAD_S))
+
+    def _note_death(self) -> float:
+        """Return the seconds until another may serve."""
+        now = time.monotonic()
+        self._deaths.append(now)
+        while len(self._deaths) > self._max_deaths:
+            self._deaths.popleft()
+        if len(self._deaths) < self._max_deaths:
+            return 0.0
+        return max(0.0, self._deaths[0] + DEATHS_S - now)
+
+    def _die(self, process: _Process) -> None:
+        pause = self._note_death()
+        self._orders.clear()
+        self._lost(f"the data plane's process {process.end}", pause)
+        if pause:
+            self._later(pause, self._replace)
+        else:
+            self._replace()
+        self._hear(None)
+
+    def _replace(self) -> None:
+        """Let the one that stands by serve, or one that is started for that."""
+        if self._is_closing or self._current is not None:
+            return
+        self._current, self._next = self._next, None
+        if self._current is None:
+            self._place(0, is_current=True)
+        elif self._current.ready is not None:
+            self._serve(self._current.name, self._current.ready)
+
+    def _place(self, collisions: int, *, is_current: bool) -> None:
+        """Start a child for a place that is empty."""
+        if self._is_closing or (self._current if is_current else self._next) is not None:
+            return
+        try:
+            process = self._spawn(collisions)
+        except BackendError as exc:
+            self._later(max(self._note_death(), AHEAD_S), lambda: self._place(0, is_current=is_current))
+            if is_current:
+                self._lost(str(exc), AHEAD_S)
+                self._hear(None)
+            return
+        if is_current:
+            self._current = process
+        else:
+            self._next = process
+
+    def _start_next(self, delay: float) -> None:
+        self._later(delay, self._stand_by)
+
+    def _stand_by(self) -> None:
+        self._place(0, is_current=False)
+
+    def _later(self, delay: float, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        self._timers = [timer for timer in self._timers if not timer.cancelled() and timer.when() > now]
+        self._timers.append(self._loop.call_later(delay, call))
+
+    def _on_late(self, process: _Process) -> None:
+        process.cause = f"did not serve within {START_S:g} s"
+        process.kill()
+
+    # -- news and orders ---------------------------------------------------------------------------
+
+    def _on_news(self, process: _Process) -> None:
+        if not self._take_news(process):
+            # It has closed its end: whatever it is about, it serves nobody, and its end is told by the kernel.
+            assert self._loop is not None
+            self._loop.remove_reader(process.link.fileno())
+            if not self._is_closing:
+                process.kill()
+        if process is self._current:
+            self._hear(None)
+
+    def _take_news(self, process: _Process) -> bool:
+        """Take what a child says; False if it says nothing any more."""
+        frames, is_there = process.link.receive()
+        for frame in frames:
+            self.frames_in += 1
+            for news in self._decoder.decode(frame):
+                if isinstance(news, wire.Ready):
+                    self._on_ready(process, news)
+                elif isinstance(news, wire.Unready):
+                    process.cause = news.cause
+                elif process is self._current:
+                    self._hear(news)
+        return is_there
+
+    def _on_ready(self, process: _Process, ready: wire.Ready) -> None:
+        process.ready = ready
+        if process.timer is not None:
+            process.timer.cancel()
+        if process is self._current:
+            self._serve(process.name, ready)
+
+    def _serve(self, name: str, ready: wire.Ready) -> None:
+        self._name, self._ready = name, ready
+        self._served()
+        self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
+        self._has_settled = True
+
+    def order(self, order: wire.Order) -> None:
+        """Say something to the child that serves, with all else of this turn; nothing if none does."""
+        if not self.is_serving or self._is_closing:
+            return
+        self._orders.append(order)
+        if not self._is_flush_due:
+            assert self._loop is not None
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        process = self._current
+        if process is None or not self._orders:
+            return
+        self.frames_out += 1
+        is_sent = process.link.send(self._orders)
+        self._orders.clear()
+        if not is_sent:
+            assert self._loop is not None
+            self._loop.add_writer(process.link.fileno(), self._on_writable, process)
+
+    def _on_writable(self, process: _Process) -> None:
+        if process.link.flush():
+            assert self._loop is not None
+            self._loop.remove_writer(process.link.fileno())

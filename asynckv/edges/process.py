@@ -1,0 +1,377 @@
+"""The data plane of which a part lives in a process of its own: what can die inside UCX dies there.
+
+Remote readers always reach the agent of the child (`keeper.py`), because it is the owner's process that UCX can end.
+Our own reads are either posted by a `NixlPlane` here, as ever, or go through the child as well: orders of a turn of
+the loop as one frame, and no call waits for an answer. When the child ends, whatever it had posted has ended
+(`Ending.FAILED`), and the engine is told (`AgentLost`, `AgentReplaced`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import assert_never
+
+from asynckv.config import NixlConfig
+from asynckv.core.layout import Memory
+from asynckv.core.plan import PieceTable
+from asynckv.core.types import TransferId
+from asynckv.edges import process_wire as wire
+from asynckv.edges.keeper import DEATHS, Keeper
+from asynckv.errors import BackendError
+from asynckv.ports import AgentLost, AgentReplaced, DataNews, DataPlane, Ended, Ending
+
+__all__ = ["ProcessPlane", "ServingPlane"]
+
+IndexArray = wire.IndexArray
+
+
+class _Kept:
+    """What both planes have in common: an agent in a child, and how its ends are told."""
+
+    def __init__(self, config: NixlConfig, agent_name: str, *, reads: bool, deaths: int) -> None:
+        self._reads = reads
+        self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths)
+        self._on_ready: Callable[[], None] = lambda: None
+        self._inbox: list[DataNews] = []
+        self._is_watched = False
+        self._cause = ""
+        self._lost_at = 0.0
+        """Since when there is no agent; 0 if there is one."""
+        self._num_failed = 0
+        self._num_restarts = 0
+        self._stats: dict[str, int] = {}
+
+    @property
+    def agent_name(self) -> str:
+        """Another for every agent."""
+        return self._keeper.name
+
+    @property
+    def pid(self) -> int:
+        """Of the child that serves; 0 if none does."""
+        return self._keeper.pid
+
+    def metadata(self) -> bytes:
+        """Return the metadata of the child's agent."""
+        return self._keeper.metadata
+
+    def watch(self, serving: bool) -> None:
+        """Have the child make progress for remote readers, or not."""
+        self._is_watched = serving
+        self._keeper.order(wire.Watch(serving))
+
+    def _hear(self, news: wire.News | None) -> None:
+        """Take what the child says; after that, tell the engine."""
+        match news:
+            case None:
+                if self._inbox:
+                    self._on_ready()
+            case wire.Stats(values):
+                self._stats = values
+            case wire.Ends(ends):
+                self._take_ends(ends)
+            case wire.Loaded(number, cause):
+                self._take_loaded(number, cause)
+            case wire.Ready() | wire.Unready():
+                pass  # the keeper's
+            case _:
+                assert_never(news)
+
+    def _lost(self, cause: str, pause_s: float) -> None:
+        """The child was waited for: nothing of it writes any more."""
+        self._cause = cause
+        if not self._lost_at:
+            self._lost_at = time.monotonic()
+            self._num_failed = self._fail_all(cause)
+        self._inbox.append(AgentLost(cause, pause_s, self._reads))
+
+    def _served(self) -> None:
+        if self._is_watched:
+            self._keeper.order(wire.Watch(True))
+        if self._lost_at:
+            seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
+            self._num_restarts += 1
+            name, metadata = self._keeper.name, self._keeper.metadata
+            self._inbox.append(AgentReplaced(name, metadata, self._cause, seconds, self._num_failed))
+        self._cause = ""
+
+    def _take_ends(self, ends: Sequence[Ended]) -> None:
+        """News of transfers; there are none if the child posts none."""
+
+    def _take_loaded(self, number: int, cause: str) -> None:
+        """News of a peer; there are none if the child loads none."""
+
+    def _fail_all(self, cause: str) -> int:
+        """End what the child had posted; how much that was."""
+        return 0
+
+    def _take_inbox(self) -> list[DataNews]:
+        news, self._inbox = self._inbox, []
+        return news
+
+    def _forget(self) -> None:
+        self._inbox.clear()
+        self._is_watched, self._lost_at = False, 0.0
+
+    def _counts(self) -> dict[str, int]:
+        return {
+            "restarts": self._num_restarts,
+            "processes": self._keeper.num_processes,
+            "frames_out": self._keeper.frames_out,
+            "frames_in": self._keeper.frames_in,
+        }
+
+    def _place(self) -> str:
+        return f"process {self.pid}" if self.pid else "no process now"
+
+
+class ServingPlane(_Kept):
+    """Reads here, by a plane of this process; remote readers reach an agent in a process of its own.
+
+    Args:
+        config: Of the agent that serves.
+        agent_name: Unique per process start; later agents of this plane get a number.
+        reader: Posts our own reads; nobody is told of its agent.
+        deaths: How many ends of the child within a minute are followed by another at once.
+    """
+
+    def __init__(self, config: NixlConfig, agent_name: str, reader: DataPlane, *, deaths: int = DEATHS) -> None:
+        super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths)
+        self._reader = reader
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Start the reader; the child is started when it is known what it maps."""
+        self._on_ready = on_ready
+        self._reader.start(on_ready)
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Register the memory here and in a child, and wait for its agent."""
+        self._reader.register(memories)
+        self._keeper.start(memories)
+
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Load a peer here."""
+        await self._reader.prepare_peer(name, metadata)
+
+    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+        """Prepare a table here."""
+        self._reader.add_table(name, table, memories, remote)
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Forget a table here."""
+        self._reader.remove_table(name, table_id)
+
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
+        """Forget a peer here."""
+        self._reader.remove_peer(name, keep=keep)
+
+    def post_read(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> Ended | None:
+        """Post a read here."""
+        return self._reader.post_read(transfer_id, name, table_id, local, remote)
+
+    def poll(self) -> list[DataNews]:
+        """Return news of reads, and of the agent that serves."""
+        return [*self._reader.poll(), *self._take_inbox()]
+
+    def statistics(self) -> dict[str, int]:
+        """Count reads here; what the present child counts (`serving.`) is up to a tenth of a second old."""
+        serving = {f"serving.{key}": value for key, value in self._stats.items()}
+        return {**self._reader.statistics(), **serving, **self._counts()}
+
+    def describe(self) -> dict[str, str]:
+        """Name versions and modes of the plane that reads, and where remote readers are served."""
+        return {**self._reader.describe(), "serving": self._place()}
+
+    async def quiesce(self) -> None:
+        """Stop what reads and what serves."""
+        await asyncio.gather(self._reader.quiesce(), self._keeper.quiesce())
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent.
+
+        Raises:
+            BackendError: Something may still write. Call again to wait again.
+        """
+        try:
+            self._keeper.close()
+        finally:
+            self._reader.close()
+        self._forget()
+
+
+class ProcessPlane(_Kept):
+    """Everything in a process of its own, reads as well.
+
+    Args:
+        config: As for `NixlPlane`, which runs there.
+        agent_name: Unique per process start; later agents of this plane get a number.
+        deaths: How many ends of the child within a minute are followed by another at once.
+    """
+
+    def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS) -> None:
+        super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths)
+        self._users: Counter[str] = Counter()
+        """Peers, and how often they were prepared."""
+        self._loads: dict[int, asyncio.Future[None]] = {}
+        self._num_loads = 0
+        self._settled = asyncio.Event()
+        """Set when an agent serves, or none will for a while."""
+        self._running: set[TransferId] = set()
+        """Transfers that have not ended, those in doubt included."""
+        self._doubtful: set[TransferId] = set()
+        self._num_posts = 0
+
+    def start(self, on_ready: Callable[[], None]) -> None:
+        """Note whom to tell; the child is started when it is known what it maps."""
+        self._on_ready = on_ready
+
+    def register(self, memories: Sequence[Memory]) -> None:
+        """Register the memory in a child, and wait for its agent."""
+        self._keeper.start(memories)
+
+    # -- peers and transfers -----------------------------------------------------------------------
+
+    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+        """Load a peer in the child; while there is none, once there is."""
+        while not self._keeper.is_serving or self._keeper.is_closing:
+            if self._keeper.is_closing or self._settled.is_set():
+                raise BackendError(self._cause or "the data plane was closed")
+            await self._settled.wait()
+        future = asyncio.get_running_loop().create_future()
+        self._num_loads += 1
+        self._loads[self._num_loads] = future
+        agent = self._keeper.name
+        self._keeper.order(wire.Load(self._num_loads, name, metadata))
+        await future
+        if agent != self._keeper.name or not self._keeper.is_serving:
+            raise BackendError(f"{name} was loaded by a process that has ended")
+        self._users[name] += 1
+
+    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+        """Have a table prepared; what NIXL has against it, reads of it tell."""
+        if table.num_rows == 0:
+            return
+        if name not in self._users:
+            raise BackendError(f"peer {name} is not loaded")
+        arrays = (table.length.tobytes(), table.local.tobytes(), table.remote.tobytes())
+        blocks = table.local_blocks, table.remote_blocks
+        self._keeper.order(wire.AddTable(name, table.table_id, *arrays, *blocks, tuple(memories), tuple(remote)))
+
+    def remove_table(self, name: str, table_id: int) -> None:
+        """Have a table forgotten."""
+        if name in self._users:
+            self._keeper.order(wire.RemoveTable(name, table_id))
+
+    def remove_peer(self, name: str, *, keep: bool = False) -> None:
+        """Have a peer forgotten."""
+        if name in self._users:
+            self._keeper.order(wire.Drop(name, keep))
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+
+    def post_read(
+        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
+    ) -> Ended | None:
+        """Hand a read to the child; only without one is anything known at once."""
+        self._num_posts += 1
+        if not self._keeper.is_serving or self._keeper.is_closing:
+            return Ended(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")
+        self._running.add(transfer_id)
+        self._keeper.order(wire.Read(transfer_id, name, table_id, local.tobytes(), remote.tobytes()))
+        return None
+
+    def poll(self) -> list[DataNews]:
+        """Return news; progress for remote readers is the child's."""
+        return self._take_inbox()
+
+    def _take_ends(self, ends: Sequence[Ended]) -> None:
+        for ended in ends:
+            if ended.transfer_id not in self._running:
+                continue
+            if ended.ending is Ending.IN_DOUBT:
+                self._doubtful.add(ended.transfer_id)
+            else:
+                self._running.discard(ended.transfer_id)
+                self._doubtful.discard(ended.transfer_id)
+            self._inbox.append(ended)
+
+    def _take_loaded(self, number: int, cause: str) -> None:
+        future = self._loads.pop(number, None)
+        if future is not None and not future.done():
+            if cause:
+                future.set_exception(BackendError(cause))
+            else:
+                future.set_result(None)
+
+    def _fail_all(self, cause: str) -> int:
+        running = sorted(self._running)
+        self._inbox += [Ended(each, Ending.FAILED, cause) for each in running]
+        self._running.clear()
+        self._doubtful.clear()
+        self._users.clear()
+        self._fail_loads(cause)
+        return len(running)
+
+    def _fail_loads(self, cause: str) -> None:
+        loads, self._loads = self._loads, {}
+        for future in loads.values():
+            if not future.done():
+                future.set_exception(BackendError(cause))
+
+    def _lost(self, cause: str, pause_s: float) -> None:
+        super()._lost(cause, pause_s)
+        # Nobody waits so long for the next.
+        if pause_s:
+            self._settled.set()
+        else:
+            self._settled.clear()
+
+    def _served(self) -> None:
+        super()._served()
+        self._settled.set()
+
+    # -- questions and the end ---------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Count transfers and restarts; what the present child counts is up to a tenth of a second old."""
+        return {
+            **self._stats,
+            **self._counts(),
+            "posts": self._num_posts,
+            "running": len(self._running) - len(self._doubtful),
+            "in_doubt": len(self._doubtful),
+            "peers": len(self._users),
+        }
+
+    def describe(self) -> dict[str, str]:
+        """Name versions and modes of the child's agent, and the child."""
+        return {**self._keeper.facts, "serving": self._place(), "reading": "by the same process"}
+
+    async def quiesce(self) -> None:
+        """Tell the child to end, and wait for it off the loop."""
+        self._settled.set()
+        await self._keeper.quiesce()
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent.
+
+        Raises:
+            BackendError: The child does not end, and may still write. Call again to wait again.
+        """
+        self._settled.set()
+        self._keeper.close()
+        self._fail_loads("the data plane was closed")
+        for each in (self._users, self._running, self._doubtful):
+            each.clear()
+        self._forget()
+
+
+def _in_child(config: NixlConfig, **changes: int) -> NixlConfig:
+    return replace(config, process="never", **changes)  # type: ignore[arg-type]

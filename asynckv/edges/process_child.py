@@ -1,0 +1,186 @@
+"""What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any, assert_never
+
+import msgspec
+import numpy as np
+
+from asynckv.core.plan import Cut, PieceTable
+from asynckv.edges import process_wire as wire
+from asynckv.edges.nixl import NixlPlane
+from asynckv.errors import BackendError
+from asynckv.ports import Ended, Ending
+
+__all__ = ["Child"]
+
+TELL_S = 0.0005
+"""News waits no longer than this for what was ordered after it."""
+
+STATS_S = 0.1
+"""How soon after a change gauges and counters are told."""
+
+BROKEN = 70
+"""Exit status: a bug, of which a traceback was printed."""
+
+_NO_CUT = Cut(0, 0, 0, 0, 1)
+
+
+class Child:
+    """Obeys one engine.
+
+    Args:
+        link: The socket to it.
+    """
+
+    def __init__(self, link: wire.Link) -> None:
+        self._link = link
+        self._orders = msgspec.msgpack.Decoder(list[wire.Order])
+        self._plane: NixlPlane | None = None
+        self._news: list[Ended] = []
+        self._told_at = 0.0
+        self._refused: dict[tuple[str, int], str] = {}
+        """Tables that NIXL refused, and why: reads of them fail."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stats: dict[str, int] = {}
+        self._stats_due: asyncio.TimerHandle | None = None
+        self._is_writing = False
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until told to end, or nobody is there to tell it."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_end_at_once)
+        self._loop.add_reader(self._link.fileno(), self._on_orders)
+        await self._over.wait()
+        self._loop.remove_reader(self._link.fileno())
+        if self._plane is not None:
+            await self._plane.quiesce()
+            # A peer that is being loaded has the agent; nobody waits for it any more.
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._plane.close()
+
+    # -- orders ------------------------------------------------------------------------------------
+
+    def _on_orders(self) -> None:
+        frames, is_there = self._link.receive()
+        for frame in frames:
+            for order in self._orders.decode(frame):
+                self._obey(order)
+                if self._news and time.monotonic() - self._told_at > TELL_S:
+                    self._tell()
+        self._tell()
+        if not is_there:
+            self._over.set()
+
+    def _obey(self, order: wire.Order) -> None:
+        match order:
+            case wire.Read():
+                self._read(order)
+            case wire.Load():
+                task = self._loop.create_task(self._load(order))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case wire.AddTable():
+                self._add_table(order)
+            case wire.RemoveTable(name, table_id):
+                self._refused.pop((name, table_id), None)
+                if self._plane is not None:
+                    self._plane.remove_table(name, table_id)
+            case wire.Drop(name, keep):
+                if self._plane is not None:
+                    self._plane.remove_peer(name, keep=keep)
+            case wire.Watch(serving):
+                if self._plane is not None:
+                    self._plane.watch(serving)
+            case wire.Setup():
+                self._set_up(order)
+            case wire.Close():
+                self._over.set()
+            case _:
+                assert_never(order)
+
+    def _set_up(self, order: wire.Setup) -> None:
+        plane = NixlPlane(order.config, order.agent_name)
+        try:
+            plane.start(self._on_ready)
+            plane.register(order.memories)
+        except BackendError as exc:
+            self._say(wire.Unready(str(exc)))
+            self._over.set()
+            return
+        self._plane = plane
+        self._say(wire.Ready(plane.metadata(), plane.describe()))
+
+    def _read(self, order: wire.Read) -> None:
+        if (cause := self._refused.get((order.name, order.table_id))) is not None:
+            self._news.append(Ended(order.transfer_id, Ending.FAILED, cause))
+            return
+        assert self._plane is not None
+        local, remote = (np.frombuffer(indices, np.int32) for indices in (order.local, order.remote))
+        ended = self._plane.post_read(order.transfer_id, order.name, order.table_id, local, remote)
+        if ended is not None:
+            self._news.append(ended)
+
+    def _add_table(self, order: wire.AddTable) -> None:
+        assert self._plane is not None
+        length = np.frombuffer(order.length, np.int64)
+        local, remote = (np.frombuffer(rows, np.int64).reshape(-1, 3) for rows in (order.local, order.remote))
+        table = PieceTable(order.table_id, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks)
+        try:
+            self._plane.add_table(order.name, table, order.memories, order.theirs)
+        except BackendError as exc:
+            self._refused[order.name, order.table_id] = str(exc)
+
+    async def _load(self, order: wire.Load) -> None:
+        assert self._plane is not None
+        cause = ""
+        try:
+            await self._plane.prepare_peer(order.name, order.metadata)
+        except Exception as exc:
+            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
+        self._say(wire.Loaded(order.number, cause))
+
+    # -- news --------------------------------------------------------------------------------------
+
+    def _on_ready(self) -> None:
+        if self._plane is not None and (news := self._plane.poll()):
+            self._news += news
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told_at = time.monotonic()
+        if self._news:
+            news, self._news = self._news, []
+            self._say(wire.Ends(tuple(news)))
+        if self._stats_due is None:
+            self._stats_due = self._loop.call_later(STATS_S, self._tell_stats)
+
+    def _tell_stats(self) -> None:
+        self._stats_due = None
+        stats = self._plane.statistics() if self._plane is not None else {}
+        if stats != self._stats:
+            self._stats = stats
+            self._say(wire.Stats(stats))
+
+    def _say(self, news: wire.News) -> None:
+        if not self._link.send([news]) and not self._is_writing:
+            self._is_writing = True
+            self._loop.add_writer(self._link.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        if self._link.flush():
+            self._is_writing = False
+            self._loop.remove_writer(self._link.fileno())
+
+
+def _end_at_once(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A bug: who has a clean end to report knows what was not done; a process that goes on would not."""
+    loop.default_exception_handler(context)
+    os._exit(BROKEN)

@@ -1,0 +1,91 @@
+"""The data plane's own process: maps the engine's memory where the engine has it, then runs `NixlPlane` for it.
+
+Started by `edges/process.py` as `python -m asynckv.edges.process_main SOCKET`. What to map comes first, one line of
+JSON; it is mapped before anything large is imported, because nothing else may lie at those addresses. It ends with its
+engine: when the socket is closed, and whenever the kernel sees its parent end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asynckv.edges.process_wire import Link
+
+__all__ = ["COLLISION", "main"]
+
+COLLISION = 75
+"""Exit status: something of this process lies where memory was to be mapped; another process may fare better."""
+
+UNMAPPABLE = 76
+"""Exit status: the system does not let this memory be mapped."""
+
+PR_SET_PDEATHSIG = 1
+MAP_SHARED = 0x01
+MAP_FIXED_NOREPLACE = 0x100000
+PROT_READ_WRITE = 0x3
+EEXIST = 17
+
+
+def main() -> None:
+    """Map, import, serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    _map(json.loads(_first_line(end)))
+
+    # Only now: what follows brings libraries and threads, which may lie anywhere.
+    from asynckv.edges.process_wire import Link
+
+    _serve(Link(end))
+
+
+def _first_line(end: socket.socket) -> bytes:
+    """Read what is to be mapped, and nothing of what follows."""
+    size = int.from_bytes(_exactly(end, 4), "little")
+    return _exactly(end, size)
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = end.recv(size - len(data))
+        if not more:
+            sys.exit(0)  # nobody is there any more
+        data += more
+    return data
+
+
+def _map(shares: list[tuple[int, int, int, int]]) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    for fd, offset, address, length in shares:
+        flags = MAP_SHARED | MAP_FIXED_NOREPLACE
+        found = libc.mmap(address, length, PROT_READ_WRITE, flags, fd, offset)
+        if found != address:
+            error = ctypes.get_errno()
+            if error == EEXIST or found != ctypes.c_void_p(-1).value:  # an old kernel maps elsewhere
+                os._exit(COLLISION)
+            print(f"{length} bytes at {address:#x} cannot be mapped: {os.strerror(error)}", file=sys.stderr)
+            os._exit(UNMAPPABLE)
+    for fd in {share[0] for share in shares}:
+        os.close(fd)
+
+
+def _serve(link: Link) -> None:
+    import asyncio
+
+    from asynckv.edges.process_child import Child
+
+    asyncio.run(Child(link).run())
+
+
+if __name__ == "__main__":
+    main()

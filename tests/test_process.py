@@ -1,0 +1,459 @@
+"""The data plane's own process dies, and the engine goes on: simulated first, then killed for real over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from asynckv import (
+    BackendError,
+    Engine,
+    EngineConfig,
+    LeaseConfig,
+    NixlConfig,
+    PrefillGroup,
+    PullConfig,
+    ReadFailed,
+    Registration,
+    register_memory,
+    shared_memory,
+)
+from asynckv.core.layout import Memory
+from asynckv.core.messages import Release, decode_packet
+from asynckv.core.types import TransferId
+from asynckv.edges import keeper
+from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.ports import AgentLost, AgentReplaced, Ended, Ending
+from tests.engines import Bench, Side, until
+from tests.world import make_layout
+
+pytestmark = pytest.mark.anyio
+
+# -- the core, simulated -----------------------------------------------------------------------------
+
+
+def held(side: Side) -> list[str]:
+    side.engine.check_integrity()
+    return [hold.request_id for hold in side.engine.holds()]
+
+
+async def passing(sim: Bench, task: asyncio.Task[Any]) -> Any:
+    """Let time pass until a task is done."""
+    with anyio.fail_after(20):
+        while not task.done():
+            await asyncio.sleep(0)
+            sim.clock.advance(0.02)
+    return await task
+
+
+def hellos(side: Side) -> int:
+    return side.engine.statistics().counters["sent.hello"]
+
+
+def says_release(packet: bytes) -> bool:
+    return any(isinstance(message, Release) for message in decode_packet(packet).messages)
+
+
+def state(side: Side) -> str:
+    (peer,) = side.engine._node.pulling.peers.values()
+    return peer.state.value
+
+
+async def test_our_own_agent_dies_in_mid_read_and_the_retry_meets_the_same_rank_anew(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1, 2])], 32, written=True)
+        lent = prefill.engine.lend(params)
+        pull = decode.engine.pull("d", [(0, [6, 7])], params, retries=1)
+        task = asyncio.create_task(pull)
+        await until(lambda: decode.data and decode.data.running)
+        decode.data.lose_agent()
+        await until(lambda: state(decode) == "new")
+        # The blocks are free again, for nothing writes them any more, and the rank is still owed its release.
+        assert held(decode) == ["d"]
+        decode.data.replace_agent()
+        while not decode.data.running:
+            sim.clock.advance(0.02)
+            await asyncio.sleep(0)
+        decode.data.finish()
+        result = await passing(sim, task)
+        assert result.attempts == 2
+        assert decode.blocks([6, 7]) == prefill.blocks([1, 2])
+        end = await passing(sim, asyncio.create_task(lent.wait_released()))
+        assert (end.cause, end.readers) == ("released", {"decode/tp0": "complete"})
+        assert held(decode) == held(prefill) == []
+
+
+async def test_pulls_fail_as_retryable_when_our_own_agent_dies_whatever_they_were_at(sim: Bench) -> None:
+    async with sim.pair(pull=PullConfig(window_requests=1, total_requests=1)) as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        tasks = []
+        for i in range(3):  # one reads, two wait for their turn
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            prefill.engine.lend(params)
+            tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params)))
+        await until(lambda: decode.data and decode.data.running)
+        decode.data.lose_agent()
+        for task in tasks:
+            with pytest.raises(ReadFailed, match=r"(killed|failed) on request") as caught:
+                await passing(sim, task)
+            assert caught.value.is_retryable
+            assert not caught.value.held
+        assert held(decode) == []
+        # Nothing that was meant for the old agent is done with the new one.
+        assert decode.engine.statistics().counters["agents_lost"] == 1
+        decode.data.replace_agent()
+        decode.data.deferred = False
+        params = group.make_params("r9", [(0, [9])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d9", [(0, [6])], params)
+        assert decode.blocks([6]) == prefill.blocks([9])
+        assert "internal_errors" not in decode.engine.statistics().counters
+
+
+async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_another_agent(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert prefill.data is not None
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, retries=3))
+        await until(lambda: decode.data and decode.data.running)
+        before, epoch = prefill.engine.endpoint, prefill.engine.memory_epoch
+        prefill.data.lose_agent(reads=False)
+        # It greets nobody while it has no agent: to load what is dead would be in vain. It says so when it has one.
+        while hellos(decode) < 2:
+            sim.clock.advance(0.02)
+            await asyncio.sleep(0)
+        assert not lent.is_over
+        prefill.data.replace_agent()
+        await until(lambda: decode.data and decode.data.running)
+        assert hellos(decode) == 2
+        decode.data.finish()
+        assert (await passing(sim, task)).attempts == 2
+        assert (prefill.engine.endpoint, prefill.engine.memory_epoch) == (before, epoch)
+        assert decode.blocks([6]) == prefill.blocks([1])
+        assert (await passing(sim, asyncio.create_task(lent.wait_released()))).cause == "released"
+
+
+async def test_losing_what_serves_touches_no_read_of_ours(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
+        await until(lambda: decode.data and decode.data.running)
+        decode.data.lose_agent(reads=False)
+        decode.data.replace_agent()
+        await until(lambda: decode.engine.statistics().counters.get("agents_lost"))
+        decode.data.finish()
+        assert (await passing(sim, task)).attempts == 1
+
+
+async def test_a_release_goes_on_being_said_after_our_own_agent_died(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        sim.network.fate = lambda sender, to, packet: "drop" if says_release(packet) else "deliver"
+        await passing(sim, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not lent.is_over
+        decode.data.lose_agent()
+        await until(lambda: state(decode) == "new")
+        sim.network.fate = lambda sender, to, packet: "deliver"
+        assert (await passing(sim, asyncio.create_task(lent.wait_released()))).cause == "released"
+
+
+# -- real processes ----------------------------------------------------------------------------------
+
+BLOCKS, HEAD_DIM = 64, 4096
+"""Blocks of 4 MiB in all layers: a read takes long enough to be killed in the middle."""
+
+Where = Literal["serving", "always"]
+
+
+class Real:
+    """An engine whose memory is shared."""
+
+    def __init__(self, engine_id: str, seed: int, process: Where, **config: Any) -> None:
+        registration, self.arrays = pool(seed)
+        nixl = NixlConfig(process=process, posting_threads=1)
+        self.engine = Engine(EngineConfig(engine_id=engine_id, nixl=nixl, **config), registration)
+
+    @property
+    def plane(self) -> ProcessPlane | ServingPlane:
+        plane = self.engine._data
+        assert isinstance(plane, ProcessPlane | ServingPlane)
+        return plane
+
+    def blocks(self, ids: list[int]) -> bytes:
+        return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
+
+
+def pool(seed: int) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    layout = make_layout(0, 1, num_blocks=BLOCKS, block_size=16, head_dim=HEAD_DIM)
+    arrays = [np.frombuffer(shared_memory(m.length), np.uint8) for m in layout.memories]
+    for i, array in enumerate(arrays):
+        array[:] = np.random.default_rng(seed + i).integers(0, 256, array.nbytes, np.uint8)
+    layout = msgspec.structs.replace(layout, memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in arrays))
+    return register_memory(layout, tuple(arrays)), arrays
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else begins when these engines do."""
+    monkeypatch.setattr(keeper, "SETTLE_S", 0.5)
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the children may use."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+
+
+@contextlib.asynccontextmanager
+async def pair(process: Where, **config: Any) -> AsyncIterator[tuple[Real, Real, PrefillGroup]]:
+    prefill, decode = Real("prefill", 1, process, **config), Real("decode", 100, process, **config)
+    async with prefill.engine, decode.engine:
+        yield prefill, decode, PrefillGroup("prefill", [prefill.engine.endpoint])
+
+
+async def stands_by(*sides: Real) -> None:
+    """Wait until a second child of each has its agent."""
+    for side in sides:
+        await until(side.plane._keeper.stands_by)
+
+
+def children() -> set[str]:
+    return set(Path("/proc/self/task", str(os.getpid()), "children").read_text().split())
+
+
+def has(news: list[Any], count: int) -> bool:
+    return len(news) == count
+
+
+def usage() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.usefixtures("over_tcp")
+@pytest.mark.parametrize(("process", "victim"), [("always", "decode"), ("always", "prefill"), ("serving", "prefill")])
+async def test_a_child_that_is_killed_in_mid_read_costs_one_attempt(
+    process: Where, victim: Literal["prefill", "decode"]
+) -> None:
+    """Whoever's it is. The owner's is stopped first, so that the read is surely under way."""
+    ids = list(range(32))
+    async with pair(process, lease=LeaseConfig(lease_s=10.0)) as (prefill, decode, group):
+
+        async def pull(number: int, **how: Any) -> Any:
+            params = group.make_params(f"r{number}", [(0, ids)], 16 * len(ids), written=True)
+            lent = prefill.engine.lend(params)
+            mine = [63 - i for i in ids] if number % 2 else [63 - i for i in reversed(ids)]
+            result = await decode.engine.pull(f"d{number}", [(0, mine)], params, timeout_s=30.0, **how)
+            assert decode.blocks(mine) == prefill.blocks(ids)
+            assert (await lent.wait_released()).cause == "released"
+            return result
+
+        await pull(0)
+        await stands_by(prefill, decode)
+        for number in (1, 2):
+            owner = prefill.plane.pid
+            os.kill(owner, signal.SIGSTOP)
+            task = asyncio.create_task(pull(number, retries=5))
+            await until(lambda: decode.engine.statistics().gauges["transfers"])
+            os.kill(decode.plane.pid if victim == "decode" else owner, signal.SIGKILL)
+            if victim == "decode":
+                os.kill(owner, signal.SIGCONT)
+            assert (await task).attempts == 2
+            await stands_by(prefill, decode)
+        hit, other = (decode, prefill) if victim == "decode" else (prefill, decode)
+        assert hit.plane.statistics()["restarts"] == 2
+        assert other.plane.statistics()["restarts"] <= (2 if victim == "decode" else 0)  # that of UCX's own doing
+        for side in (prefill, decode):
+            side.engine.check_integrity()
+            assert side.engine.holds() == ()
+            assert side.plane.statistics()["running"] == 0
+        assert (await pull(9)).attempts == 1
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.usefixtures("over_tcp")
+async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_child_dies() -> None:
+    registration, arrays = pool(1)
+    news: list[Any] = []
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=1000)
+    before = children()
+    plane.start(lambda: news.extend(plane.poll()))
+    plane.register(registration.layout.memories)
+    kept, seen, pids = plane._keeper, [], set[int]()
+    for number in range(8):
+        await until(kept.stands_by)
+        seen.append((*usage(), len(children() - before)))
+        pids.add(plane.pid)
+        os.kill(plane.pid, signal.SIGKILL)
+        await until(functools.partial(has, news, 2 * (number + 1)))
+    assert len(pids) == 8
+    assert len(set(seen)) == 1, seen
+    assert [type(each) for each in news] == [AgentLost, AgentReplaced] * 8
+    assert {each.agent_name for each in news[1::2]} == {f"kept-{n}" for n in range(2, 10)}
+    assert max(each.seconds for each in news[1::2]) < 1.0
+    await plane.quiesce()
+    plane.close()
+    assert children() <= before
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everything_fails_fast() -> None:
+    registration, arrays = pool(1)
+    news: list[Any] = []
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=1)
+    plane.start(lambda: news.extend(plane.poll()))
+    plane.register(registration.layout.memories)
+    transfer = plane.post_read(TransferId(1), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
+    os.kill(plane.pid, signal.SIGKILL)
+    await until(lambda: any(isinstance(each, AgentLost) for each in news))
+    assert transfer is None
+    ended, lost = news
+    cause = "the data plane's process was ended by SIGKILL"
+    assert ended == Ended(TransferId(1), Ending.FAILED, cause)
+    assert (lost.cause, lost.pause_s > 50, lost.reads) == (cause, True, True)
+    assert plane.pid == 0
+    with pytest.raises(BackendError, match="SIGKILL"):
+        await plane.prepare_peer("somebody", b"")
+    at_once = plane.post_read(TransferId(2), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
+    assert at_once == Ended(TransferId(2), Ending.FAILED, cause)
+    plane.close()
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_a_child_that_does_not_let_go_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "CLOSE_S", 0.3)
+    registration, arrays = pool(1)
+    before = children()
+    for how in ("quiesce", "close"):
+        plane = ServingPlane(NixlConfig(), f"kept-{how}", ProcessPlane(NixlConfig(), f"reads-{how}"))
+        plane.start(lambda: None)
+        plane.register(registration.layout.memories)
+        os.kill(plane.pid, signal.SIGSTOP)
+        if how == "quiesce":
+            with anyio.fail_after(5):
+                await plane.quiesce()
+        plane.close()
+        plane.close()
+        assert children() <= before
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["serving", "always"])
+async def test_an_engine_sleeps_and_wakes_with_its_own_process(process: Where) -> None:
+    async with pair(process) as (prefill, decode, group):
+        before = children()
+        await prefill.engine.suspend()
+        assert len(children()) < len(before)
+        assert prefill.plane.pid == 0
+        prefill.arrays[0][:] = 7  # nothing reads or writes it
+        await prefill.engine.resume()
+        group = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch)
+        params = group.make_params("r", [(0, [3])], 16, written=True)
+        prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [5])], params)
+        assert decode.blocks([5]) == prefill.blocks([3])
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_memory_that_cannot_be_shared_fails_the_start_and_leaves_nothing_running() -> None:
+    layout = make_layout(0, 1, num_blocks=4, block_size=16, head_dim=32)
+    arrays = [np.zeros(m.length, np.uint8) for m in layout.memories]
+    layout = msgspec.structs.replace(layout, memories=tuple(Memory(a.ctypes.data, a.nbytes) for a in arrays))
+    before = children()
+    engine = Engine(
+        EngineConfig(engine_id="prefill", nixl=NixlConfig(process="serving")), register_memory(layout, tuple(arrays))
+    )
+    with pytest.raises(BackendError, match=r"memory 0 \(\d+ bytes at 0x\w+\) is private to this process; allocate it"):
+        await engine.start()
+    await engine.aclose()
+    assert children() == before
+
+
+PARENT = """
+import asyncio, sys
+import numpy as np
+from asynckv import NixlConfig, shared_memory
+from asynckv.core.layout import Memory
+from asynckv.edges import keeper
+from asynckv.edges.process import ProcessPlane
+
+async def main():
+    keeper.SETTLE_S = 0.5
+    memory = np.frombuffer(shared_memory(1 << 20), np.uint8)
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "orphan")
+    plane.start(lambda: None)
+    plane.register([Memory(memory.ctypes.data, memory.nbytes)])
+    while plane.statistics()["processes"] < 2:
+        await asyncio.sleep(0.01)
+    print(plane.pid, plane._keeper._next.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_children_end_with_their_engine_and_print_nothing_into_its_output(how: signal.Signals, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(keeper.__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=env,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        watches = [os.pidfd_open(pid) for pid in pids]
+        try:
+            assert len(pids) == 2
+            # As a terminal does: to the whole group, of which the children are no part.
+            os.killpg(parent.pid, how)
+            assert parent.stdout.read() == ""
+            for watch in watches:
+                assert select.select([watch], [], [], 10)[0]
+        finally:
+            for watch in watches:
+                os.close(watch)

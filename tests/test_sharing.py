@@ -1,0 +1,226 @@
+"""Memory that another process can map, and where that process is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing import shared_memory as stdlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, shared_memory
+from asynckv.core.layout import Memory
+from asynckv.edges import choice, transports
+from asynckv.edges.nixl import NixlPlane
+from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process_main import COLLISION
+from asynckv.edges.sharing import NotShared, Shares
+
+SIZE = 3 * mmap.PAGESIZE + 17
+
+
+def address(buffer: Any) -> int:
+    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+
+
+def readable(share: Any, base: int, length: int) -> bytes:
+    """What lies at an address, read through the descriptor that another process would map."""
+    return os.pread(share.fd, length, share.offset + base - share.address)
+
+
+@pytest.mark.parametrize("kind", ["asynckv", "memfd", "file", "stdlib", "torch"])
+def test_shared_memory_of_any_kind_is_found_by_its_file(kind: str, tmp_path: Path) -> None:
+    keep: list[Any] = []
+    match kind:
+        case "asynckv":
+            keep.append(shared_memory(SIZE))
+            base = address(keep[0])
+        case "memfd":
+            fd = os.memfd_create("test")
+            os.ftruncate(fd, SIZE)
+            keep.append(mmap.mmap(fd, SIZE))
+            os.close(fd)
+            base = address(keep[0])
+        case "file":
+            with (tmp_path / "pool").open("w+b") as file:
+                file.truncate(SIZE)
+                keep.append(mmap.mmap(file.fileno(), SIZE))
+            base = address(keep[0])
+        case "stdlib":
+            keep.append(stdlib.SharedMemory(create=True, size=SIZE))
+            base = address(keep[0].buf)
+        case _:
+            keep.append(torch.zeros(SIZE, dtype=torch.uint8).share_memory_())  # type: ignore[no-untyped-call]
+            base = keep[0].data_ptr()
+    inside = Memory(base + 5, SIZE - 10)
+    ctypes.memmove(base + 5, b"here", 4)
+    shares = Shares([inside, Memory(base, SIZE)])
+    try:
+        assert len(shares.fds) == len(shares.shares) == 1
+        assert readable(shares.shares[0], base + 5, 4) == b"here"
+    finally:
+        shares.close()
+        if kind == "stdlib":
+            keep[0].unlink()
+
+
+def test_no_descriptor_is_left_open_whether_memory_is_shared_or_not() -> None:
+    memory, private = shared_memory(SIZE), np.zeros(SIZE, np.uint8)
+    before = set(os.listdir("/proc/self/fd"))
+    Shares([Memory(address(memory), SIZE)]).close()
+    with pytest.raises(NotShared):
+        Shares([Memory(address(memory), SIZE), Memory(private.ctypes.data, SIZE)])
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_region_that_cannot_be_shared_is_named_with_its_remedy() -> None:
+    private, nameless, shared = np.zeros(SIZE, np.uint8), mmap.mmap(-1, SIZE), shared_memory(SIZE)
+    for memory, why in (
+        (
+            Memory(private.ctypes.data, SIZE),
+            r"memory 1 \(12305 bytes at 0x\w+\) is private to this process; allocate it",
+        ),
+        (Memory(address(nameless), SIZE), r"neither a descriptor nor a path leads to it.*shared_memory\(num_bytes\)"),
+        (Memory(address(shared), 1 << 46), r"memory 1 \(\d+ bytes at 0x\w+\) is .*; allocate it"),
+        (Memory(1 << 40, SIZE, "cuda"), r"memory 1 .* is cuda memory"),
+    ):
+        with pytest.raises(NotShared, match=why):
+            Shares([Memory(address(shared), SIZE), memory])
+
+
+def test_shared_memory_is_zero_writable_and_bounded_by_what_there_is() -> None:
+    memory = shared_memory(SIZE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    assert tensor.shape == (SIZE,)
+    assert not tensor.any()
+    tensor += 1
+    assert memory[:] == b"\x01" * SIZE
+    for num_bytes in (0, -1, 1 << 63):
+        with pytest.raises(BackendError, match="bytes of shared memory"):
+            shared_memory(num_bytes)
+
+
+def test_a_child_whose_addresses_are_taken_says_so_by_its_status() -> None:
+    """Another may fare better: where libraries lie is chance."""
+    code = (
+        "import mmap, os, numpy as np\n"
+        "from asynckv.edges import process_main\n"
+        "there = np.frombuffer(mmap.mmap(-1, 4096), np.uint8)\n"
+        "fd = os.memfd_create('x'); os.ftruncate(fd, 4096)\n"
+        "process_main._map([(fd, 0, there.ctypes.data, 4096)])\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        assert subprocess.run([sys.executable, "-c", code], cwd=folder, timeout=60).returncode == COLLISION
+
+
+NONE = ()
+MLX = ("mlx5_0", "mlx5_1")
+
+
+@pytest.mark.parametrize(
+    ("tls", "devices", "rdma", "is_local", "emulated"),
+    [
+        # All that UCX has: shared memory serves one host, TCP what is beyond.
+        ("", "", NONE, True, False),
+        ("", "", NONE, False, True),
+        ("all", "", NONE, False, True),
+        ("tcp,sm,self", "", NONE, True, False),
+        ("tcp,cma", "", NONE, True, False),
+        ("tcp,sm,self", "", NONE, False, True),
+        # TCP alone is emulation wherever the peer is.
+        ("tcp", "", NONE, True, True),
+        ("tcp,self", "", NONE, True, True),
+        ("tcp,cuda_copy", "", NONE, True, True),
+        ("tcp", "lo", MLX, True, True),
+        ("tcp", "", MLX, False, True),
+        # Queues in shared memory carry messages only.
+        ("posix,sysv,tcp", "", NONE, True, True),
+        ("posix,sysv", "", NONE, True, True),
+        ("posix,cma", "", NONE, True, False),
+        ("sm,self", "", NONE, True, False),
+        ("sm,self", "", NONE, False, False),
+        ("^tcp", "", NONE, True, False),
+        ("^sm,shm,cma,knem,xpmem", "", NONE, True, True),
+        ("self", "", NONE, False, False),
+        # RDMA reads in hardware, if it may be used.
+        ("", "", MLX, False, False),
+        ("rc,tcp", "", MLX, False, False),
+        ("rc_mlx5,self", "", MLX, False, False),
+        ("^tcp", "", MLX, False, False),
+        ("^ib,rc,dc,ud,srd,gga", "", MLX, False, True),
+        ("", "mlx5_1:1", MLX, False, False),
+        ("", "all", MLX, False, False),
+        ("", "eth0", MLX, False, True),
+        ("", "eth0,mlx5_0:1", MLX, False, False),
+    ],
+)
+def test_where_reads_are_emulated(
+    tls: str, devices: str, rdma: tuple[str, ...], is_local: bool, emulated: bool
+) -> None:
+    assert transports.is_emulated(tls, devices, rdma, is_local=is_local) is emulated
+
+
+@pytest.mark.parametrize(
+    ("environment", "engine_config", "found"),
+    [
+        ({}, "", ""),
+        ({"UCX_TLS": "tcp"}, "TLS=rc", "tcp"),
+        ({"UCX_TLS": ""}, "TLS=rc", ""),
+        ({}, "TLS=rc", "rc"),
+        ({}, "TCP_TX_SEG_SIZE=64k,TLS=tcp,self,TCP_RX_SEG_SIZE=64k", "tcp,self"),
+        ({}, "UCX_TLS=^ib,NET_DEVICES=lo", "^ib"),
+        ({}, "MY_TLS=rc", ""),
+    ],
+)
+def test_a_setting_of_ucx_is_the_environments_then_the_configurations(
+    environment: dict[str, str], engine_config: str, found: str
+) -> None:
+    assert transports.ucx_setting("TLS", environment, {"engine_config": engine_config}) == found
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [("tcp://127.0.0.1:0", True), ("tcp://localhost:1", True), ("tcp://[::1]:1", True), ("tcp://127.9.9.9:*", True)]
+    + [(f"tcp://{host}:1", False) for host in ("0.0.0.0", "*", "10.0.0.1", "[::]", "example.org", "127.example.org")],
+)
+def test_loopback_is_this_host_alone(address: str, local: bool) -> None:
+    assert transports.is_loopback(address) is local
+
+
+@pytest.mark.parametrize(
+    ("process", "tls", "bind", "is_shared", "kind", "warns"),
+    [
+        ("auto", "", "tcp://127.0.0.1:0", True, NixlPlane, False),
+        ("auto", "tcp", "tcp://127.0.0.1:0", True, ServingPlane, False),
+        ("auto", "tcp", "tcp://127.0.0.1:0", False, NixlPlane, True),
+        ("auto", "", "tcp://127.0.0.1:0", False, NixlPlane, False),
+        ("auto", "", "tcp://0.0.0.0:0", True, ServingPlane, False),
+        ("never", "tcp", "tcp://0.0.0.0:0", True, NixlPlane, False),
+        ("serving", "", "tcp://127.0.0.1:0", True, ServingPlane, False),
+        ("always", "", "tcp://127.0.0.1:0", True, ProcessPlane, False),
+    ],
+)
+def test_the_plane_is_chosen_by_configuration_transports_and_memory(
+    monkeypatch: pytest.MonkeyPatch, process: Any, tls: str, bind: str, is_shared: bool, kind: type, warns: bool
+) -> None:
+    monkeypatch.setattr(choice, "rdma_devices", lambda: ())
+    monkeypatch.setenv("UCX_TLS", tls)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    memory = np.frombuffer(shared_memory(SIZE), np.uint8) if is_shared else np.zeros(SIZE, np.uint8)
+    config = EngineConfig(engine_id="x", bind=bind, allow_insecure=True, nixl=NixlConfig(process=process))
+    plane, warning = choice.choose_plane(config, [Memory(memory.ctypes.data, SIZE)], "x")
+    assert type(plane) is kind
+    assert ("asynckv.shared_memory(num_bytes)" in warning) is warns
+
+
+def test_what_is_no_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="process is 'sometimes'; it must be 'auto', 'serving', 'always' or 'never'"):
+        NixlConfig(process="sometimes")  # type: ignore[arg-type]

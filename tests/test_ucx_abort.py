@@ -1,0 +1,75 @@
+"""Whether a peer's death still ends processes inside UCX: `scripts/ucx_abort.py`, and its command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import ucx_abort
+
+ROOT = Path(__file__).parents[1]
+
+
+def tried(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run it where nothing of NIXL is loaded yet; its exit status and record."""
+    command = (sys.executable, "-m", "scripts.ucx_abort", *arguments)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=80, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(170)
+def test_reads_over_tcp_still_end_owners_whose_reader_is_killed() -> None:
+    """If this fails UCX has been mended: what serves remote readers needs no process of its own any more."""
+    for seed in range(5):
+        status, record = tried("--fault", "away-kill", "--trials", "10", "--seconds", "25", "--seed", str(seed))
+        assert status == (record["died"] > 0)
+        assert record["transfers_ended"] > 0
+        if status:
+            break
+    else:
+        raise AssertionError("no owner died in 50 trials")
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    "arguments",
+    [["--ucx", "UCX_TLS=cma,posix,tcp"], ["--operation", "write"], ["--survivor", "initiator"]],
+    ids=["shared memory", "the owner writes", "who only reads"],
+)
+def test_who_is_not_read_over_tcp_survives(arguments: list[str]) -> None:
+    status, record = tried("--fault", "away-kill", "--trials", "10", "--seconds", "40", *arguments)
+    assert (status, record["deaths"]) == (0, {})
+    assert record["transfers_ended"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trials", "0"], "--trials 0 is outside"),
+        (["--moment-s", "-1"], "--moment-s -1 is outside"),
+        (["--ucx", "UCX_TLS"], "'UCX_TLS' is not KEY=VALUE"),
+        (["--fault", "flood"], "invalid choice: 'flood'"),
+    ],
+)
+def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        ucx_abort.main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_says_who_survives_what(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        ucx_abort.main(["--help"])
+    text = capsys.readouterr().out
+    assert raised.value.code == 0
+    assert all(f"\n  {name} " in text for name in (*ucx_abort.ROLES, *ucx_abort.FAULTS))
