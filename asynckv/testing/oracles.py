@@ -196,6 +196,10 @@ class Wire:
         if until > self._promises.get(place, ("", -math.inf))[1]:
             self._promises[place] = (granted.key.token, until)
 
+    def unloaded(self, process: Process) -> None:
+        """A process has lost what its own agent had loaded: it may meet everybody anew without a pause."""
+        self._greetings = {place: known for place, known in self._greetings.items() if place[0] is not process}
+
     def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
         now, place = process.now, (process, to, target)
         known = self._greetings.get(place)

@@ -450,6 +450,8 @@ class Service:
             rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0), fault.p > SERVES_ONLY))
 
     def _lose_agent(self, rank: _Rank, data: WorldData, down_s: float, reads: bool) -> None:
+        if reads:
+            self.wire.unloaded(rank.process)
         data.lose_agent(down_s, reads=reads)
         for other in self.ranks.values():
             if other is not rank and not other.process.is_dead:
