@@ -103,6 +103,7 @@ FUNCTIONS = {
     "register_parts",
     "register_tensors",
     "shard",
+    "shared_memory",
     "written",
 }
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
