@@ -94,6 +94,8 @@ class _Greeting:
     at: float
     times: int = 1
     is_answered: bool = False
+    is_void: bool = False
+    """What came of it was lost since, through nobody's fault."""
 
 
 class Wire:
@@ -198,7 +200,9 @@ class Wire:
 
     def unloaded(self, process: Process) -> None:
         """A process has lost what its own agent had loaded: it may meet everybody anew without a pause."""
-        self._greetings = {place: known for place, known in self._greetings.items() if place[0] is not process}
+        for place, known in self._greetings.items():
+            # A handshake that is under way goes on, and may fail like any other.
+            known.is_void = known.is_void or place[0] is process
 
     def _greets(self, process: Process, to: str, target: str, nonce: int) -> None:
         now, place = process.now, (process, to, target)
@@ -208,7 +212,7 @@ class Wire:
             if known.times > self._most_hellos:
                 self._world.violate(f"{process.name} greets {to} for the {known.times}th time in one handshake")
             return
-        if known is not None:
+        if known is not None and not (known.is_void and known.is_answered):
             # A handshake that failed, or a peer that was lost, is followed by a pause. (Whoever was stopped between
             # reading its clock and sending cannot be judged by when it sent.)
             ended_at = known.at
