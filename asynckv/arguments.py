@@ -109,7 +109,10 @@ def texts(name: str, value: Any, most: int, longest: int, error: Refusal = Local
     if type(value) is tuple and not value:
         return value
     if type(value) is list or (isinstance(value, Iterable) and not isinstance(value, NO_SEQUENCE)):
-        found = tuple(value)
+        try:
+            found = tuple(value)
+        except TypeError:  # a tensor of no dimension says that it can be iterated
+            found = (None,)
         if _are_texts(found, most, longest):
             return tuple(map(str, found))
     raise error(

@@ -316,7 +316,8 @@ class EngineConfig:
         if not 1 <= len(self.engine_id) <= MAX_NAME:
             raise ConfigError(f"engine_id has {len(self.engine_id)} characters; give it 1 to {MAX_NAME}")
         for name in ("engine_id", "bind", "advertise"):
-            text(name, getattr(self, name), MAX_NAME, error=ConfigError)
+            # A `str` of its own: subclasses, such as numpy's, cannot be sent.
+            object.__setattr__(self, name, text(name, getattr(self, name), MAX_NAME, error=ConfigError))
         for name in ("bind", "advertise"):
             value = getattr(self, name)
             if (value or name == "bind") and not value.startswith("tcp://"):

@@ -52,6 +52,7 @@ from asynckv import (
     shard,
     written,
 )
+from asynckv.core import messages
 from asynckv.core.types import decode_params
 from tests.engines import Bench, memory, until
 
@@ -559,3 +560,23 @@ async def test_a_lend_that_is_refused_leaves_the_memorys_epoch(sim: Bench) -> No
         assert prefill.engine.memory_epoch == 0
         prefill.engine.lend(newer.make_params("r", [(0, [1])], 16)).revoke()
         assert prefill.engine.memory_epoch == 3
+
+
+@pytest.mark.parametrize("value", [None, True, 0, 1.5, "3", [], np.float32(1), torch.zeros(()), 1 << 70])
+def test_shared_memory_takes_a_number_of_bytes(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_bytes is .*; it must be an integer from 1"):
+        asynckv.shared_memory(value)
+
+
+def test_an_engine_may_have_as_long_a_name_as_is_said_and_one_of_numpys() -> None:
+    assert type(EngineConfig(engine_id=np.str_("prefill")).engine_id) is str
+    welcome = msgspec.msgpack.encode(
+        messages.Welcome(1, 1, 1, "e" * 512, f"{'e' * 512}-0-{'f' * 32}-12", b"m", bytes(32), msgspec.Raw(b"\x80"))
+    )
+    assert msgspec.msgpack.decode(welcome, type=messages.Welcome).agent_name.endswith("-12")
+
+
+def test_params_that_hold_numpys_text_are_refused_by_name() -> None:
+    params = asynckv.PrefillGroup("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
+    with pytest.raises(msgspec.ValidationError):
+        decode_params(params | {"engine_id": np.str_("p")})

@@ -62,6 +62,11 @@ async def passing(sim: Bench, task: asyncio.Task[Any]) -> Any:
     return await task
 
 
+def proc(pid: int, name: str) -> str:
+    """What the kernel says of a process."""
+    return Path(f"/proc/{pid}/{name}").read_text()
+
+
 def hellos(side: Side) -> int:
     return side.engine.statistics().counters["sent.hello"]
 
@@ -334,7 +339,7 @@ async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_ch
 async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everything_fails_fast() -> None:
     registration, arrays = pool(1)
     news: list[Any] = []
-    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=1)
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
     plane.start(lambda: news.extend(plane.poll()))
     plane.register(registration.layout.memories)
     transfer = plane.post_read(TransferId(1), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
@@ -350,6 +355,81 @@ async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everythin
         await plane.prepare_peer("somebody", b"")
     at_once = plane.post_read(TransferId(2), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
     assert at_once == Ended(TransferId(2), Ending.FAILED, cause)
+    plane.close()
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_after_the_pause_that_follows_too_many_deaths_the_one_that_stood_by_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper, "DEATHS_S", 4.0)
+    monkeypatch.setattr(keeper, "SETTLE_S", 0.0)
+    registration, arrays = pool(1)
+    news: list[Any] = []
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
+    plane.start(lambda: news.extend(plane.poll()))
+    plane.register(registration.layout.memories)
+    await until(plane._keeper.stands_by)
+    os.kill(plane.pid, signal.SIGKILL)
+    await until(lambda: len(news) > 1)
+    lost, replaced = news
+    assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
+    assert lost.pause_s > 3
+    assert plane.pid
+    await plane.quiesce()
+    plane.close()
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hangs", "raves"])
+async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_by_another(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "BEAT_S", 0.1)
+    monkeypatch.setattr(keeper, "HUNG_S", 0.5)
+    registration, arrays = pool(1)
+    news: list[Any] = []
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
+    plane.start(lambda: news.extend(plane.poll()))
+    plane.register(registration.layout.memories)
+    plane.watch(True)
+    first = plane.pid
+    if how == "hangs":
+        os.kill(first, signal.SIGSTOP)
+    else:
+        process = plane._keeper._current
+        assert process is not None
+        process.link._received += b"\x03\0\0\0\xc1\xc1\xc1"
+        plane._keeper._on_news(process)
+    await until(lambda: len(news) > 1)
+    lost, replaced = news
+    assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
+    assert ("did not answer for" if how == "hangs" else "said what cannot be understood") in lost.cause
+    assert plane.pid not in (0, first)
+    await plane.quiesce()
+    plane.close()
+    del arrays
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_a_child_dumps_no_pool_and_hears_no_signal_that_is_for_its_service() -> None:
+    registration, arrays = pool(1)
+    plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
+    plane.start(lambda: None)
+    plane.register(registration.layout.memories)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(plane.pid, number)
+    base = registration.layout.memories[0].base
+    maps = proc(plane.pid, "smaps").split("VmFlags:")
+    at = next(i for i, part in enumerate(maps) if f"{base & ~0xFFF:x}-" in part)
+    assert "dd" in maps[at + 1].splitlines()[0].split()
+    assert proc(plane.pid, "stat").rpartition(")")[2].split()[0] in "RS"
+    await plane.quiesce()
     plane.close()
     del arrays
 

@@ -104,8 +104,10 @@ def test_shared_memory_is_zero_writable_and_bounded_by_what_there_is() -> None:
     tensor += 1
     assert memory[:] == b"\x01" * SIZE
     for num_bytes in (0, -1, 1 << 63):
-        with pytest.raises(BackendError, match="bytes of shared memory"):
+        with pytest.raises(ConfigError, match="num_bytes is"):
             shared_memory(num_bytes)
+    with pytest.raises(BackendError, match="bytes of shared memory"):
+        shared_memory(1 << 52)
 
 
 def test_a_child_whose_addresses_are_taken_says_so_by_its_status() -> None:
@@ -156,6 +158,13 @@ MLX = ("mlx5_0", "mlx5_1")
         ("rc_mlx5,self", "", MLX, False, False),
         ("^tcp", "", MLX, False, False),
         ("^ib,rc,dc,ud,srd,gga", "", MLX, False, True),
+        ("^ib", "", MLX, False, True),
+        ("^rc", "", MLX, False, True),
+        ("ud,tcp", "", MLX, False, True),
+        ("ib,tcp", "", MLX, False, False),
+        ("^cma", "", NONE, True, True),
+        ("^sm", "", NONE, True, True),
+        ("^posix,sysv", "", NONE, True, False),
         ("", "mlx5_1:1", MLX, False, False),
         ("", "all", MLX, False, False),
         ("", "eth0", MLX, False, True),

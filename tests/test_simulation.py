@@ -129,8 +129,8 @@ def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_thousands_of_services_keep_every_promise() -> None:
-    found = simulate_many(range(100_000, 103_000), jobs=os.cpu_count() or 1)
-    assert found.seeds == 3_000
+    found = simulate_many(range(100_000, 102_000), jobs=os.cpu_count() or 1)
+    assert found.seeds == 2_000
     assert found.violations == {}
 
 

@@ -99,7 +99,8 @@ class Welcome(Struct, frozen=True, array_like=True, tag=2, gc=False):
     major: Annotated[int, Meta(ge=0, le=65_535)]
     minor: Annotated[int, Meta(ge=0, le=65_535)]
     engine_id: Name
-    agent_name: Annotated[str, Meta(min_length=1, max_length=512)]
+    agent_name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """Of the engine's id, of up to 512 characters, and what makes it one of a kind."""
     metadata: Annotated[bytes, Meta(min_length=1, max_length=8 * 1024 * 1024)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     """SHA-256 of `metadata`."""

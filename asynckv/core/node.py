@@ -716,7 +716,7 @@ class Node:
     def _greet(self, hello: Hello, route: Route, source: str) -> None:
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
-            if len(self._greeters) < MAX_GREETERS:
+            if (source, route) in self._greeters or len(self._greeters) < MAX_GREETERS:
                 self._greeters[source, route] = hello
             return
         answer = self._welcome(hello, route, source)

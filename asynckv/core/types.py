@@ -249,4 +249,6 @@ def decode_params(value: object) -> Params:
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
         raise msgspec.ValidationError(f"text that is not valid Unicode: {exc.reason}") from exc
+    except (TypeError, OverflowError, RecursionError) as exc:
+        raise msgspec.ValidationError(f"what cannot be sent: {exc}") from exc
     return params

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from asynckv.config import EngineConfig
 from asynckv.core.layout import Memory
+from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.sharing import NotShared, Shares
 from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
+from asynckv.errors import BackendError
 from asynckv.ports import DataPlane
 
 __all__ = ["choose_plane"]
@@ -27,8 +29,9 @@ def choose_plane(config: EngineConfig, memories: Sequence[Memory], agent_name: s
         return here, ""
     if nixl.process == "auto":
         try:
+            check_processes()
             Shares(memories).close()
-        except NotShared as exc:
+        except (NotShared, BackendError) as exc:
             return here, (
                 f"remote reads are emulated over TCP, where UCX can end the process when a reader dies, and NIXL "
                 f'cannot run in a process of its own: {exc} (or say NixlConfig(process="never"))'

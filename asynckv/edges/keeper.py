@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import select
 import signal
@@ -33,7 +34,7 @@ from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import Share, Shares
 from asynckv.errors import BackendError
 
-__all__ = ["DEATHS", "Keeper"]
+__all__ = ["DEATHS", "Keeper", "check_processes"]
 
 START_S = 30.0
 """How long a child may take until its agent serves; it takes about one second."""
@@ -51,12 +52,37 @@ CLOSE_S = 10.0
 KILL_S = 5.0
 """How long the kernel may take to end a child that was killed."""
 
+MAX_NEWS = 64 * 1024 * 1024
+"""Bytes of one frame that a child sends; what is longer is no frame."""
+
 MAX_COLLISIONS = 32
 """How often in a row a child may find the addresses taken: chance, of some percent for a pool of 64 GB."""
 
 DEATHS = 10
 DEATHS_S = 60.0
-"""So many deaths within so many seconds, and the next one serves when they are past."""
+"""More deaths than that within so many seconds, and the next one serves when the first of them is past."""
+
+STANDBY_S = 10.0
+"""How long after the end of one that stood by another is started: it served nobody, so nobody waits for it."""
+
+BEAT_S = 1.0
+HUNG_S = 10.0
+"""While somebody may be reading, a child is asked each second whether it is there, and killed when it has not answered
+for so long: it may be stuck in NIXL, or be writing a core dump, and readers would wait for it in vain."""
+
+
+def check_processes() -> None:
+    """See whether children can be kept here at all: some sandboxes forbid it, some interpreters cannot be started.
+
+    Raises:
+        BackendError: Naming what is missing.
+    """
+    if not sys.executable:
+        raise BackendError("this interpreter does not know its own path (sys.executable), so it cannot start another")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as exc:
+        raise BackendError(f"this system does not let a process be watched (pidfd_open: {exc})") from exc
 
 
 class _Process:
@@ -77,6 +103,8 @@ class _Process:
         self.cause = ""
         """What it had to say of its end."""
         self.timer: asyncio.TimerHandle | None = None
+        self.asked_at = math.inf
+        """Since when it has not answered."""
         ours, theirs = socket.socketpair()
         # Like the modules of this process, wherever it found them; never those of the current folder.
         home = str(Path(asynckv.__file__).parents[1])
@@ -92,13 +120,18 @@ class _Process:
                 stderr=out,
                 process_group=0,  # what the terminal sends is for the engine's process
             )
-            self.exit_fd = os.pidfd_open(self._popen.pid)
-        except OSError as exc:
+            try:
+                self.exit_fd = os.pidfd_open(self._popen.pid)
+            except OSError:
+                self._popen.kill()
+                self._popen.wait()
+                raise
+        except (OSError, TypeError, ValueError) as exc:  # TypeError: an interpreter that does not know where it is
             ours.close()
             raise BackendError(f"the data plane's process cannot be started: {exc}") from exc
         finally:
             theirs.close()
-        self.link = wire.Link(ours)
+        self.link = wire.Link(ours, MAX_NEWS)
         self.link.send_bytes(json.dumps(shares).encode())
         self.link.send([setup])
 
@@ -201,6 +234,9 @@ class Keeper:
         self._ended = asyncio.Event()
         """Set when there is no child."""
         self._deaths: deque[float] = deque()
+        self._is_watched = False
+        self._beat_at = -math.inf
+        self._beat_timer: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self.frames_out = self.frames_in = 0
 
@@ -349,6 +385,9 @@ class Keeper:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+            self._beat_timer = None
         if self._is_closing:
             return
         self._is_closing = True
@@ -379,16 +418,15 @@ class Keeper:
         elif is_current:
             self._die(process)
         else:
-            # The one that stands by has ended by itself: nobody was served by it.
-            self._start_next(max(self._note_death(), AHEAD_S))
+            self._start_next(STANDBY_S)
 
     def _note_death(self) -> float:
         """Return the seconds until another may serve."""
         now = time.monotonic()
         self._deaths.append(now)
-        while len(self._deaths) > self._max_deaths:
+        while len(self._deaths) > self._max_deaths + 1:
             self._deaths.popleft()
-        if len(self._deaths) < self._max_deaths:
+        if len(self._deaths) <= self._max_deaths:
             return 0.0
         return max(0.0, self._deaths[0] + DEATHS_S - now)
 
@@ -411,6 +449,7 @@ class Keeper:
             self._place(0, is_current=True)
         elif self._current.ready is not None:
             self._serve(self._current.name, self._current.ready)
+            self._hear(None)
 
     def _place(self, collisions: int, *, is_current: bool) -> None:
         """Start a child for a place that is empty."""
@@ -419,9 +458,10 @@ class Keeper:
         try:
             process = self._spawn(collisions)
         except BackendError as exc:
-            self._later(max(self._note_death(), AHEAD_S), lambda: self._place(0, is_current=is_current))
+            pause = max(self._note_death(), AHEAD_S) if is_current else STANDBY_S
+            self._later(pause, lambda: self._place(0, is_current=is_current))
             if is_current:
-                self._lost(str(exc), AHEAD_S)
+                self._lost(str(exc), pause)
                 self._hear(None)
             return
         if is_current:
@@ -460,9 +500,17 @@ class Keeper:
     def _take_news(self, process: _Process) -> bool:
         """Take what a child says; False if it says nothing any more."""
         frames, is_there = process.link.receive()
+        process.asked_at = math.inf if frames else process.asked_at
         for frame in frames:
             self.frames_in += 1
-            for news in self._decoder.decode(frame):
+            try:
+                said = self._decoder.decode(frame)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+                # It is out of its mind: what it says from here on counts for nothing.
+                process.cause = f"said what cannot be understood: {exc}"
+                process.kill()
+                return False
+            for news in said:
                 if isinstance(news, wire.Ready):
                     self._on_ready(process, news)
                 elif isinstance(news, wire.Unready):
@@ -483,6 +531,32 @@ class Keeper:
         self._served()
         self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
         self._has_settled = True
+
+    def watch(self, serving: bool) -> None:
+        """Somebody may be reading, or nobody is: the child makes progress for them, and is looked after."""
+        self._is_watched = serving
+        self.order(wire.Watch(serving))
+        if serving and self._beat_timer is None and self._loop is not None:
+            self._beat()
+
+    def _beat(self) -> None:
+        """Ask the child that serves whether it is there, and kill it if it has not answered for long."""
+        assert self._loop is not None
+        self._beat_timer = None
+        if not self._is_watched or self._is_closing:
+            return
+        process, now = self._current, self._loop.time()
+        was_away, self._beat_at = now > self._beat_at + 3 * BEAT_S, now
+        if process is not None and process.ready is not None:
+            if process.asked_at == math.inf:
+                process.asked_at = now
+                self.order(wire.Beat())
+            elif was_away:
+                process.asked_at = now  # its answer may wait for us
+            elif now > process.asked_at + HUNG_S:
+                process.cause = f"did not answer for {HUNG_S:g} s"
+                process.kill()
+        self._beat_timer = self._loop.call_later(BEAT_S, self._beat)
 
     def order(self, order: wire.Order) -> None:
         """Say something to the child that serves, with all else of this turn; nothing if none does."""

@@ -62,7 +62,7 @@ class _Kept:
     def watch(self, serving: bool) -> None:
         """Have the child make progress for remote readers, or not."""
         self._is_watched = serving
-        self._keeper.order(wire.Watch(serving))
+        self._keeper.watch(serving)
 
     def _hear(self, news: wire.News | None) -> None:
         """Take what the child says; after that, tell the engine."""
@@ -91,7 +91,7 @@ class _Kept:
 
     def _served(self) -> None:
         if self._is_watched:
-            self._keeper.order(wire.Watch(True))
+            self._keeper.watch(True)
         if self._lost_at:
             seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
             self._num_restarts += 1

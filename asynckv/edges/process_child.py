@@ -101,6 +101,8 @@ class Child:
                     self._plane.watch(serving)
             case wire.Setup():
                 self._set_up(order)
+            case wire.Beat():
+                self._say(wire.Stats(self._plane.statistics() if self._plane is not None else {}))
             case wire.Close():
                 self._over.set()
             case _:

@@ -30,12 +30,15 @@ PR_SET_PDEATHSIG = 1
 MAP_SHARED = 0x01
 MAP_FIXED_NOREPLACE = 0x100000
 PROT_READ_WRITE = 0x3
+MADV_DONTDUMP = 16
 EEXIST = 17
 
 
 def main() -> None:
     """Map, import, serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # It ends with its engine, which may drain first: what is sent to all of a terminal or service is not for it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     end = socket.socket(fileno=int(sys.argv[1]))
     _map(json.loads(_first_line(end)))
@@ -65,6 +68,7 @@ def _exactly(end: socket.socket, size: int) -> bytes:
 def _map(shares: list[tuple[int, int, int, int]]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     for fd, offset, address, length in shares:
         flags = MAP_SHARED | MAP_FIXED_NOREPLACE
@@ -75,6 +79,8 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
                 os._exit(COLLISION)
             print(f"{length} bytes at {address:#x} cannot be mapped: {os.strerror(error)}", file=sys.stderr)
             os._exit(UNMAPPABLE)
+        # The end of this process is what is expected of it: a core dump of the pool would delay that by minutes.
+        libc.madvise(address, length, MADV_DONTDUMP)
     for fd in {share[0] for share in shares}:
         os.close(fd)
 

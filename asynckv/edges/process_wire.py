@@ -111,7 +111,11 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Let go of everything and exit."""
 
 
-Order = Setup | Load | Drop | AddTable | RemoveTable | Read | Watch | Close
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Say anything, to show that the loop turns: it is `Stats`."""
+
+
+Order = Setup | Load | Drop | AddTable | RemoveTable | Read | Watch | Close | Beat
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -154,10 +158,12 @@ class Link:
 
     Args:
         end: Its socket, which is this object's from here on.
+        most: Bytes that a frame may have; from one that says it has more on, nothing is taken.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, most: int = (1 << 32) - 1) -> None:
         end.setblocking(False)
+        self._most = most
         self._socket = end
         self._unsent: deque[memoryview] = deque()
         self._received = bytearray()
@@ -181,7 +187,8 @@ class Link:
         """Send what was kept; False if something is left. What the other end will never read is dropped."""
         while self._unsent:
             try:
-                num_sent = self._socket.send(self._unsent[0])
+                # An application may have left SIGPIPE as it is.
+                num_sent = self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return False
             except OSError:
@@ -209,13 +216,14 @@ class Link:
             self._received += self._chunk[:count]
             if count < CHUNK:
                 break
-        return list(self._frames()), is_there
+        frames = list(self._frames())
+        return frames, is_there and int.from_bytes(self._received[:HEADER], "little") <= self._most
 
     def _frames(self) -> Iterator[bytes]:
         at, received = 0, self._received
         while len(received) - at >= HEADER:
             end = at + HEADER + int.from_bytes(received[at : at + HEADER], "little")
-            if len(received) < end:
+            if len(received) < end or end - at - HEADER > self._most:
                 break
             yield bytes(received[at + HEADER : end])
             at = end

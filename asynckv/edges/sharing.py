@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from asynckv.arguments import MAX_INTEGER, integer
 from asynckv.core.layout import Memory
-from asynckv.errors import BackendError
+from asynckv.errors import BackendError, ConfigError
 
 __all__ = ["NotShared", "Share", "Shares", "shared_memory"]
 
@@ -37,10 +38,10 @@ def shared_memory(num_bytes: int) -> mmap.mmap:
         num_bytes: How much.
 
     Raises:
-        BackendError: The system has not so much, or it is nothing.
+        ConfigError: It is no number of bytes.
+        BackendError: The system has not so much.
     """
-    if num_bytes < 1:
-        raise BackendError(f"{num_bytes} bytes of shared memory were asked for; ask for 1 or more")
+    num_bytes = integer("num_bytes", num_bytes, 1, MAX_INTEGER, ConfigError)
     try:
         fd = os.memfd_create("asynckv", os.MFD_CLOEXEC)
         try:

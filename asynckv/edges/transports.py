@@ -16,14 +16,17 @@ from urllib.parse import urlsplit
 
 __all__ = ["is_emulated", "is_loopback", "rdma_devices", "ucx_setting"]
 
-SAME_HOST = ("sm", "shm", "cma", "knem", "xpmem")
+SAME_HOST = ("cma", "knem", "xpmem", "sm", "shm")
 """UCX's transports, and aliases, that read another process's memory."""
 
 QUEUES = ("tcp", "posix", "sysv", "mm")
 """Those that only carry messages."""
 
-RDMA = ("ib", "rc", "dc", "ud", "srd", "gga")
-"""Those that read by RDMA; `rc_mlx5` and the like begin so."""
+RDMA = ("rc", "dc", "srd", "gga", "ib")
+"""Those that read by RDMA, and their alias; `rc_mlx5` and the like begin so. (`ud` sends messages only.)"""
+
+USUAL = {SAME_HOST: ("cma", {"sm", "shm"}), QUEUES: ("tcp", set[str]()), RDMA: ("rc", {"ib"})}
+"""Of each the one that is there wherever any is, and its aliases: what counts where others are excluded."""
 
 
 def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bool) -> bool:
@@ -60,7 +63,8 @@ def _allows(tls: str, transports: tuple[str, ...]) -> bool:
     if not listed or (listed & {"all"} and not is_negated):
         return True
     if is_negated:
-        return any(each not in listed for each in transports)
+        usual, aliases = USUAL[transports] if transports in USUAL else (transports[0], set[str]())
+        return usual not in listed and not aliases & listed
     return any(entry == each or entry.startswith(f"{each}_") for entry in listed for each in transports)
 
 
@@ -73,10 +77,22 @@ def ucx_setting(name: str, environment: Mapping[str, str], params: Mapping[str, 
     return match[1] if match else ""
 
 
-def rdma_devices() -> tuple[str, ...]:
-    """Name this host's RDMA devices."""
-    folder = Path("/sys/class/infiniband")
-    return tuple(sorted(os.listdir(folder))) if folder.is_dir() else ()
+def rdma_devices(
+    devices: Path = Path("/sys/class/infiniband"), verbs: Path = Path("/dev/infiniband")
+) -> tuple[str, ...]:
+    """Name this host's RDMA devices that can be used: with a port that is up, where this process may open any.
+
+    A container often sees the host's devices, and may not.
+    """
+    if not devices.is_dir() or not any(os.access(each, os.R_OK | os.W_OK) for each in verbs.glob("uverbs*")):
+        return ()
+    return tuple(sorted(each.name for each in devices.iterdir() if _is_up(each)))
+
+
+def _is_up(device: Path) -> bool:
+    with suppress(OSError):
+        return any("ACTIVE" in (port / "state").read_text() for port in (device / "ports").iterdir())
+    return False
 
 
 def is_loopback(address: str) -> bool:

@@ -314,7 +314,7 @@ class Service:
             world.run(script.seconds)
             self._heal()
             # Now and then for so long that even tombstones must be gone.
-            world.run(script.seconds + QUIET_S * (2 if script.is_long else 1))
+            world.run(script.seconds + QUIET_S * (3 if script.is_long else 1))
             if not world.violation:
                 self._check()
             if not world.violation:
