@@ -291,7 +291,7 @@ class Keeper:
             raise BackendError("a data plane in a process of its own serves already; `close()` first")
         self._loop = asyncio.get_running_loop()
         self._shares, self._memories, self._is_closing = Shares(memories), tuple(memories), False
-        self._has_settled = False
+        self._has_settled = self._is_watched = False
         deadline = time.monotonic() + START_S
         try:
             process = self._current = self._spawn(0)
@@ -528,6 +528,8 @@ class Keeper:
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
         self._name, self._ready = name, ready
+        if self._is_watched:
+            self.watch(True)
         self._served()
         self._start_next(AHEAD_S if self._has_settled else SETTLE_S)
         self._has_settled = True

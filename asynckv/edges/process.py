@@ -37,7 +37,6 @@ class _Kept:
         self._keeper = Keeper(config, agent_name, self._hear, self._lost, self._served, deaths)
         self._on_ready: Callable[[], None] = lambda: None
         self._inbox: list[DataNews] = []
-        self._is_watched = False
         self._cause = ""
         self._lost_at = 0.0
         """Since when there is no agent; 0 if there is one."""
@@ -61,7 +60,6 @@ class _Kept:
 
     def watch(self, serving: bool) -> None:
         """Have the child make progress for remote readers, or not."""
-        self._is_watched = serving
         self._keeper.watch(serving)
 
     def _hear(self, news: wire.News | None) -> None:
@@ -90,8 +88,6 @@ class _Kept:
         self._inbox.append(AgentLost(cause, pause_s, self._reads))
 
     def _served(self) -> None:
-        if self._is_watched:
-            self._keeper.watch(True)
         if self._lost_at:
             seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
             self._num_restarts += 1
@@ -115,7 +111,7 @@ class _Kept:
 
     def _forget(self) -> None:
         self._inbox.clear()
-        self._is_watched, self._lost_at = False, 0.0
+        self._lost_at = 0.0
 
     def _counts(self) -> dict[str, int]:
         return {
