@@ -505,7 +505,9 @@ async def main():
     while plane.statistics()["processes"] < 2:
         await asyncio.sleep(0.01)
     print(plane.pid, plane._keeper._next.pid, flush=True)
-    await asyncio.sleep(1000)
+    # In turns: a signal that comes just before the loop goes to sleep does not wake it.
+    while True:
+        await asyncio.sleep(0.1)
 
 asyncio.run(main())
 """
