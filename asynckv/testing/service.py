@@ -34,7 +34,7 @@ from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
-from asynckv.testing.script import BLOCK, LENT, WITHDRAWN, Ask, Fault, Script
+from asynckv.testing.script import BLOCK, LENT, MILD, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
 from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["Attempt", "Service"]
@@ -823,11 +823,11 @@ class Service:
     def _is_mild(self) -> bool:
         """Nothing keeps a reader's releases from arriving in time, nor claims in its place.
 
+        A rank whose reads failed for good is told once that they are over, which may be lost.
         Garbage (a flipped bit in a pull id) and a hostile peer may, before a request is lent: they have its token.
         """
-        return all(
-            f.kind in ("duplicate", "slow", "fail", "doubt", "stuck", "cancel", "forget")
-            or (f.kind == "loss" and f.seconds <= 1.3)
+        return not {"fail", "loss"} <= {f.kind for f in self.script.faults} and all(
+            f.kind == "forget" or (f.kind in MILD and (f.kind != "loss" or f.seconds <= SHORT_LOSS_S))
             for f in self.script.faults
         )
 
