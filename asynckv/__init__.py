@@ -11,20 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
-    from asynckv.core.group import PrefillGroup
-    from asynckv.core.layout import (
-        ONE_PER_REQUEST,
-        Dim,
-        Group,
-        Layout,
-        Memory,
-        Part,
-        View,
-        attention_view,
-        dense_part,
-        shard,
-    )
-    from asynckv.core.node import Hold
+    from asynckv.core.rank import Hold
     from asynckv.core.requests import RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
@@ -55,16 +42,29 @@ if TYPE_CHECKING:
         RemoteTooShort,
         WrongThread,
     )
+    from asynckv.geometry.layout import (
+        ONE_PER_REQUEST,
+        Dim,
+        Group,
+        Layout,
+        Memory,
+        Part,
+        View,
+        attention_view,
+        dense_part,
+        shard,
+    )
     from asynckv.observe.log import configure as configure_logging
     from asynckv.registration import Registration, register_memory
     from asynckv.results import LeaseEnd, PullResult, Statistics
+    from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
     "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
-    "asynckv.core.group": "PrefillGroup",
-    "asynckv.core.node": "Hold",
+    "asynckv.scheduler": "PrefillGroup",
+    "asynckv.core.rank": "Hold",
     "asynckv.core.requests": "RankStatus RequestStatus",
-    "asynckv.core.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
+    "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",

@@ -588,9 +588,9 @@ def layout(
     The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
     """
     from asynckv.errors import LayoutError
-    from asynckv.layout_file import dump_layouts
-    from asynckv.layouts import model_layout
     from asynckv.registration import register_memory
+    from asynckv.tools.layout_file import dump_layouts
+    from asynckv.tools.layouts import model_layout
 
     chosen = _model(model, hf_config).resized(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     for name, number, size in (("--rank", rank, tp), ("--stage", stage, pp)):
@@ -666,10 +666,10 @@ def plan(
     from rich.console import Console
     from rich.progress import Progress
 
-    from asynckv import explain
     from asynckv.bench.workload import cached_tokens
-    from asynckv.layout_file import load_layouts
-    from asynckv.observe.pictures import to_svg
+    from asynckv.tools import explain
+    from asynckv.tools.layout_file import load_layouts
+    from asynckv.tools.pictures import to_svg
 
     if not 1 <= tokens <= 1 << 24:
         raise ConfigError(f"--tokens {tokens} is outside 1 ... {1 << 24}")
@@ -708,7 +708,7 @@ def plan(
 
 
 def _model(name: str | None, hf_config: Path | None) -> Any:
-    from asynckv import models
+    from asynckv.tools import models
 
     if name is not None and hf_config is not None:
         raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")

@@ -1,6 +1,6 @@
 """The engine: one rank on an asyncio loop. A switchboard between the pure core and the planes.
 
-Everything that happens (a packet, a completion, a timer, a call) is handed to the core's `Node` with the
+Everything that happens (a packet, a completion, a timer, a call) is handed to the core's `RankCore` with the
 time read after it was observed. What the core leaves on its desk is done once per turn of the loop:
 messages first, so that a claim leaves before its read is posted, then commands, then as many posts as
 fit into a short slice. The engine decides nothing.
@@ -27,7 +27,9 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
-from asynckv.core.commands import (
+from asynckv.core.decode import News
+from asynckv.core.lease import Lease
+from asynckv.core.outbox import (
     AddTable,
     BlocksRetired,
     BlocksReturned,
@@ -46,25 +48,19 @@ from asynckv.core.commands import (
     SlowGeometry,
     Traced,
 )
-from asynckv.core.layout import Layout, fingerprint
-from asynckv.core.lease import Lease
-from asynckv.core.node import Hold, Identity, Node
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
-from asynckv.core.pulling import News
+from asynckv.core.rank import Hold, Identity, RankCore
 from asynckv.core.requests import RequestStatus
-from asynckv.core.retry import CURABLE, Retry
+from asynckv.core.retry import RETRYABLE, Retry
 from asynckv.core.types import (
     MAX_HASHES,
-    MAX_RANKS,
-    MAX_TOKENS,
-    NULL,
     Address,
     Endpoint,
     Params,
     PullId,
     Reason,
-    Route,
+    ReplyTo,
     decode_params,
     rank_name,
     sendable,
@@ -91,6 +87,8 @@ from asynckv.errors import (
     WrongThread,
 )
 from asynckv.errors import BlocksRetired as Retired
+from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL
+from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, phases
 from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
 from asynckv.registration import Registration
@@ -308,7 +306,7 @@ class Engine:
         self._data = data if data is not None else self._choose_data()
         self._control = control if control is not None else _zmq(config)
         self._clock = clock if clock is not None else _loop_clock()
-        self._node_or_none: Node | None = None
+        self._core_or_none: RankCore | None = None
         self._waiting: dict[PullId, _Waiting] = {}
         self._lent: dict[int, LentRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -362,11 +360,11 @@ class Engine:
         self._here("start")
         if self._closing is not None:
             raise EngineClosed("the engine was closed; make a new one")
-        if self._node_or_none is not None:
+        if self._core_or_none is not None:
             raise LocalProtocolError("the engine was started before")
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         try:
-            self._node_or_none = self._begin()
+            self._core_or_none = self._begin()
             await self._control.start(self._on_packet, self._on_refused)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -394,7 +392,7 @@ class Engine:
             self._recorder.event("warning", "data_plane_in_process", detail=warning)
         return plane
 
-    def _begin(self, memory_epoch: int = 0) -> Node:
+    def _begin(self, memory_epoch: int = 0) -> RankCore:
         """Bring the data plane up, register the memory, and make the node that speaks for it."""
         self._data.start(self._on_data)
         self._data.register(self.registration.layout.memories)
@@ -407,8 +405,8 @@ class Engine:
             int(self._token_hex(6), 16),
             memory_epoch,
         )
-        node = Node(identity, self.config)
-        node.desk.trace = self._recorder.is_tracing
+        node = RankCore(identity, self.config)
+        node.outbox.trace = self._recorder.is_tracing
         return node
 
     async def drain(self, timeout_s: float) -> tuple[Hold, ...]:
@@ -422,7 +420,7 @@ class Engine:
         """
         self._here("drain")
         timeout_s = number("timeout_s", timeout_s, 0)
-        node = self._node
+        node = self._core
         self._soon()
         node.shut()
         await self._wait(lambda: self._is_idle() or self._is_hurried, timeout_s)
@@ -465,7 +463,7 @@ class Engine:
         timeout_s = number("timeout_s", timeout_s, 0)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
-        node = self._node
+        node = self._core
         if self._is_suspended:
             return ()
         if self._moving is None:
@@ -496,7 +494,7 @@ class Engine:
             raise EngineClosed("the engine was closed")
         if not self._is_suspended or self._moving is not None:
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
-        before, old = (self.registration, self.incarnation), self._node
+        before, old = (self.registration, self.incarnation), self._core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         try:
             if not self._is_data_given:
@@ -507,11 +505,11 @@ class Engine:
             with anyio.CancelScope(shield=True):
                 await self._close_data()
             raise
-        for address in {peer.address for peer in old.pulling.peers.values()}:
+        for address in {peer.address for peer in old.decode.peers.values()}:
             self._control.disconnect(address)
-        node.desk.counters.update(old.desk.counters)
+        node.outbox.counters.update(old.outbox.counters)
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
-        self._node_or_none, self._is_suspended, self._is_serving = node, False, False
+        self._core_or_none, self._is_suspended, self._is_serving = node, False, False
         self._recorder.event(
             "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
         )
@@ -524,7 +522,7 @@ class Engine:
 
     @property
     def endpoint(self) -> Endpoint:
-        """How decode ranks reach this one; goes into the roster of a `PrefillGroup`."""
+        """How decode ranks reach this one; goes into the endpoints of a `PrefillGroup`."""
         layout = self.registration.layout
         if not self._control.address:
             raise EngineClosed("the engine is not started, so it has no address yet; use `async with Engine(...)`")
@@ -533,7 +531,7 @@ class Engine:
     @property
     def memory_epoch(self) -> int:
         """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
-        return self._node_or_none.lending.memory_epoch if self._node_or_none is not None else 0
+        return self._core_or_none.prefill.memory_epoch if self._core_or_none is not None else 0
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -554,7 +552,7 @@ class Engine:
         """
         self._here("lend")
         readers = integer("readers", readers, 1, MAX_RANKS)
-        node, wanted = self._node, _params(params)
+        node, wanted = self._core, _params(params)
         self._soon()  # first: without a turn nothing may begin
         now = self._clock.now()
         lease = node.lend(wanted, readers, now)
@@ -579,7 +577,7 @@ class Engine:
             RemoteProtocolError: The params are malformed.
         """
         self._here("withdraw")
-        found, node = _params(params), self._node
+        found, node = _params(params), self._core
         self._soon()
         waited = node.withdraw(found, self._clock.now())
         if waited is not None:
@@ -604,7 +602,7 @@ class Engine:
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        node, wanted = self._node, _params(params)
+        node, wanted = self._core, _params(params)
         self._soon()
         node.announce(request_id, wanted, cohort_id, wait, self._clock.now())
 
@@ -699,10 +697,10 @@ class Engine:
                     again = await self._cure(ask, pull, error, retry, state)
                 finally:
                     given_up = is_last or state.stop is Reason.CANCELLED
-                    if again != ask.params and given_up and pull.reason in pull.curable:
+                    if again != ask.params and given_up and pull.reason in pull.retryable:
                         # The rank was told that another attempt would follow.
                         self._discharge(ask, state.stop or pull.reason)
-                if state.stop is Reason.CANCELLED and pull.reason in pull.curable:
+                if state.stop is Reason.CANCELLED and pull.reason in pull.retryable:
                     raise _cancelled(error) from error
                 if again is None:
                     raise error
@@ -714,7 +712,7 @@ class Engine:
 
     async def _attempt(self, ask: _Ask, seconds: float, retry: Retry) -> tuple[Pull, _Waiting]:
         """Pull once, to its outcome."""
-        node = self._node
+        node = self._core
         self._soon()  # also where it is refused: there may be something to say to somebody
         pull = node.pull(
             ask.request_id,
@@ -728,7 +726,7 @@ class Engine:
             ask.is_last,
             ask.priority,
             retry.attempts,
-            retry.curable,
+            retry.retryable,
         )
         if pull.planned_at == pull.admitted_at < math.inf:
             pull.planned_at = self._clock.now()  # the core cannot tell how long it took
@@ -738,13 +736,13 @@ class Engine:
         try:
             await self._outcome(pull, waiting)
         except asyncio.CancelledError:
-            node.pulling.cancel(pull, self._clock.now())
+            node.decode.cancel(pull, self._clock.now())
             self._soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while not pull.is_told and not self._is_shut and self._node_or_none is node:
+            while not pull.is_told and not self._is_shut and self._core_or_none is node:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
-            if ask.is_last and pull.reason in pull.curable:
+            if ask.is_last and pull.reason in pull.retryable:
                 self._discharge(ask, Reason.CANCELLED)  # it had failed just before
             raise
         return pull, waiting
@@ -791,7 +789,7 @@ class Engine:
     def _discharge(self, ask: _Ask, reason: Reason) -> None:
         if not self._is_shut and not self._is_suspended:
             with suppress(AsyncKVError):
-                self._node.discharge(ask.request_id, ask.params, ask.cohort_id, reason, self._clock.now())
+                self._core.discharge(ask.request_id, ask.params, ask.cohort_id, reason, self._clock.now())
             self._soon()
 
     def cancel(self, request_id: str) -> bool:
@@ -803,7 +801,7 @@ class Engine:
         """
         self._here("cancel")
         request_id = text("request_id", request_id)
-        node = self._node
+        node = self._core
         self._soon()
         found = node.cancel(request_id, self._clock.now())
         if (state := self._retrying.get(request_id)) is not None:
@@ -822,9 +820,9 @@ class Engine:
         """
         self._here("returned")
         request_id = text("request_id", request_id)
-        node = self._node
-        while not self._is_destroyed and self._node_or_none is node:
-            open_pulls = (p for p in node.pulling.pulls.values() if p.request_id == request_id)
+        node = self._core
+        while not self._is_destroyed and self._core_or_none is node:
+            open_pulls = (p for p in node.decode.pulls.values() if p.request_id == request_id)
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
                 return
@@ -837,35 +835,35 @@ class Engine:
         """
         self._asked("would_block")
         wanted = _params(params)
-        return self._node.is_closed or self._node.would_block(wanted)
+        return self._core.is_closed or self._core.would_block(wanted)
 
     def forget_peer(self, address: str) -> None:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
         self._here("forget_peer")
         address = text("address", address, MAX_NAME)
-        node = self._node
+        node = self._core
         self._soon()
-        node.pulling.forget(Address(address), self._clock.now())
+        node.decode.forget(Address(address), self._clock.now())
 
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
         self._asked("statistics")
-        node = self._node
-        counters = dict(node.desk.counters)
+        node = self._core
+        counters = dict(node.outbox.counters)
         counters |= {f"control.{k}": v for k, v in self._control.statistics().items()}
         counters |= {f"data.{k}": v for k, v in self._data.statistics().items()}
         counters["loop.was_away"] = (lag := self._lag).num_away
-        counters["keys.given_up"] = node.lending.spent.num_given_up
-        counters["keys.forgotten"] = node.lending.spent.num_forgotten
+        counters["keys.given_up"] = node.prefill.spent.num_given_up
+        counters["keys.forgotten"] = node.prefill.spent.num_forgotten
         counters["log.failed"] = self._recorder.num_failed
         return Statistics(counters, node.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
 
     def holds(self) -> tuple[Hold, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._asked("holds")
-        return self._node.holds(self._clock.now()) + self._between_attempts()
+        return self._core.holds(self._clock.now()) + self._between_attempts()
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """Say how every request stands that is announced, pulled or lent here, the oldest first.
@@ -874,7 +872,7 @@ class Engine:
         blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._asked("requests")
-        return self._node.requests(self._clock.now()) + self._retries()
+        return self._core.requests(self._clock.now()) + self._retries()
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -888,7 +886,7 @@ class Engine:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
         self._asked("check_integrity")
-        if wrong := self._node.check_integrity():
+        if wrong := self._core.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
 
     # -- where it is called from -------------------------------------------------------------------
@@ -922,20 +920,20 @@ class Engine:
     # -- events ------------------------------------------------------------------------------------
 
     @property
-    def _node(self) -> Node:
-        if self._node_or_none is None:
+    def _core(self) -> RankCore:
+        if self._core_or_none is None:
             raise EngineClosed(NOT_STARTED)
-        return self._node_or_none
+        return self._core_or_none
 
-    def _on_packet(self, origin: Address | Route, data: bytes) -> None:
-        self._safely(self._node.receive, origin, data, self._clock.now())
+    def _on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+        self._safely(self._core.receive, origin, data, self._clock.now())
         self._soon()
 
     def _on_refused(self, cause: str, who: str) -> None:
         """The control plane let somebody not in, or may not talk to somebody."""
         self._recorder.refused(cause, who, self._clock.now())
         if cause == "turned_away":
-            self._safely(self._node.pulling.hint, Address(who), TURNED_AWAY)
+            self._safely(self._core.decode.hint, Address(who), TURNED_AWAY)
 
     def _on_data(self) -> None:
         before = self._polled_at
@@ -944,13 +942,13 @@ class Engine:
         for news in found:
             match news:
                 case Ended():
-                    self._safely(self._node.pulling.ended, _news(news), now - before, now)
+                    self._safely(self._core.decode.ended, _news(news), now - before, now)
                 case AgentLost():
-                    self._safely(self._node.agent_lost, news.cause, news.reads, now)
+                    self._safely(self._core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
-                    self._safely(self._node.agent_replaced, news.agent_name, news.metadata)
+                    self._safely(self._core.agent_replaced, news.agent_name, news.metadata)
                     self._recorder.event(
                         "warning",
                         "data_plane_restarted",
@@ -971,11 +969,11 @@ class Engine:
             self._soon()  # which arms it, as everybody's deadlines hang on it
 
     def _tick(self, due: float) -> None:
-        now, node = self._clock.now(), self._node
+        now, node = self._clock.now(), self._core
         if self._lag.take(now - due):
             self._recorder.loop_was_away(now - due, node.gauges(), now)
         if not self._is_shut:
-            self._beat_at = now + (IDLE_BEAT_S if node.is_idle and not node.lending.num_parked else BEAT_S)
+            self._beat_at = now + (IDLE_BEAT_S if node.is_idle and not node.prefill.num_parked else BEAT_S)
         if node.next_at <= now:
             node.tick(now)
             self._soon()
@@ -989,7 +987,7 @@ class Engine:
             self._internal_error(exc)
 
     def _internal_error(self, exc: Exception) -> None:
-        self._node.desk.counters["internal_errors"] += 1
+        self._core.outbox.counters["internal_errors"] += 1
         self._recorder.internal_error(exc)
 
     def _soon(self) -> None:
@@ -1003,9 +1001,9 @@ class Engine:
         self._is_due = False
         if self._is_shut:
             if self._is_stuck:
-                self._watch_held(self._node)
+                self._watch_held(self._core)
             return
-        node = self._node
+        node = self._core
         self._safely(self._work, node)
         if node.is_serving is not self._is_serving:
             self._safely(self._serve, node.is_serving)
@@ -1017,20 +1015,20 @@ class Engine:
         self._data.watch(is_serving)
         self._is_serving = is_serving
 
-    def _watch_held(self, node: Node) -> None:
+    def _watch_held(self, node: RankCore) -> None:
         """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
-        for _ in node.desk.take_packets():
+        for _ in node.outbox.take_packets():
             pass
         self._obey(node)
         self._arm(node.next_at)
 
-    def _work(self, node: Node) -> None:
+    def _work(self, node: RankCore) -> None:
         has_waited, self._has_waited = self._has_waited, False
         self._do(node, is_all=False)
         clock = self._clock
         started = began = clock.now()
         while True:
-            if (read := node.pulling.next_post(began)) is not None:
+            if (read := node.decode.next_post(began)) is not None:
                 post = read.post
                 try:
                     ended = self._data.post_read(
@@ -1040,10 +1038,10 @@ class Engine:
                     self._internal_error(exc)
                     ended = Ended(read.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
-                node.pulling.spent(read.transfer_id, now - began)
+                node.decode.spent(read.transfer_id, now - began)
                 if ended is not None:
-                    node.pulling.ended(_news(ended), 0.0, now)
-            elif (pull := node.pulling.admit(began)) is not None:
+                    node.decode.ended(_news(ended), 0.0, now)
+            elif (pull := node.decode.admit(began)) is not None:
                 self._obey(node)  # its plan may need tables
                 now = pull.planned_at = clock.now()
             else:
@@ -1056,18 +1054,18 @@ class Engine:
             self._beat_at = began + BEAT_S  # something has begun
         # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
         self._do(node, is_all=has_waited)
-        if node.desk.has_messages:
+        if node.outbox.has_messages:
             self._has_waited = True
             self._soon()
 
-    def _do(self, node: Node, *, is_all: bool = True) -> None:
-        if is_all or node.desk.is_urgent:
-            for to, packet in node.desk.take_packets():
+    def _do(self, node: RankCore, *, is_all: bool = True) -> None:
+        if is_all or node.outbox.is_urgent:
+            for to, packet in node.outbox.take_packets():
                 self._safely(self._send, to, packet)
         self._obey(node)
 
-    def _obey(self, node: Node) -> None:
-        while commands := node.desk.take_commands():
+    def _obey(self, node: RankCore) -> None:
+        while commands := node.outbox.take_commands():
             now = self._clock.now()
             for command in commands:
                 try:
@@ -1075,11 +1073,11 @@ class Engine:
                 except Exception as exc:
                     self._internal_error(exc)
 
-    def _send(self, to: Address | Route, packet: bytes) -> None:
+    def _send(self, to: Address | ReplyTo, packet: bytes) -> None:
         if not self._control.send(to, packet):
-            self._node.desk.counters["dropped.not_sent"] += 1
+            self._core.outbox.counters["dropped.not_sent"] += 1
             if isinstance(to, str) and (why := self._control.refusal(to)):
-                self._node.pulling.refused(to, why, self._clock.now())
+                self._core.decode.refused(to, why, self._clock.now())
                 self._soon()
 
     def _arm(self, when: float) -> None:
@@ -1092,7 +1090,7 @@ class Engine:
             self._timer = self._clock.call_at(when, self._on_timer)
         self._timer_at = when
 
-    def _execute(self, command: Command, node: Node, now: float) -> None:
+    def _execute(self, command: Command, node: RankCore, now: float) -> None:
         match command:
             case PullEnded(pull):
                 if not pull.is_returned:
@@ -1136,7 +1134,7 @@ class Engine:
                     self._data.add_table(peer.agent_name, table, mine, theirs)
                 except BackendError as exc:
                     self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
-                    node.pulling.table_failed(peer, str(exc), now)
+                    node.decode.table_failed(peer, str(exc), now)
             case RemoveTable(peer, table_id):
                 self._data.remove_table(peer.agent_name, table_id)
             case SlowGeometry(peer, detail):
@@ -1155,14 +1153,14 @@ class Engine:
                 assert_never(command)
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
-        node = self._node
+        node = self._core
         try:
             await self._data.prepare_peer(peer.agent_name, metadata)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-            self._safely(node.pulling.load_failed, peer, cause, self._clock.now())
+            self._safely(node.decode.load_failed, peer, cause, self._clock.now())
         else:
-            self._safely(node.pulling.loaded, peer, self._clock.now())
+            self._safely(node.decode.loaded, peer, self._clock.now())
         self._soon()
 
     # -- inside ------------------------------------------------------------------------------------
@@ -1188,13 +1186,13 @@ class Engine:
             reason=pull.reason.value,
             held=held,
             wait_returned=wait_returned,
-            is_retryable=pull.reason in CURABLE,
+            is_retryable=pull.reason in RETRYABLE,
             attempts=pull.attempt,
         )
 
     def _revoke(self, lease: Lease) -> None:
         self._soon()
-        self._node.lending.revoke(lease, self._clock.now())
+        self._core.prefill.revoke(lease, self._clock.now())
 
     async def _wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, for so long at most."""
@@ -1208,9 +1206,9 @@ class Engine:
             handle.cancel()
 
     def _is_idle(self) -> bool:
-        return self._node.is_idle and not self._retrying
+        return self._core.is_idle and not self._retrying
 
-    async def _end_work(self, node: Node, how: str) -> None:
+    async def _end_work(self, node: RankCore, how: str) -> None:
         """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
         for state in self._retrying.values():
             state.end(Reason.ENGINE_CLOSED)
@@ -1240,7 +1238,7 @@ class Engine:
 
     def _between_attempts(self) -> tuple[Hold, ...]:
         """Say which requests wait for another attempt."""
-        now, known = self._clock.now(), self._node.pulling.by_request
+        now, known = self._clock.now(), self._core.decode.by_request
         return tuple(
             Hold(request_id, "retrying", state.blocks, now - state.begun_at, max(state.deadline - now, 0.0), ())
             for request_id, state in self._retrying.items()
@@ -1275,17 +1273,17 @@ class Engine:
         for lent in self._lent.values():
             lent._ended.set()
 
-    async def _suspend(self, node: Node, timeout_s: float) -> tuple[Hold, ...]:
+    async def _suspend(self, node: RankCore, timeout_s: float) -> tuple[Hold, ...]:
         stragglers = await self.drain(timeout_s)
         await self._end_work(node, "suspended")
-        node.pulling.leave(self._clock.now())
+        node.decode.leave(self._clock.now())
         self._do(node)
         # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
         await self._data.quiesce()
         await self._end_loading()
         self._data.close()
         # From here on nothing of ours can be read or written.
-        node.pulling.destroyed(self._clock.now())
+        node.decode.destroyed(self._clock.now())
         self._do(node)
         self._end_waiting()
         self._waiting.clear()
@@ -1303,7 +1301,7 @@ class Engine:
         self._turned.set()
         if self._moving is not None:
             await asyncio.gather(self._moving, return_exceptions=True)
-        node = self._node_or_none
+        node = self._core_or_none
         if node is not None and not self._is_shut and not self._is_suspended:
             await self._end_work(node, "closed")
         await self._end_loading()
@@ -1318,7 +1316,7 @@ class Engine:
             self._timer.cancel()
             self._timer = None
         if node is not None:
-            node.pulling.destroyed(self._clock.now())
+            node.decode.destroyed(self._clock.now())
             self._obey(node)
         self._end_waiting()
         if node is not None:

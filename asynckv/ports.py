@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 
 __all__ = [
     "AgentLost",
@@ -64,7 +64,7 @@ class ControlPlane(Protocol):
 
     async def start(
         self,
-        on_packet: Callable[[Address | Route, bytes], None],
+        on_packet: Callable[[Address | ReplyTo, bytes], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Bind the listener and deliver every incoming packet to `on_packet` on the event loop.
@@ -75,7 +75,7 @@ class ControlPlane(Protocol):
             BackendError: The address cannot be bound.
         """
 
-    def send(self, to: Address | Route, packet: bytes) -> bool:
+    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, connecting first if `to` is an address; False if the packet was dropped."""
 
     def refusal(self, address: Address) -> str:
@@ -177,7 +177,7 @@ class DataPlane(Protocol):
             BackendError: Metadata refused, peer not reachable.
         """
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare descriptor lists for a piece table of a prepared peer.
 
         Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asynckv.arguments import shown
-from asynckv.core.layout import Layout, check_layout, valid_layout
 from asynckv.errors import LayoutError
+from asynckv.geometry.layout import Layout, check_layout, valid_layout
 
 __all__ = ["Registration", "register_memory"]
 

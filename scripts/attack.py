@@ -30,12 +30,12 @@ import zmq
 from rich.console import Console
 from rich.progress import Progress
 
-from asynckv.core import messages as m
-from asynckv.core.layout import Layout
+from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
 from asynckv.edges import zmq as edge
+from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair, write_pair
-from asynckv.layouts import model_layout
+from asynckv.tools.layouts import model_layout
 from scripts import chaos
 
 MODULE = "scripts.attack"
@@ -347,7 +347,7 @@ class Attack:
         self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
         layout = model_layout(chaos.MODEL, num_blocks=chaos.NUM_BLOCKS, block_size=chaos.BLOCK)
         said = every_message(own, layout, Cohort("mallory"))
-        targets = {"prefill": own.roster[0].incarnation, "decode": self.reader}
+        targets = {"prefill": own.endpoints[0].incarnation, "decode": self.reader}
         packets = {
             name: [m.encode_packet("mallory", target, x) for x in (*([y] for y in said), said)]
             for name, target in targets.items()

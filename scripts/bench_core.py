@@ -38,18 +38,19 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.commands import LoadPeer, PullEnded
-from asynckv.core.group import PrefillGroup
-from asynckv.core.layout import Layout, runs_of
+from asynckv.core.decode import News
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
-from asynckv.core.node import Identity, Node
-from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
-from asynckv.core.pulling import News
-from asynckv.core.sources import assign
-from asynckv.core.types import Address, BlockRuns, Cohort, Endpoint, Outcome, Params, Route, decode_params
-from asynckv.layouts import model_layout
-from asynckv.models import Heads, Model
+from asynckv.core.outbox import LoadPeer, PullEnded
+from asynckv.core.rank import Identity, RankCore
+from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
+from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Layout, runs_of
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.scheduler import PrefillGroup
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
 
 SCHEMA = 1
 TURN = 32
@@ -78,10 +79,10 @@ class Side:
     """One node, and the packets that wait for it."""
 
     def __init__(self, name: str, layout: Layout, config: EngineConfig) -> None:
-        self.address, self.route = Address(f"core://{name}"), Route(name.encode())
+        self.address, self.route = Address(f"core://{name}"), ReplyTo(name.encode())
         identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
-        self.node = Node(identity, config)
-        self.inbox: deque[tuple[Address | Route, bytes]] = deque()
+        self.node = RankCore(identity, config)
+        self.inbox: deque[tuple[Address | ReplyTo, bytes]] = deque()
 
 
 class Pulls:
@@ -147,7 +148,7 @@ class Pulls:
             side.node.lend(params, 1, self._time())
             self._slot_of[f"first{i}"] = 0
             self.decode.node.pull(f"first{i}", [(0, self._slots[0][0][1][:1])], params, "", 3600.0, self._time())
-            while self.decode.node.pulling.pulls:
+            while self.decode.node.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
         self.counts.clear()
@@ -161,7 +162,7 @@ class Pulls:
             while self._free and self._next < upto:
                 self._ask(upto)
             self._turn()
-        while self.decode.node.pulling.pulls or any(side.inbox for side in self.prefill):
+        while self.decode.node.decode.pulls or any(side.inbox for side in self.prefill):
             self._turn()
 
     def _ask(self, upto: int) -> None:
@@ -204,14 +205,14 @@ class Pulls:
             self._settle(side)
 
     def _settle(self, side: Side) -> None:
-        pulling = side.node.pulling
+        decode = side.node.decode
         self._do(side)
         if side is self.decode:
             for _ in range(TURN):
-                if (read := pulling.next_post(self._time())) is not None:
-                    pulling.ended(News(read.transfer_id, True, False), 0.0, self._time())
+                if (read := decode.next_post(self._time())) is not None:
+                    decode.ended(News(read.transfer_id, True, False), 0.0, self._time())
                     self.counts["events"] += 2
-                elif pulling.admit(self._time()) is not None:
+                elif decode.admit(self._time()) is not None:
                     self.counts["events"] += 1
                 else:
                     break
@@ -219,18 +220,18 @@ class Pulls:
 
     def _do(self, side: Side) -> None:
         node, counts = side.node, self.counts
-        for to, data in node.desk.take_packets():
+        for to, data in node.outbox.take_packets():
             counts["packets"] += 1
             counts["bytes"] += len(data)
             if isinstance(to, bytes):
                 self.decode.inbox.append((side.address, data))
             else:
                 self._by_address[to].inbox.append((self.decode.route, data))
-        while commands := node.desk.take_commands():
+        while commands := node.outbox.take_commands():
             for command in commands:
                 match command:
                     case LoadPeer(peer, _):
-                        node.pulling.loaded(peer, self._time())
+                        node.decode.loaded(peer, self._time())
                     case PullEnded(pull):
                         assert pull.reason == "complete", pull.detail
                         self._free.append(self._slot_of.pop(pull.request_id))
@@ -244,7 +245,7 @@ class Pulls:
 
     def _num_sent(self) -> int:
         sides = (self.decode, *self.prefill)
-        return sum(n for s in sides for name, n in s.node.desk.counters.items() if name.startswith("sent."))
+        return sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent."))
 
 
 def _pulls(requests: int, **options: Any) -> Work:
@@ -260,7 +261,7 @@ def _plan(number: int, *, blocks: int, layers: int, ranks: int, order: str, scat
         for r in range(ranks)
     ]
     shares = assign(here, there)
-    maps = [PeerMap(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
+    maps = [PeerTables(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
     rng = np.random.default_rng(0)
     remote_blocks = -(-16 * blocks // theirs)
     local, remote = (

@@ -37,10 +37,10 @@ from rich.table import Table
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
 from asynckv.bench import garbage
 from asynckv.config import LimitsConfig, PullConfig
-from asynckv.layouts import model_layout, with_addresses
-from asynckv.models import Heads, Model
 from asynckv.observe import log
 from asynckv.testing import SimControl, SimData, SimNetwork
+from asynckv.tools.layouts import model_layout, with_addresses
+from asynckv.tools.models import Heads, Model
 
 SCHEMA = 1
 Figures = dict[str, float]

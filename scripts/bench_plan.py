@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, decode_layout, runs_of
-from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
-from asynckv.core.sources import assign, compare
-from asynckv.core.types import BlockRuns
 from asynckv.errors import LayoutError
-from asynckv.layouts import model_layout
-from asynckv.models import Heads, Model
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, decode_layout, runs_of
+from asynckv.geometry.match import assign, compare
+from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
 
 
 def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -> dict[str, object]:
@@ -36,7 +36,7 @@ def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -
     there = [model_layout(model, tp_rank=r, tp_size=ranks, num_blocks=2 * blocks, order=order) for r in range(ranks)]
     began = time.perf_counter()
     shares = assign(here, there)
-    maps = [PeerMap(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
+    maps = [PeerTables(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
     peer_s = time.perf_counter() - began
     rng = np.random.default_rng(0)
     mine, theirs = (
@@ -137,7 +137,7 @@ def inspect(name: str, there: Layout) -> dict[str, object]:
         "check": lambda: check_layout(there),
         "compare": lambda: compare(here, there),
         "assign": lambda: assign(here, [there]),
-        "map": lambda: PeerMap(here, there, assign(here, [there])[0], peers),
+        "map": lambda: PeerTables(here, there, assign(here, [there])[0], peers),
     }
     out: dict[str, object] = {"layout": name, "bytes": len(data)}
     for step, do in steps.items():

@@ -46,13 +46,13 @@ from asynckv import (
     configure_logging,
     register_memory,
 )
-from asynckv.core import messages as m
+from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Outcome, decode_params
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import AsyncKVError, EngineClosed, PullError, RemoteProtocolError
 from asynckv.keys import KeyPair
-from asynckv.layouts import model_layout, with_addresses
-from asynckv.models import Heads, Model
+from asynckv.tools.layouts import model_layout, with_addresses
+from asynckv.tools.models import Heads, Model
 
 MODULE = "scripts.chaos"
 ROOT = Path(__file__).resolve().parents[1]
@@ -504,7 +504,7 @@ class Worker:
         blocks, early = blocks or rng.randint(1, MOST_BLOCKS), rng.random() < 0.2
         params = (await self.ask("lend", number=number, blocks=blocks, early=early, lease_s=lease_s))["params"]
         if self.reached_by:
-            params["roster"][0]["address"] = self.reached_by
+            params["endpoints"][0]["address"] = self.reached_by
         cached = rng.randint(0, blocks - reads) if rng.random() < 0.1 else 0
         return {"number": number, "params": params, "blocks": blocks, "cached": cached}
 
@@ -749,7 +749,7 @@ def real_packets(params: Mapping[str, Any]) -> list[bytes]:
         m.Release(key, name, cohort, "stranger-1", Outcome.FAILED),
         m.StatusRequest(11),
     ]
-    return [m.encode_packet("stranger", known.roster[0].incarnation, x) for x in (*([y] for y in said), said)]
+    return [m.encode_packet("stranger", known.endpoints[0].incarnation, x) for x in (*([y] for y in said), said)]
 
 
 def is_malformed(data: bytes) -> bool:

@@ -24,9 +24,9 @@ import msgspec
 import torch
 
 from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
-from asynckv.core.layout import Part, View
-from asynckv.layouts import model_groups, model_layout, with_addresses
-from asynckv.models import Heads, Latent, Model, State, model_of_config
+from asynckv.geometry.layout import Part, View
+from asynckv.tools.layouts import model_groups, model_layout, with_addresses
+from asynckv.tools.models import Heads, Latent, Model, State, model_of_config
 
 ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "vocab_size": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -225,7 +225,7 @@ class Subject:
         return torch.cat(logits), chosen
 
     def take_apart(self, cache: Any, tokens: int) -> list[dict[str, torch.Tensor]]:
-        """The cache as the parts that `asynckv.models` says it keeps: `[token, unit, ...]`, states `[unit, ...]`."""
+        """The cache as the parts that its model says it keeps: `[token, unit, ...]`, states `[unit, ...]`."""
         out = []
         for layer, held in zip(self.kept.layers, _real(cache), strict=True):
             match layer:

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 from rich.console import RenderableType
 
-from asynckv import explain
-from asynckv.core.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part, runs_of
-from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
-from asynckv.core.sources import assign
-from asynckv.core.topology import remote_ranks
-from asynckv.core.types import BlockRuns
-from asynckv.layouts import model_layout
-from asynckv.models import PRESETS, Heads, Latent, Model, Projection, State
-from asynckv.observe.pictures import Bar, Segment, bars, to_svg
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part, runs_of
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.topology import remote_ranks
+from asynckv.tools import explain
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import PRESETS, Heads, Latent, Model, Projection, State
+from asynckv.tools.pictures import Bar, Segment, bars, to_svg
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -73,7 +73,7 @@ def one_group(block_size: int, ratio: int = 1, kind: str = "tokens") -> Layout:
 def tokens(title: str, here: int, there: int, first: int, num_tokens: int) -> RenderableType:
     """How two block sizes and a cached prefix are cut along the tokens."""
     local, remote = one_group(here), one_group(there)
-    peer = PeerMap(local, remote, assign(local, [remote])[0], itertools.count(1))
+    peer = PeerTables(local, remote, assign(local, [remote])[0], itertools.count(1))
     mine, theirs = -(-num_tokens // here), -(-num_tokens // there)
     lists = BlockLists(
         check_block_ids(local, [(first, list(range(first // here, mine)))]),
@@ -136,7 +136,7 @@ def conv(title: str) -> RenderableType:
 def states(title: str, num_tokens: int) -> RenderableType:
     """Which state is moved: the one after the last token, wherever each side keeps it."""
     local, remote = one_group(ONE_PER_REQUEST, kind="state"), one_group(16, kind="state")
-    peer = PeerMap(local, remote, assign(local, [remote])[0], itertools.count(1))
+    peer = PeerTables(local, remote, assign(local, [remote])[0], itertools.count(1))
     theirs: list[int | None] = [None, 41, None, 43, 44]
     lists = BlockLists(check_block_ids(local, [(0, [7])]), [BlockRuns(0, runs_of(theirs))], num_tokens)
     [section] = plan_read(peer, lists).sections

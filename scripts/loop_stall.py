@@ -27,8 +27,8 @@ from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
 from asynckv.bench.memory import Pool
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
-from asynckv.layouts import model_layout
-from asynckv.models import Heads, Model
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
 
 TICK_S = 0.001
 SHAPES = {

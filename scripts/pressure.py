@@ -184,7 +184,7 @@ class Side(chaos.Side):
     ) -> None:
         """Ask for all of a queue at once and one of another peer; later cancel the last, and ask for urgent ones."""
         engine, loop, blocks = self.engine, asyncio.get_running_loop(), self.blocks
-        admission, order = engine._node.pulling.admission, Order()
+        admission, order = engine._core.decode.admission, Order()
         everybody = [*queue, *other, *urgent]
         ids = await blocks.take(sum(lent["blocks"] for lent in everybody))
         places = itertools.accumulate((lent["blocks"] for lent in everybody), initial=0)
@@ -239,7 +239,7 @@ class Side(chaos.Side):
                 called[name] = loop.time()
                 (engine.cancel(name) if i % 2 else tasks[name].cancel())
             await asyncio.sleep(0)  # cancelled tasks have run
-            known = engine._node.pulling.by_request
+            known = engine._core.decode.by_request
             queued_still = sum(p is not None and admission.waits(p) for p in map(known.get, map(RequestId, victims)))
             waiting = admission.num_waiting
             tasks |= {f"d-{lent['number']}": asyncio.create_task(one(lent, -1)) for lent in urgent}
@@ -441,7 +441,7 @@ class Side(chaos.Side):
         self.say(ask, cut=cut)
 
     def _control_ports(self) -> set[int]:
-        ports = {int(peer.address.rpartition(":")[2]) for peer in self.engine._node.pulling.peers.values()}
+        ports = {int(peer.address.rpartition(":")[2]) for peer in self.engine._core.decode.peers.values()}
         return ports | {int(self.engine.endpoint.address.rpartition(":")[2])}
 
 
@@ -711,21 +711,21 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
         await prefill.pull(await prefill.lend(1, reads=True))
         (lent,) = await lend_many(arena, prefill, 1, blocks)
         never = (await prefill.ask("make", number=next(arena.numbers), blocks=1))["request"]
-        pulling = asyncio.create_task(prefill.pull(lent, 30.0))
+        decode = asyncio.create_task(prefill.pull(lent, 30.0))
         waiting = asyncio.create_task(prefill.pull(never, 30.0))
         await arena.decode.ask("read_some", least=sizes.mib << 18)
         if variant == "reader_stopped":
             arena.decode.signal(signal.SIGSTOP)
         began = time.monotonic()
         deadline = 20.0 if variant == "in_time" else 0.1
-        check(not pulling.done(), f"{variant}: the pull was over before the drain began; give --mib more")
+        check(not decode.done(), f"{variant}: the pull was over before the drain began; give --mib more")
         draining = asyncio.create_task(prefill.ask("drain", deadline + 20.0, timeout_s=deadline))
         await asyncio.sleep(0)  # it has been asked for
         if variant != "reader_stopped":
             reason, told_s = await waiting, time.monotonic() - began
             check(reason == "engine_closed", f"{variant}: whoever waited for what is not lent was told {reason}")
             check(told_s < 1.0, f"{variant}: whoever waited for what is not lent was told after {told_s:.2f} s")
-            check(variant == "cut_short" or not pulling.done(), f"{variant}: told only when the pull was over")
+            check(variant == "cut_short" or not decode.done(), f"{variant}: told only when the pull was over")
         refused = await prefill.ask("try_lend", params=never["params"])
         check(refused["refused"] == "EngineClosed", f"{variant}: lending while draining: {refused}")
         drained = await draining
@@ -733,7 +733,7 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
         arena.found[variant] = found
         if variant == "in_time":
             check(drained["stragglers"] == [], f"in_time: {drained['stragglers']}")
-            reason = await asyncio.wait_for(pulling, 5.0)
+            reason = await asyncio.wait_for(decode, 5.0)
             check(reason == "complete", f"in_time: the pull under way ended {reason}")
         else:
             expected = [{"request": f"p-{lent['number']}", "reason": "lent", "waits_for": ["decode/tp0"]}]
@@ -742,13 +742,13 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
                 straggler["waits_for"] = [name.partition("@")[0] for name in straggler["waits_for"]]
             check(drained["stragglers"] == expected, f"{variant}: stragglers {drained['stragglers']}, not {expected}")
             check(drained["seconds"] < deadline + 0.5, f"{variant}: a drain of {deadline} s took {drained['seconds']}")
-            check(not pulling.done() or variant == "cut_short", f"{variant}: the drain ended the pull")
+            check(not decode.done() or variant == "cut_short", f"{variant}: the drain ended the pull")
         closed = await prefill.ask("aclose", 40.0)
         if variant == "reader_stopped":
             # Its promise has run out, and what it was reading is overwritten.
             arena.decode.signal(signal.SIGCONT)
             await waiting
-        reason = await asyncio.wait_for(pulling, 35.0)
+        reason = await asyncio.wait_for(decode, 35.0)
         found |= {"close_s": round(closed["seconds"], 3), "leases": closed["leases"], "pull": reason}
         check(closed["seconds"] < 4.0 + 1.5, f"{variant}: closing took {closed['seconds']} s")
         if variant == "cut_short":

@@ -43,8 +43,8 @@ from asynckv.bench.memory import POISON, Pool
 from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
 from asynckv.errors import AsyncKVError, LocalProtocolError, PlanRefused, PullError
-from asynckv.layouts import model_layout
-from asynckv.models import Heads, Model
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
 
 MODEL = Model("soak", (Heads(2, 32),) * 2)
 BLOCK_SIZE = 4
@@ -395,7 +395,7 @@ class Decode(Side):
             await asyncio.sleep(wait)
         forgets = self.forgets
         if self.faults and it.number % FORGET_EVERY == FORGET_EVERY // 2:
-            asyncio.get_running_loop().call_later(it.delay_s, self._forget, params["roster"][0]["address"])
+            asyncio.get_running_loop().call_later(it.delay_s, self._forget, params["endpoints"][0]["address"])
         outcome = "failed"
         try:
             outcome = await self._pull(it, params)

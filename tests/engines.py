@@ -14,15 +14,15 @@ import numpy.typing as npt
 import pytest
 
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
-from asynckv.core import node
-from asynckv.core.layout import Memory
+from asynckv.core import rank
+from asynckv.geometry.layout import Memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.world import make_layout
 
 BLOCKS = 32
 
 needs_python_core = pytest.mark.skipif(
-    not (node.__file__ or "").endswith(".py"), reason="the core is compiled, and its methods cannot be replaced"
+    not (rank.__file__ or "").endswith(".py"), reason="the core is compiled, and its methods cannot be replaced"
 )
 
 

@@ -13,20 +13,21 @@ import msgspec
 import pytest
 
 from asynckv import engine as engine_module
+from asynckv.core import decode, prefill
 from asynckv.core import lease as lease_module
-from asynckv.core import lending, node, pulling
 from asynckv.core import pull as pull_module
-from asynckv.core.admission import Admission
-from asynckv.core.group import PrefillGroup
+from asynckv.core import rank as rank_module
+from asynckv.core.flow import Admission
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Claim, Granted, Release, Renew
 from asynckv.core.peer import PeerState
-from asynckv.core.pull import Leg, News, Pull, PullState
+from asynckv.core.pull import News, Pull, PullState, Source
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Outcome, PullId, Reason
+from asynckv.core.wire import Ack, Claim, Granted, Release, Renew
 from asynckv.engine import Engine, _news
 from asynckv.ports import Ended
+from asynckv.scheduler import PrefillGroup
 from asynckv.testing import service
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -86,7 +87,7 @@ def trusts_an_exception(patch: pytest.MonkeyPatch) -> None:
     """A transfer that is in doubt is taken for ended."""
     honest = Pull.ended
 
-    def ended(self: Pull, leg: Leg, news: News, now: float) -> None:
+    def ended(self: Pull, leg: Source, news: News, now: float) -> None:
         honest(self, leg, News(news.transfer_id, news.ok, False, news.cause, news.peer_lost), now)
 
     patch.setattr(Pull, "ended", ended)
@@ -96,10 +97,10 @@ def trusts_an_exception(patch: pytest.MonkeyPatch) -> None:
 def no_fence(patch: pytest.MonkeyPatch) -> None:
     """Bytes are believed because they have arrived."""
 
-    def prove(self: Leg) -> None:
+    def prove(self: Source) -> None:
         self.proven = self.proven or self.is_done
 
-    patch.setattr(Leg, "prove", prove)
+    patch.setattr(Source, "prove", prove)
 
 
 @planted
@@ -107,7 +108,7 @@ def deadline_from_another_transmission(patch: pytest.MonkeyPatch) -> None:
     """A grant counts from the newest claim, not from the one that it answers."""
     honest = Pull._granted
 
-    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
         honest(self, leg, answer, max(leg.nonces.values()), now)
 
     patch.setattr(Pull, "_granted", granted)
@@ -121,7 +122,7 @@ def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None
         now = self._clock.now()
         news = [each for each in self._data.poll() if isinstance(each, Ended)]
         for ended in news:
-            self._node.pulling.ended(_news(ended), 0.0, now)
+            self._core.decode.ended(_news(ended), 0.0, now)
         self._soon()
 
     patch.setattr(Engine, "_on_data", on_data)
@@ -172,9 +173,9 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
         params["request_id"] = "P"
         return params
 
-    honest_lend = lending.Lending.lend
+    honest_lend = prefill.PrefillSide.lend
 
-    def lend(self: lending.Lending, lent: Any, now: float) -> Any:
+    def lend(self: prefill.PrefillSide, lent: Any, now: float) -> Any:
         self.spent = SpentKeys()
         self._ended.clear()
         return honest_lend(self, lent, now)
@@ -183,8 +184,8 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
         return bytes(16)
 
     patch.setattr(PrefillGroup, "make_params", make_params)
-    patch.setattr(lending.Lending, "lend", lend)
-    patch.setattr(node, "blocks_digest", digest)
+    patch.setattr(prefill.PrefillSide, "lend", lend)
+    patch.setattr(rank_module, "blocks_digest", digest)
     patch.setattr(lease_module, "blocks_digest", digest)
 
 
@@ -205,7 +206,7 @@ def skipped_ranks_hear_our_own_id(patch: pytest.MonkeyPatch) -> None:
     """Ranks that were read nothing from are released under the decode side's request id."""
     honest = Pull.due_release
 
-    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
         release = honest(self, leg, now)
         if release is None or leg.reads:
             return release
@@ -219,7 +220,7 @@ def skipped_ranks_hear_nothing(patch: pytest.MonkeyPatch) -> None:
     """Ranks that were read nothing from are not released at all."""
     honest = Pull.due_release
 
-    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
         release = honest(self, leg, now)
         if release is not None and not leg.reads:
             self.settled(leg, "forgotten", now)
@@ -234,7 +235,7 @@ def releases_are_sent_once(patch: pytest.MonkeyPatch) -> None:
     """A release that was lost stays lost."""
     honest = Pull.due_release
 
-    def due_release(self: Pull, leg: Leg, now: float) -> Release | None:
+    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
         release = honest(self, leg, now)
         if release is not None:
             leg.release_at = math.inf
@@ -246,7 +247,7 @@ def releases_are_sent_once(patch: pytest.MonkeyPatch) -> None:
 @planted
 def early_reads_are_believed(patch: pytest.MonkeyPatch) -> None:
     """A read that began before the request was lent is not done again."""
-    patch.setattr(Leg, "is_early", property(lambda self: False))
+    patch.setattr(Source, "is_early", property(lambda self: False))
 
 
 @planted
@@ -254,7 +255,7 @@ def rates_are_equal(patch: pytest.MonkeyPatch) -> None:
     """Grants are used to their last moment, as if both clocks ran alike, from when they were received."""
     honest = Pull._granted
 
-    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
         honest(self, leg, answer, now, now)
 
     patch.setattr(Pull, "_granted", granted)
@@ -263,16 +264,16 @@ def rates_are_equal(patch: pytest.MonkeyPatch) -> None:
 @planted
 def peers_are_removed_under_transfers(patch: pytest.MonkeyPatch) -> None:
     """A peer that is lost leaves the data plane at once."""
-    honest = pulling.Pulling._reap
+    honest = decode.DecodeSide._reap
 
-    def reap(self: pulling.Pulling, peer: Any) -> None:
+    def reap(self: decode.DecodeSide, peer: Any) -> None:
         transfers, peer.transfers = peer.transfers, set()
         try:
             honest(self, peer)
         finally:
             peer.transfers = transfers
 
-    patch.setattr(pulling.Pulling, "_reap", reap)
+    patch.setattr(decode.DecodeSide, "_reap", reap)
 
 
 @planted
@@ -304,13 +305,13 @@ def closing_returns_blocks_too_soon(patch: pytest.MonkeyPatch) -> None:
 @planted
 def whoever_was_lost_stays_lost(patch: pytest.MonkeyPatch) -> None:
     """A peer that was given up is never met again."""
-    honest = pulling.Pulling._peer
+    honest = decode.DecodeSide._peer
 
-    def peer(self: pulling.Pulling, pull: Pull, leg: Leg, now: float) -> Any:
+    def peer(self: decode.DecodeSide, pull: Pull, leg: Source, now: float) -> Any:
         known = self.peers.get((leg.address, leg.incarnation))
         return known if known is not None and known.state.value == "gone" else honest(self, pull, leg, now)
 
-    patch.setattr(pulling.Pulling, "_peer", peer)
+    patch.setattr(decode.DecodeSide, "_peer", peer)
 
 
 @planted
@@ -337,36 +338,38 @@ def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
             self._advance(now)
 
     patch.setattr(Pull, "tick", tick)
-    patch.setattr(Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.legs))))
+    patch.setattr(
+        Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.sources)))
+    )
 
 
 @planted
 def one_window_for_all_peers(patch: pytest.MonkeyPatch) -> None:
     """Whoever's window is full keeps all others from posting."""
-    honest = pulling.Pulling.next_post
+    honest = decode.DecodeSide.next_post
 
-    def next_post(self: pulling.Pulling, now: float) -> Any:
+    def next_post(self: decode.DecodeSide, now: float) -> Any:
         for peer in self._turns:
             post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
             if post and not peer.window.fits(post):
                 return None
         return honest(self, now)
 
-    patch.setattr(pulling.Pulling, "next_post", next_post)
+    patch.setattr(decode.DecodeSide, "next_post", next_post)
 
 
 @planted
 def one_handshake_at_a_time(patch: pytest.MonkeyPatch) -> None:
     """A rank that does not answer keeps us from meeting any other."""
-    honest = pulling.Pulling._hello
+    honest = decode.DecodeSide._hello
 
-    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+    def hello(self: decode.DecodeSide, peer: Any, now: float) -> None:
         if any(p is not peer and p.state is PeerState.CONNECTING and p.hellos for p in self.peers.values()):
             peer.retry_at = now + 0.05
         else:
             honest(self, peer, now)
 
-    patch.setattr(pulling.Pulling, "_hello", hello)
+    patch.setattr(decode.DecodeSide, "_hello", hello)
 
 
 @planted
@@ -396,14 +399,14 @@ def anybody_may_renew(patch: pytest.MonkeyPatch) -> None:
 @planted
 def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """A key is its epoch and its sequence; the token is decoration."""
-    honest = lending.Lending.receive
+    honest = prefill.PrefillSide.receive
 
-    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
         here = (message.key.epoch, message.key.sequence)
         key = next((k for k in self.leases if (k.epoch, k.sequence) == here), message.key)
         honest(self, msgspec.structs.replace(message, key=key), route, source, now)
 
-    patch.setattr(lending.Lending, "receive", receive)
+    patch.setattr(prefill.PrefillSide, "receive", receive)
 
 
 @planted
@@ -435,7 +438,7 @@ def answers_need_no_question(patch: pytest.MonkeyPatch) -> None:
     """An answer with a nonce that was never used counts from the newest question."""
     honest = Pull.answered
 
-    def answered(self: Pull, leg: Leg, answer: Any, now: float) -> bool:
+    def answered(self: Pull, leg: Source, answer: Any, now: float) -> bool:
         if leg.nonces and answer.nonce not in leg.nonces:
             answer = msgspec.structs.replace(answer, nonce=next(reversed(leg.nonces)))
         return honest(self, leg, answer, now)
@@ -446,16 +449,16 @@ def answers_need_no_question(patch: pytest.MonkeyPatch) -> None:
 @planted
 def answers_from_anybody_count(patch: pytest.MonkeyPatch) -> None:
     """Neither the key nor the process start of an answer is looked at."""
-    honest = pulling.Pulling._claim_answered
+    honest = decode.DecodeSide._claim_answered
 
-    def claim_answered(self: pulling.Pulling, answer: Any, address: Any, source: str, now: float) -> None:
+    def claim_answered(self: decode.DecodeSide, answer: Any, address: Any, source: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
-        leg = next((x for x in pull.legs if x.address == address), None) if pull else None
+        leg = next((x for x in pull.sources if x.address == address), None) if pull else None
         if pull and leg:
             answer, source = msgspec.structs.replace(answer, key=pull.params.key), leg.incarnation
         honest(self, answer, address, source, now)
 
-    patch.setattr(pulling.Pulling, "_claim_answered", claim_answered)
+    patch.setattr(decode.DecodeSide, "_claim_answered", claim_answered)
 
 
 @planted
@@ -481,16 +484,16 @@ def more_is_promised_than_is_kept(patch: pytest.MonkeyPatch) -> None:
 @planted
 def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
     """An engine that closes does not wait for what it has promised."""
-    honest = node.Node.close
+    honest = rank_module.RankCore.close
 
-    def close(self: node.Node, now: float) -> None:
+    def close(self: rank_module.RankCore, now: float) -> None:
         honest(self, now)
-        for lease in list(self.lending.leases.values()):
+        for lease in list(self.prefill.leases.values()):
             lease.held.clear()
             lease.tick(now)
-            self.lending.after(lease, now)
+            self.prefill.after(lease, now)
 
-    patch.setattr(node.Node, "close", close)
+    patch.setattr(rank_module.RankCore, "close", close)
 
 
 @planted
@@ -526,7 +529,7 @@ def revoking_does_nothing(patch: pytest.MonkeyPatch) -> None:
 @planted
 def cancelling_does_nothing(patch: pytest.MonkeyPatch) -> None:
     """`cancel` says that it did."""
-    patch.setattr(node.Node, "cancel", lambda self, request_id, now: request_id in self.pulling.by_request)
+    patch.setattr(rank_module.RankCore, "cancel", lambda self, request_id, now: request_id in self.decode.by_request)
 
 
 @planted
@@ -551,7 +554,7 @@ def promises_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
     """A promise is asked for again when it has run out."""
     honest = Pull._granted
 
-    def granted(self: Pull, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
         honest(self, leg, answer, sent_at, now)
         if leg.claim_at < math.inf:
             leg.claim_at = max(leg.claim_at, leg.covered_until)
@@ -562,25 +565,25 @@ def promises_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
 @planted
 def no_pause_between_handshakes(patch: pytest.MonkeyPatch) -> None:
     """Whoever could not be met is asked again at once."""
-    honest = pulling.Pulling._failed
+    honest = decode.DecodeSide._failed
 
-    def failed(self: pulling.Pulling, peer: Any, reason: Any, detail: str, now: float) -> None:
+    def failed(self: decode.DecodeSide, peer: Any, reason: Any, detail: str, now: float) -> None:
         honest(self, peer, reason, detail, now)
         peer.not_before = now
 
-    patch.setattr(pulling.Pulling, "_failed", failed)
+    patch.setattr(decode.DecodeSide, "_failed", failed)
 
 
 @planted
 def hellos_are_repeated_without_patience(patch: pytest.MonkeyPatch) -> None:
     """A rank that does not answer is asked each tenth of a second."""
-    honest = pulling.Pulling._hello
+    honest = decode.DecodeSide._hello
 
-    def hello(self: pulling.Pulling, peer: Any, now: float) -> None:
+    def hello(self: decode.DecodeSide, peer: Any, now: float) -> None:
         honest(self, peer, now)
         peer.retry_at = now + 0.1
 
-    patch.setattr(pulling.Pulling, "_hello", hello)
+    patch.setattr(decode.DecodeSide, "_hello", hello)
 
 
 # -- under pressure ---------------------------------------------------------------------------------------------------
@@ -625,7 +628,7 @@ def the_queue_lets_leases_run_out(patch: pytest.MonkeyPatch) -> None:
     """Who waits does not claim."""
     honest = Pull.due_claim
 
-    def due_claim(self: Pull, leg: Leg, nonce: int, now: float) -> Any:
+    def due_claim(self: Pull, leg: Source, nonce: int, now: float) -> Any:
         if self.state is PullState.QUEUED and now >= leg.claim_at:
             leg.claim_at = now + 0.5
             return None
@@ -666,39 +669,39 @@ def nobody_says_that_no_attempt_follows(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_curable_failure_discharges(patch: pytest.MonkeyPatch) -> None:
     """The first attempt lets go of the request that the second wants."""
-    honest = node.Node.pull
+    honest = rank_module.RankCore.pull
 
-    def pull(self: node.Node, *args: Any) -> Any:
+    def pull(self: rank_module.RankCore, *args: Any) -> Any:
         found = honest(self, *args)
-        found.curable = frozenset()
+        found.retryable = frozenset()
         return found
 
-    patch.setattr(node.Node, "pull", pull)
+    patch.setattr(rank_module.RankCore, "pull", pull)
 
 
 @planted
 def draining_revokes(patch: pytest.MonkeyPatch) -> None:
     """Who drains takes back what it has lent."""
-    honest = node.Node.shut
+    honest = rank_module.RankCore.shut
 
-    def shut(self: node.Node, how: str = "draining") -> None:
+    def shut(self: rank_module.RankCore, how: str = "draining") -> None:
         honest(self, how)
-        for lease in list(self.lending.leases.values()):
-            self.lending.revoke(lease, 0.0)
+        for lease in list(self.prefill.leases.values()):
+            self.prefill.revoke(lease, 0.0)
 
-    patch.setattr(node.Node, "shut", shut)
+    patch.setattr(rank_module.RankCore, "shut", shut)
 
 
 @planted
 def draining_lends(patch: pytest.MonkeyPatch) -> None:
     """Who drains goes on lending."""
-    patch.setattr(node.Node, "_check_open", lambda self: None)
+    patch.setattr(rank_module.RankCore, "_check_open", lambda self: None)
 
 
 @planted
 def draining_forgets_who_is_left(patch: pytest.MonkeyPatch) -> None:
     """At its deadline a drain says that all is done."""
-    patch.setattr(node.Node, "stragglers", lambda self, now: ())
+    patch.setattr(rank_module.RankCore, "stragglers", lambda self, now: ())
 
 
 @planted
@@ -730,7 +733,7 @@ def old_references_are_served_after_sleep(patch: pytest.MonkeyPatch) -> None:
     async def resume(self: Engine, registration: Any = None) -> None:
         incarnation, token_hex = self.incarnation, self._token_hex
         self._token_hex = lambda size: incarnation if size == 16 else token_hex(size)
-        self._node.lending.memory_epoch -= 1
+        self._core.prefill.memory_epoch -= 1
         try:
             await honest(self, registration)
         finally:
@@ -742,13 +745,13 @@ def old_references_are_served_after_sleep(patch: pytest.MonkeyPatch) -> None:
 @planted
 def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) -> None:
     """Nobody counts who parked what."""
-    honest = lending.Lending._park
+    honest = prefill.PrefillSide._park
 
-    def park(self: lending.Lending, *args: Any) -> None:
+    def park(self: prefill.PrefillSide, *args: Any) -> None:
         self._parked_by = Counter(dict.fromkeys(self._parked_by, 0))
         honest(self, *args)
 
-    patch.setattr(lending.Lending, "_park", park)
+    patch.setattr(prefill.PrefillSide, "_park", park)
 
 
 class _Floor(SpentKeys):
@@ -759,7 +762,7 @@ class _Floor(SpentKeys):
         return runs is not None and key.sequence <= runs[1][-1]
 
 
-def _floored(self: lending.Lending) -> SpentKeys:
+def _floored(self: prefill.PrefillSide) -> SpentKeys:
     floor = _Floor()
     floor._runs = self.spent._runs
     return floor
@@ -768,49 +771,49 @@ def _floored(self: lending.Lending) -> SpentKeys:
 @planted
 def claims_below_the_newest_are_refused(patch: pytest.MonkeyPatch) -> None:
     """A request is taken for ended because a later one was lent before it."""
-    honest = lending.Lending.receive
+    honest = prefill.PrefillSide.receive
 
-    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
         if isinstance(message, Claim) and message.key not in self.leases and message.key in _floored(self):
             self._refuse(message, route, source, self._ended.get(message.key, Reason.UNKNOWN))
         else:
             honest(self, message, route, source, now)
 
-    patch.setattr(lending.Lending, "receive", receive)
+    patch.setattr(prefill.PrefillSide, "receive", receive)
 
 
 @planted
 def early_releases_below_the_newest_are_lost(patch: pytest.MonkeyPatch) -> None:
     """A release that comes before its request is lent is taken for one that comes after its end."""
-    honest = lending.Lending.receive
+    honest = prefill.PrefillSide.receive
 
-    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
         if isinstance(message, Release) and message.key not in self.leases and message.key in _floored(self):
-            self._desk.send(route, source, Ack(message.key, message.pull_id))
+            self._outbox.send(route, source, Ack(message.key, message.pull_id))
         else:
             honest(self, message, route, source, now)
 
-    patch.setattr(lending.Lending, "receive", receive)
+    patch.setattr(prefill.PrefillSide, "receive", receive)
 
 
 @planted
 def lending_one_spends_all_before_it(patch: pytest.MonkeyPatch) -> None:
     """Requests have to be lent in the order in which their params were made."""
-    patch.setattr(lending, "SpentKeys", _Floor)
+    patch.setattr(prefill, "SpentKeys", _Floor)
 
 
 @planted
 def what_has_ended_may_be_lent_again(patch: pytest.MonkeyPatch) -> None:
     """Lending spends no key."""
-    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases)
+    patch.setattr(prefill.PrefillSide, "_is_spent", lambda self, key: key in self.leases)
 
 
 @planted
 def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
     """Withdrawing a request spends no key."""
-    honest = lending.Lending.withdraw
+    honest = prefill.PrefillSide.withdraw
 
-    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
         spent, self.spent = self.spent, SpentKeys()
         try:
             honest(self, key, now)
@@ -818,69 +821,69 @@ def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.spent = spent
 
-    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
 
 
 @planted
 def withdrawing_leaves_early_claims_waiting(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a request that is withdrawn is not told."""
-    honest = lending.Lending.withdraw
+    honest = prefill.PrefillSide.withdraw
 
-    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
         parked = self._parked.pop(key, None)
         honest(self, key, now)
         if parked:
             self._parked[key] = parked
 
-    def receive(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
         if isinstance(message, Claim) and self._ended.get(message.key) is Reason.WITHDRAWN:
             self._park(message, route, source, now)
         else:
             honest_receive(self, message, route, source, now)
 
-    honest_receive = lending.Lending.receive
-    patch.setattr(lending.Lending, "withdraw", withdraw)
-    patch.setattr(lending.Lending, "receive", receive)
+    honest_receive = prefill.PrefillSide.receive
+    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
+    patch.setattr(prefill.PrefillSide, "receive", receive)
 
 
 @planted
 def withdrawing_what_is_lent_does_nothing(patch: pytest.MonkeyPatch) -> None:
     """A request that is lent already is not revoked."""
-    honest = lending.Lending.withdraw
+    honest = prefill.PrefillSide.withdraw
 
-    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
         if key not in self.leases:
             honest(self, key, now)
 
-    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
 
 
 @planted
 def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
     """A request that is lent is taken back although promises run."""
-    honest = lending.Lending.withdraw
+    honest = prefill.PrefillSide.withdraw
 
-    def withdraw(self: lending.Lending, key: Any, now: float) -> None:
+    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
         if (lease := self.leases.get(key)) is not None:
             lease.held.clear()
         honest(self, key, now)
 
-    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
 
 
 @planted
 def what_has_ended_long_ago_is_not_lent_yet(patch: pytest.MonkeyPatch) -> None:
     """Only those endings are known that are remembered one by one."""
-    honest = lending.Lending.receive
+    honest = prefill.PrefillSide.receive
 
-    def receive(self: lending.Lending, *args: Any) -> None:
+    def receive(self: prefill.PrefillSide, *args: Any) -> None:
         spent, self.spent = self.spent, SpentKeys()
         try:
             honest(self, *args)
         finally:
             self.spent = spent
 
-    patch.setattr(lending.Lending, "receive", receive)
+    patch.setattr(prefill.PrefillSide, "receive", receive)
 
 
 @planted
@@ -904,7 +907,7 @@ def gaps_are_kept_without_end(patch: pytest.MonkeyPatch) -> None:
 @planted
 def endings_are_taken_for_all_that_is_spent(patch: pytest.MonkeyPatch) -> None:
     """What has ended long ago may be lent again."""
-    patch.setattr(lending.Lending, "_is_spent", lambda self, key: key in self.leases or key in self._ended)
+    patch.setattr(prefill.PrefillSide, "_is_spent", lambda self, key: key in self.leases or key in self._ended)
 
 
 @planted
@@ -917,49 +920,51 @@ def whoever_is_late_was_told_to_wait(patch: pytest.MonkeyPatch) -> None:
 @planted
 def withdrawing_tells_one_reader(patch: pytest.MonkeyPatch) -> None:
     """Of several that wait for a request that is withdrawn, the first is told."""
-    honest = lending.Lending.withdraw
+    honest = prefill.PrefillSide.withdraw
 
-    def withdraw(self: lending.Lending, key: Any, now: float) -> Any:
+    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> Any:
         for slot in list(self._parked.get(key, {}))[1:]:
             self._unpark(self._parked[key].pop(slot))
         return honest(self, key, now)
 
-    patch.setattr(lending.Lending, "withdraw", withdraw)
+    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
 
 
 @planted
 def early_claims_are_called_withdrawn(patch: pytest.MonkeyPatch) -> None:
     """A request that is not lent is taken for one that never will be."""
-    honest = lending.Lending._park
+    honest = prefill.PrefillSide._park
 
-    def park(self: lending.Lending, message: Any, route: Any, source: str, now: float) -> None:
+    def park(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
         if isinstance(message, Claim):
             self._refuse(message, route, source, Reason.WITHDRAWN)
         else:
             honest(self, message, route, source, now)
 
-    patch.setattr(lending.Lending, "_park", park)
+    patch.setattr(prefill.PrefillSide, "_park", park)
 
 
 @planted
 def peers_outlive_the_agent_that_loaded_them(patch: pytest.MonkeyPatch) -> None:
     """What was loaded is taken for loaded, whatever became of our agent."""
-    patch.setattr(pulling.Pulling, "unloaded", lambda self, cause, now: None)
+    patch.setattr(decode.DecodeSide, "unloaded", lambda self, cause, now: None)
 
 
 @planted
 def a_dead_agent_is_given_out(patch: pytest.MonkeyPatch) -> None:
     """Whoever shakes hands is told of the first agent for ever."""
-    patch.setattr(node.Node, "agent_replaced", lambda self, agent_name, metadata: setattr(self, "_has_agent", True))
+    patch.setattr(
+        rank_module.RankCore, "agent_replaced", lambda self, agent_name, metadata: setattr(self, "_has_agent", True)
+    )
 
 
 @planted
 def nobody_is_greeted_after_the_agent_died(patch: pytest.MonkeyPatch) -> None:
     """Hellos that come while there is no agent are never answered, nor those after them."""
-    honest = node.Node.agent_replaced
+    honest = rank_module.RankCore.agent_replaced
 
-    def replaced(self: node.Node, agent_name: str, metadata: bytes) -> None:
+    def replaced(self: rank_module.RankCore, agent_name: str, metadata: bytes) -> None:
         honest(self, agent_name, metadata)
         self._has_agent = False
 
-    patch.setattr(node.Node, "agent_replaced", replaced)
+    patch.setattr(rank_module.RankCore, "agent_replaced", replaced)

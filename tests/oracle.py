@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of, shard
-from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
-from asynckv.core.sources import assign
-from asynckv.core.topology import remote_ranks
-from asynckv.core.types import NULL, BlockRuns
+from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of, shard
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.topology import remote_ranks
 from tests.world import Buffers
 
 Int64s = npt.NDArray[np.int64]
@@ -292,11 +292,11 @@ def offers(lists: Lists) -> list[BlockRuns]:
     return [BlockRuns(first, runs_of(list(ids))) for first, ids in lists]
 
 
-def maps(local: Rank, remotes: Sequence[Rank]) -> list[PeerMap | None]:
+def maps(local: Rank, remotes: Sequence[Rank]) -> list[PeerTables | None]:
     """What is read of each remote rank."""
     shares = assign(local.layout, [r.layout for r in remotes])
     ids = iter(range(1, 1 << 30))
-    return [PeerMap(local.layout, r.layout, s, ids) if s else None for r, s in zip(remotes, shares, strict=True)]
+    return [PeerTables(local.layout, r.layout, s, ids) if s else None for r, s in zip(remotes, shares, strict=True)]
 
 
 def peers_of(local: Rank, remotes: Sequence[Rank]) -> list[Rank]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asynckv import ConfigError, Overloaded
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.admission import Admission
+from asynckv.core.flow import Admission
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import Address, Reason
 from tests.world import Rank, World, make_layout, reason
@@ -43,7 +43,7 @@ def ask(
 
 
 def reading(decode: Rank) -> list[str]:
-    return [p.request_id for p in decode.node.pulling.pulls.values() if p.state is PullState.READING]
+    return [p.request_id for p in decode.node.decode.pulls.values() if p.state is PullState.READING]
 
 
 def step(world: World, decode: Rank) -> None:
@@ -62,7 +62,7 @@ def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> N
         running = [p for p in pulls if p.state is PullState.READING]
         assert len(running) <= 4
         # What only waits costs no plan, and its claims keep its lease.
-        assert all(leg.plan is None for p in pulls if p.state is PullState.QUEUED for leg in p.legs)
+        assert all(leg.plan is None for p in pulls if p.state is PullState.QUEUED for leg in p.sources)
         step(world, decode)
         world.check()
     assert {p.reason for p in pulls} == {Reason.COMPLETE}
@@ -70,7 +70,7 @@ def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> N
     world.run()
     assert decode.buffers.block(299) == want
     assert (prefill.node.is_idle, decode.node.is_idle) == (True, True)
-    assert decode.node.pulling.admission.num_admitted == 0
+    assert decode.node.decode.admission.num_admitted == 0
 
 
 def test_a_second_peer_with_one_request_waits_for_at_most_one_turn() -> None:
@@ -114,10 +114,10 @@ def test_cancelled_ones_leave_the_queue_at_once() -> None:
     pulls = [ask(world, prefill, decode, i) for i in range(20)]
     world.deliver_all()
     for pull in pulls[1:19]:
-        decode.node.pulling.cancel(pull, world.time(decode))
+        decode.node.decode.cancel(pull, world.time(decode))
         world.settle(decode)
     assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
-    assert decode.node.pulling.admission.num_waiting == 1
+    assert decode.node.decode.admission.num_waiting == 1
     assert len(decode.returned) == 18
     step(world, decode)
     step(world, decode)
@@ -187,7 +187,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
         world.complete_all()
     assert {p.reason for p in ready} == {Reason.COMPLETE}
     assert {reason(p) for p in ahead} == {None}
-    assert decode.node.pulling.admission.num_admitted == 0
+    assert decode.node.decode.admission.num_admitted == 0
     for params in early:
         world.lend(prefill, params)
     world.run()

@@ -52,7 +52,7 @@ from asynckv import (
     shard,
     written,
 )
-from asynckv.core import messages
+from asynckv.core import wire as messages
 from asynckv.core.types import decode_params
 from tests.engines import Bench, memory, until
 
@@ -172,11 +172,11 @@ ENDPOINT = Endpoint(0, "tcp://127.0.0.1:5555", "abc")
 
 
 def test_a_group_is_made_or_refused() -> None:
-    given: dict[str, Any] = {"engine_id": "p", "roster": [ENDPOINT]}
+    given: dict[str, Any] = {"engine_id": "p", "endpoints": [ENDPOINT]}
     for name in parameters(PrefillGroup):
         for what, value in HOSTILE.items():
             made = tried(ConfigError, PrefillGroup, **{**given, name: value})
-            assert isinstance(made, ConfigError) or name != "roster", what
+            assert isinstance(made, ConfigError) or name != "endpoints", what
     for name in Endpoint.__struct_fields__:
         for what, value in HOSTILE.items():
             made = tried(ConfigError, PrefillGroup, "p", [msgspec.structs.replace(ENDPOINT, **{name: value})])
@@ -394,7 +394,7 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 def quiet(engine: Engine) -> tuple[Any, ...]:
     """What no refused call may change."""
     engine.check_integrity()
-    statistics, node = engine.statistics(), engine._node
+    statistics, node = engine.statistics(), engine._core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
     return gauges, engine.holds(), dict(engine._waiting), dict(engine._retrying), node.is_closed, engine._moving
 

@@ -40,8 +40,8 @@ def test_peers_take_turns() -> None:
     pulls.run(24)
     assert [side.node.check_integrity() for side in (pulls.decode, *pulls.prefill)] == [[]] * 4
     # The one that was met, and a third of the requests each.
-    assert {side.node.desk.counters["received.claim"] for side in pulls.prefill} == {9}
-    assert pulls.decode.node.desk.counters["pulls.complete"] == 27
+    assert {side.node.outbox.counters["received.claim"] for side in pulls.prefill} == {9}
+    assert pulls.decode.node.outbox.counters["pulls.complete"] == 27
 
 
 def test_what_takes_more_instructions_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

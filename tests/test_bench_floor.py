@@ -25,13 +25,13 @@ from asynckv.bench.rounds import median_of
 from asynckv.bench.schedule import Arrivals, Engines
 from asynckv.bench.workload import Workload
 from asynckv.config import PullConfig
-from asynckv.core.layout import Layout, Memory, runs_of
-from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, plan_read
-from asynckv.core.sources import assign
-from asynckv.core.types import BlockRuns
 from asynckv.errors import ConfigError
-from asynckv.layouts import model_layout
-from asynckv.models import Heads, Model
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Layout, Memory, runs_of
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 
@@ -66,7 +66,7 @@ def test_its_pieces_are_the_bytes_of_the_request(theirs: Side, mine: Side, cache
     there.fill(1, offer, tokens)
     here.poison(want)
     ours, hers = (pool.registration.layout for pool in (here, there))
-    peer = PeerMap(ours, hers, assign(ours, [hers])[0], itertools.count(1))
+    peer = PeerTables(ours, hers, assign(ours, [hers])[0], itertools.count(1))
     runs = [BlockRuns(first, runs_of(ids)) for first, ids in offer]
     plan = plan_read(peer, BlockLists(check_block_ids(ours, want, tokens), runs, tokens))
     pieces = floor.pieces_of(plan, ours, hers, PullConfig(max_post_descriptors=most))
@@ -80,7 +80,7 @@ def test_its_pieces_are_the_bytes_of_the_request(theirs: Side, mine: Side, cache
 
 def test_what_touches_on_both_sides_is_one_piece() -> None:
     ours, hers = (Pool(model_layout(MODEL, num_blocks=8), seed=1).registration.layout for _ in range(2))
-    peer = PeerMap(ours, hers, assign(ours, [hers])[0], itertools.count(1))
+    peer = PeerTables(ours, hers, assign(ours, [hers])[0], itertools.count(1))
     plan = plan_read(peer, BlockLists(check_block_ids(ours, [(0, [2, 3, 4])], 48), [BlockRuns(0, ((5, 3),))], 48))
     assert plan.num_descriptors == 12
     # Keys and values of two layers.

@@ -25,9 +25,9 @@ from asynckv.bench.driver import Options
 from asynckv.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
 from asynckv.bench.remote import Conversation, Half
 from asynckv.bench.workload import Workload
-from asynckv.core.types import Route
+from asynckv.core.types import ReplyTo
 from asynckv.errors import ConfigError
-from asynckv.models import Heads, Model
+from asynckv.tools.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4", "--lease-s", "3"]
@@ -139,12 +139,12 @@ async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() ->
     half = Half(role="prefill", bind="127.0.0.1:9")
     follower = remote._Follower(options(), half, lambda *a: True, lambda text: None)
     good = msgspec.msgpack.encode([SESSION, 0, True, b""])
-    follower.on_packet(Route(b"x"), b"\x95" + good[1:] + nested())
+    follower.on_packet(ReplyTo(b"x"), b"\x95" + good[1:] + nested())
     (piece,) = pieces(remote.Hello({}, "decode"))
     deep = msgspec.structs.replace(piece, data=b"\x82\xa4type\xa5hello\xa1x" + nested())
-    follower.on_packet(Route(b"x"), msgspec.msgpack.encode(deep))
+    follower.on_packet(ReplyTo(b"x"), msgspec.msgpack.encode(deep))
     assert not follower._came.done()
-    follower.on_packet(Route(b"y"), msgspec.msgpack.encode(piece))
+    follower.on_packet(ReplyTo(b"y"), msgspec.msgpack.encode(piece))
     assert (await asyncio.wait_for(follower._came, 5)).role == "decode"
 
 
@@ -222,15 +222,15 @@ async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
     half = Half(role="prefill", bind="127.0.0.1:0")
     follower = remote._Follower(options(), half, lambda to, packet: wire.send(packet), lambda text: None)
     for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(SESSION, 0, True, b"junk"))):
-        follower.on_packet(Route(b"a"), data)
+        follower.on_packet(ReplyTo(b"a"), data)
     for piece in (*pieces(remote.Bye(0, "")), *pieces(remote.Tell("prefill/tp0", b"{}"))):
-        follower.on_packet(Route(b"a"), remote._encoder.encode(piece))
+        follower.on_packet(ReplyTo(b"a"), remote._encoder.encode(piece))
     assert not follower._came.done()
     assert wire.sent == []
     (hello,) = pieces(remote.Hello(remote.facts(options()), "decode"))
-    follower.on_packet(Route(b"b"), remote._encoder.encode(hello))
+    follower.on_packet(ReplyTo(b"b"), remote._encoder.encode(hello))
     assert follower._came.done()
-    follower.on_packet(Route(b"c"), remote._encoder.encode(hello))
+    follower.on_packet(ReplyTo(b"c"), remote._encoder.encode(hello))
     (answer,) = wire.sent
     assert remote._messages.decode(remote._pieces.decode(answer).data) == remote.Bye(
         2, "it serves somebody else already"

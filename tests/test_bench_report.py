@@ -17,7 +17,7 @@ from asynckv.bench.protocol import Outcome, Side
 from asynckv.bench.schedule import Arrivals, Engines
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
-from asynckv.models import Heads, Model
+from asynckv.tools.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 

@@ -16,7 +16,7 @@ from asynckv.bench.prefixes import PrefixCache
 from asynckv.bench.protocol import Side
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload
-from asynckv.models import Heads, Model, Projection, State
+from asynckv.tools.models import Heads, Model, Projection, State
 
 STATE = State((Projection("x", 8, 4),), 3, 8, (4, 8), "float32")
 MODEL = Model("tiny", (Heads(4, 16), Heads(4, 16, window=20), STATE))

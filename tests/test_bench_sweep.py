@@ -25,7 +25,7 @@ from asynckv.bench.driver import Measured, Options
 from asynckv.bench.journal import Head, Journal, Place, Row
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
-from asynckv.models import Heads, Model
+from asynckv.tools.models import Heads, Model
 from tests.test_cli import asynckv, complaint
 
 COMMANDS: Any = typer.main.get_command(cli.app)

@@ -27,7 +27,7 @@ from asynckv import (
     RemoteTooShort,
 )
 from asynckv.config import PullConfig
-from asynckv.core.pulling import News, Pulling
+from asynckv.core.decode import DecodeSide, News
 from asynckv.observe.log import configure
 from asynckv.testing.planes import Fate
 from tests.engines import BLOCKS, Bench, needs_python_core, until
@@ -256,9 +256,9 @@ async def test_one_bad_event_takes_no_others_along(
     sim: Bench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with sim.pair() as (prefill, decode, group):
-        honest, calls = Pulling.ended, []
+        honest, calls = DecodeSide.ended, []
 
-        def ended(self: Pulling, news: News, detect_s: float, now: float) -> None:
+        def ended(self: DecodeSide, news: News, detect_s: float, now: float) -> None:
             calls.append(news)
             if len(calls) == 1:
                 raise ZeroDivisionError("a bug")
@@ -266,7 +266,7 @@ async def test_one_bad_event_takes_no_others_along(
 
         assert decode.data is not None
         decode.data.deferred = True
-        monkeypatch.setattr(Pulling, "ended", ended)
+        monkeypatch.setattr(DecodeSide, "ended", ended)
         tasks = []
         for i in range(2):
             params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
@@ -282,8 +282,8 @@ async def test_one_bad_event_takes_no_others_along(
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert sorted(type(r).__name__ for r in results) == ["PullResult", "PullTimeout"]
         # What was lost by the bug is found by its age.
-        (lost,) = decode.engine._node.pulling.transfers
-        decode.engine._node.pulling.ended(News(lost, True, False), 0.0, sim.clock.now())
+        (lost,) = decode.engine._core.decode.transfers
+        decode.engine._core.decode.ended(News(lost, True, False), 0.0, sim.clock.now())
         decode.engine._soon()
 
 
@@ -294,7 +294,7 @@ async def test_one_process_under_two_addresses_serves_both() -> None:
         addresses = [prefill.engine.endpoint.address, prefill.engine.endpoint.address.replace("127.0.0.1", "localhost")]
         for i, address in enumerate([*addresses, addresses[0]]):
             params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            params["roster"][0]["address"] = address
+            params["endpoints"][0]["address"] = address
             lent = prefill.engine.lend(params)
             await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
             assert decode.blocks([10 + i]) == prefill.blocks([i])
@@ -320,7 +320,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
             await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
             assert decode.blocks([10 + i]) == prefill.blocks([i])
             await lent.wait_released()
-            await until(lambda: all(p.state.value == "gone" for p in decode.engine._node.pulling.peers.values()))
+            await until(lambda: all(p.state.value == "gone" for p in decode.engine._core.decode.peers.values()))
             fds.append(len(os.listdir("/proc/self/fd")))
             # A tombstone of an idle peer stops nobody: it is met anew.
         assert fds[2] == fds[-1]
@@ -332,7 +332,7 @@ async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> No
     async with prefill.engine:
         group = PrefillGroup("prefill", [prefill.engine.endpoint])
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-        prefill.engine._node.lending.revoke = lambda lease, now: None  # type: ignore[method-assign]
+        prefill.engine._core.prefill.revoke = lambda lease, now: None  # type: ignore[method-assign]
         closing = asyncio.create_task(prefill.engine.aclose())
         for _ in range(3):
             await asyncio.sleep(0)

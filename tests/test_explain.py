@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 
 from asynckv import cli
-from asynckv.core.layout import Group, Layout, Memory, View, check_layout, dense_part
-from asynckv.core.plan import BlockLists, PeerMap, Plan, plan_read
-from asynckv.core.sources import assign
-from asynckv.core.types import BlockRuns
 from asynckv.errors import ConfigError
-from asynckv.explain import _written_once, explain, pictures, show
-from asynckv.layouts import model_layout
-from asynckv.models import PRESETS, Heads, Latent, Model
-from asynckv.observe.pictures import to_svg
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Group, Layout, Memory, View, check_layout, dense_part
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.tools.explain import _written_once, explain, pictures, show
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import PRESETS, Heads, Latent, Model
+from asynckv.tools.pictures import to_svg
 
 
 def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:
@@ -123,7 +123,7 @@ def test_a_gap_and_a_pool_too_small_are_refused() -> None:
 def test_a_byte_written_twice_or_never_is_seen() -> None:
     here, there = ranks("nemotron-h-8b", 1)[0], ranks("nemotron-h-8b", 2)
     shares = assign(here, there)
-    maps = [PeerMap(here, other, s, itertools.count(1)) for other, s in zip(there, shares, strict=True)]
+    maps = [PeerTables(here, other, s, itertools.count(1)) for other, s in zip(there, shares, strict=True)]
     lists = BlockLists([(0, np.arange(3)), (0, np.arange(3))], [BlockRuns(0, ((0, 3),))] * 2, 40)
     plans = [plan_read(peer, lists) for peer in maps]
     check = _written_once(here, plans, lists)

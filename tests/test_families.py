@@ -23,8 +23,8 @@ from asynckv import (
     shard,
 )
 from asynckv.bench.memory import Lists, Pool
-from asynckv.layouts import model_groups, model_layout
-from asynckv.models import Heads, Latent, Model, Projection, State
+from asynckv.tools.layouts import model_groups, model_layout
+from asynckv.tools.models import Heads, Latent, Model, Projection, State
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
 

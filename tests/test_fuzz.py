@@ -15,14 +15,14 @@ import pytest
 
 from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillGroup, RemoteProtocolError
 from asynckv.bench import workload
-from asynckv.core import messages as m
-from asynckv.core.layout import Layout, check_layout
+from asynckv.core import wire as m
 from asynckv.core.types import Address, Cohort, Params, decode_params
 from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.geometry.layout import Layout, check_layout
 from asynckv.keys import AllowList, _parse, decode_z85, encode_z85, read_pair, read_public, write_pair
-from asynckv.layout_file import dump_layouts, load_layouts
-from asynckv.layouts import model_layout
-from asynckv.models import PRESETS, read_hf_config
+from asynckv.tools.layout_file import dump_layouts, load_layouts
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import PRESETS, read_hf_config
 from scripts.attack import every_message
 from scripts.chaos import mutate
 
@@ -150,10 +150,10 @@ def params(rng: random.Random, path: Path) -> object:
 
 
 def endpoints(rng: random.Random, path: Path) -> object:
-    roster = spoil(rng, ENDPOINTS)
+    endpoints = spoil(rng, ENDPOINTS)
     # What is no list of objects the type checker and the caller see to.
-    roster = roster if isinstance(roster, list) else [roster]
-    return PrefillGroup("prefill", roster, tp_size=rng.choice((None, 2)))
+    endpoints = endpoints if isinstance(endpoints, list) else [endpoints]
+    return PrefillGroup("prefill", endpoints, tp_size=rng.choice((None, 2)))
 
 
 def layout_file(rng: random.Random, path: Path) -> object:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core.layout import ONE_PER_REQUEST, Layout, check_layout
-from asynckv.core.plan import BlockLists, PeerMap, check_block_ids, check_blocks, common_prefix, plan_read
-from asynckv.core.sources import NotCovered, _cover, assign, compare, predicted
-from asynckv.core.topology import remote_ranks
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, check_layout
+from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted
+from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, check_blocks, common_prefix, plan_read
+from asynckv.geometry.topology import remote_ranks
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
 
@@ -654,7 +654,7 @@ def test_pieces_of_different_memories_are_not_joined() -> None:
         there.layout, views=(there.layout.views[0], second), memories=(there.layout.memories[0], memory)
     )
     [shares] = assign(here.layout, [layout])
-    [table] = PeerMap(here.layout, layout, shares, iter(range(9))).regular
+    [table] = PeerTables(here.layout, layout, shares, iter(range(9))).regular
     assert table.remote[:, 0].tolist() == [0, 1]
     assert table.length.tolist() == [size, size]
 

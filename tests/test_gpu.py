@@ -124,7 +124,7 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
             for turn in range(1, 21):
                 blocks = [(0, list(range(64)))]
                 params = group.make_params(f"prefill-{turn}", blocks, 1024)
-                pulling = asyncio.create_task(decode.pull(f"decode-{turn}", blocks, params))
+                pulled = asyncio.create_task(decode.pull(f"decode-{turn}", blocks, params))
                 tensors[0].fill_(-turn)
                 for _ in range(50):  # keeps the stream busy behind the call
                     tensors[0].mul_(1.0)
@@ -133,7 +133,7 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
                 event.record()
                 await written(event)
                 lent = prefill.lend(params)
-                await pulling
+                await pulled
                 # The first kernel after the pull sees what was read.
                 assert bool((tensors[1] == turn).all())
                 await lent.wait_released()

@@ -19,6 +19,7 @@ CORE_MAY_IMPORT = {
     "asynckv.arguments",  # what callers give: pure checks
     "asynckv.config",  # durations and bounds: frozen values, checked once
     "asynckv.core",
+    "asynckv.geometry",
     "asynckv.errors",
     "bisect",
     "collections",
@@ -36,9 +37,6 @@ CORE_MAY_IMPORT = {
     "re",
     "typing",
 }
-# Minting keys needs randomness, and to know in which process it is; only the scheduler's module may have that.
-MAY_ALSO = {"group.py": {"os", "secrets"}}
-
 DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}
 
 
@@ -55,14 +53,18 @@ def imports(path: Path) -> Iterator[str]:
                 pass
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name)
-def test_core_is_pure(path: Path) -> None:
-    allowed = CORE_MAY_IMPORT | MAY_ALSO.get(path.name, set())
+ROOMS = {"geometry": CORE_MAY_IMPORT - {"asynckv.core", "asynckv.config"}, "core": CORE_MAY_IMPORT}
+PURE = [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_the_rooms_are_pure(path: Path) -> None:
+    allowed = ROOMS[path.parent.name]
     assert {n for n in imports(path) if not any(n == ok or n.startswith(f"{ok}.") for ok in allowed)} == set()
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "core").glob("*.py")), ids=lambda p: p.name)
-def test_core_never_prints_opens_or_awaits(path: Path) -> None:
+@pytest.mark.parametrize("path", PURE, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_they_never_print_opens_or_awaits(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         assert not isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

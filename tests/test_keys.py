@@ -18,8 +18,8 @@ import asynckv
 from asynckv import ConfigError, Engine, EngineConfig, KeysConfig, cli, register_memory
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair, read_public, write_pair
-from asynckv.layouts import model_layout
-from asynckv.models import PRESETS
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import PRESETS
 
 LOOPBACK = "tcp://127.0.0.1:0"
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core import layout as layouts
-from asynckv.core.layout import (
+from asynckv.errors import LayoutError
+from asynckv.geometry import layout as layouts
+from asynckv.geometry.layout import (
     MAX_DIMS,
     MAX_LAYOUT_BYTES,
     MAX_VIEWS,
@@ -30,11 +31,10 @@ from asynckv.core.layout import (
     shard,
     strided_pieces,
 )
-from asynckv.core.topology import owed_readers, remote_ranks
-from asynckv.errors import LayoutError
-from asynckv.layouts import ORDERS, model_layout
-from asynckv.models import PRESETS, Heads, Model, preset
+from asynckv.geometry.topology import owed_readers, remote_ranks
 from asynckv.registration import register_memory
+from asynckv.tools.layouts import ORDERS, model_layout
+from asynckv.tools.models import PRESETS, Heads, Model, preset
 from tests.world import make_layout
 
 change = msgspec.structs.replace

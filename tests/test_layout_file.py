@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asynckv.core.layout import Layout
 from asynckv.errors import ConfigError
-from asynckv.layout_file import dump_layouts, load_layouts
-from asynckv.layouts import model_layout
-from asynckv.models import PRESETS
+from asynckv.geometry.layout import Layout
+from asynckv.tools.layout_file import dump_layouts, load_layouts
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import PRESETS
 
 
 def ranks(name: str, **sizes: Any) -> list[Layout]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from asynckv.core.layout import ONE_PER_REQUEST, check_layout
-from asynckv.core.sources import assign, compare
-from asynckv.core.topology import remote_ranks
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
-from asynckv.models import PRESETS, Heads, Model, preset
+from asynckv.geometry.layout import ONE_PER_REQUEST, check_layout
+from asynckv.geometry.match import assign, compare
+from asynckv.geometry.topology import remote_ranks
+from asynckv.tools.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
+from asynckv.tools.models import PRESETS, Heads, Model, preset
 
 
 @pytest.mark.parametrize("order", ORDERS)

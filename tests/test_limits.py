@@ -7,8 +7,8 @@ import pytest
 from asynckv import ConfigError, LimitsConfig
 from asynckv.config import EngineConfig
 from asynckv.core.limits import MAX_SENDERS, Limiter
-from asynckv.core.messages import MAJOR, MINOR, Hello, Ping, encode_packet
-from asynckv.core.types import Cohort, Reason, Route
+from asynckv.core.types import Cohort, Reason, ReplyTo
+from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, encode_packet
 from tests.world import World, make_layout
 
 
@@ -39,14 +39,14 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
     world = World(EngineConfig(engine_id="x"))
     prefill = world.add("p", make_layout(), engine_id="prefill", seed=1)
     decode = world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
-    node, flood = prefill.node, Route(b"flood")
+    node, flood = prefill.node, ReplyTo(b"flood")
     burst = node.config.limits.message_burst
     packet = encode_packet("stranger", "", [Ping(1)])
     for _ in range(burst + 100):
         node.receive(flood, packet, 0.0)
-    assert node.desk.counters["dropped.too_many"] == 100
-    assert node.desk.counters["sent.pong"] == burst
-    list(node.desk.take_packets())
+    assert node.outbox.counters["dropped.too_many"] == 100
+    assert node.outbox.counters["sent.pong"] == burst
+    list(node.outbox.take_packets())
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
     pull = world.pull(decode, "d", [4], params)
@@ -58,12 +58,12 @@ def test_rubbish_costs_its_sender_a_hundredfold() -> None:
     world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
     node = world.add("p", make_layout(), engine_id="prefill").node
     for _ in range(1000):
-        node.receive(Route(b"r"), b"\x00rubbish", 0.0)
-    assert node.desk.counters["dropped.malformed"] == 10
-    assert node.desk.counters["dropped.too_many"] == 990
+        node.receive(ReplyTo(b"r"), b"\x00rubbish", 0.0)
+    assert node.outbox.counters["dropped.malformed"] == 10
+    assert node.outbox.counters["dropped.too_many"] == 990
     # After a second of silence it has a thousand again.
-    node.receive(Route(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
-    assert node.desk.counters["sent.pong"] == 1
+    node.receive(ReplyTo(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
+    assert node.outbox.counters["sent.pong"] == 1
 
 
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:
@@ -71,12 +71,12 @@ def test_hellos_by_the_hundred_get_few_large_answers() -> None:
     node = world.add("p", make_layout(), engine_id="prefill").node
     for i in range(500):
         hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
-        node.receive(Route(b"r"), encode_packet("stranger", "", [hello]), 0.0)
-    assert node.desk.counters["sent.welcome"] == 16
-    assert node.desk.counters["dropped.too_many_hellos"] == 484
+        node.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
+    assert node.outbox.counters["sent.welcome"] == 16
+    assert node.outbox.counters["dropped.too_many_hellos"] == 484
     # Several in one packet are several.
-    node.receive(Route(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
-    assert node.desk.counters["sent.welcome"] == 32
+    node.receive(ReplyTo(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
+    assert node.outbox.counters["sent.welcome"] == 32
 
 
 @pytest.mark.parametrize("name", ["messages_per_s", "message_burst", "hellos_per_s", "hello_burst"])

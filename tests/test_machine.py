@@ -27,10 +27,10 @@ from hypothesis.stateful import (
 )
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.pulling import News
-from asynckv.core.topology import remote_ranks
+from asynckv.core.decode import News
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.topology import remote_ranks
 from asynckv.observe.log import phases
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 
@@ -158,14 +158,14 @@ class Machine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1000))
     def cancel(self, i: int) -> None:
         rank, pull, _, _ = self.pulls[i % len(self.pulls)]
-        rank.node.pulling.cancel(pull, self.world.time(rank))
+        rank.node.decode.cancel(pull, self.world.time(rank))
         self.world.settle(rank)
 
     @precondition(lambda self: self.leases)
     @rule(i=st.integers(0, 1000))
     def revoke(self, i: int) -> None:
         rank, lease = self.leases[i % len(self.leases)]
-        rank.node.lending.revoke(lease, self.world.time(rank))
+        rank.node.prefill.revoke(lease, self.world.time(rank))
         self.world.settle(rank)
 
     @invariant()
@@ -197,8 +197,8 @@ class Machine(RuleBasedStateMachine):
             node = rank.node
             requests = node.requests(self.world.time(rank))
             listed = [r.pull_id or (r.request_id, r.sequence) for r in requests]
-            known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in node.lending.leases.values()]
-            assert sorted(listed, key=str) == sorted([*known, *node.pulling.pulls], key=str)
+            known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in node.prefill.leases.values()]
+            assert sorted(listed, key=str) == sorted([*known, *node.decode.pulls], key=str)
             assert sum(r.blocks for r in requests) == sum(hold.num_blocks for hold in node.ledger)
             assert json.loads(json.dumps([dataclasses.asdict(r) for r in requests], allow_nan=False)) or not requests
             for request in requests:

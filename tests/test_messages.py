@@ -11,22 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core import messages as m
-from asynckv.core.commands import Desk
-from asynckv.core.layout import decode_layout
-from asynckv.core.types import (
-    MAX_ID,
-    MAX_RANKS,
-    BlockRuns,
-    Cohort,
-    Key,
-    Outcome,
-    Params,
-    Reason,
-    Route,
-    decode_params,
-)
+from asynckv.core import wire as m
+from asynckv.core.outbox import Outbox
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import LayoutError, RemoteProtocolError
+from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
+from asynckv.geometry.layout import decode_layout
 from tests.world import World, make_layout
 
 KEY = Key("epoch", 0, 7, "0" * 32)
@@ -117,10 +107,10 @@ LONGEST = m.Claim(
 
 
 def packets(messages: list[m.Message]) -> list[bytes]:
-    desk = Desk("i" * 64)
+    outbox = Outbox("i" * 64)
     for message in messages:
-        desk.send(Route(b"route"), "\U0001f511" * 64, message)
-    return [data for _, data in desk.take_packets()]
+        outbox.send(ReplyTo(b"route"), "\U0001f511" * 64, message)
+    return [data for _, data in outbox.take_packets()]
 
 
 def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
@@ -166,7 +156,7 @@ def test_params_are_validated() -> None:
     plain = msgspec.to_builtins(params)
     assert decode_params(plain) == params
     assert decode_params(msgspec.json.decode(msgspec.json.encode(plain))) == params
-    for field, value in [("num_tokens", -1), ("roster", []), ("lease_s", math.nan), ("groups", [[0, [[-2, 2]]]])]:
+    for field, value in [("num_tokens", -1), ("endpoints", []), ("lease_s", math.nan), ("groups", [[0, [[-2, 2]]]])]:
         with pytest.raises(msgspec.ValidationError, match=field):
             decode_params({**plain, field: value})
     assert isinstance(params, Params)

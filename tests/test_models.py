@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.models import (
+from asynckv.tools.models import (
     PRESETS,
     Heads,
     Latent,

@@ -19,11 +19,11 @@ import numpy.typing as npt
 import pytest
 
 from asynckv.config import NixlConfig
-from asynckv.core.layout import Memory
-from asynckv.core.plan import Cut, PieceTable
 from asynckv.core.types import TransferId
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable, Span
 from asynckv.ports import Ended, Ending
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
@@ -36,10 +36,10 @@ Bytes = npt.NDArray[np.uint8]
 Indices = npt.NDArray[np.int32]
 
 
-def table(table_id: int, lengths: list[int], local: list[list[int]], remote: list[list[int]]) -> PieceTable:
+def table(table_id: int, lengths: list[int], local: list[list[int]], remote: list[list[int]]) -> DescTable:
     """A table whose sides differ in memory, offset, stride and number of blocks."""
     length, mine, theirs = (np.array(x, np.int64) for x in (lengths, local, remote))
-    return PieceTable(table_id, Cut(0, 0, 0, 0, 1), length, mine, theirs, HERE, THERE)
+    return DescTable(table_id, Span(0, 0, 0, 0, 1), length, mine, theirs, HERE, THERE)
 
 
 TABLES = (
@@ -92,7 +92,7 @@ def contents(seed: int) -> list[Bytes]:
     return list(np.random.default_rng(seed).integers(0, 256, (2, SIZE), np.uint8))
 
 
-def pairs(t: PieceTable, seed: int) -> tuple[Indices, Indices]:
+def pairs(t: DescTable, seed: int) -> tuple[Indices, Indices]:
     """Every row of the table with shuffled blocks: `row * blocks + block` on either side."""
     rng = np.random.default_rng(seed)
     rows = np.arange(t.num_rows)[:, None]
@@ -101,7 +101,7 @@ def pairs(t: PieceTable, seed: int) -> tuple[Indices, Indices]:
     return local.astype(np.int32), remote.astype(np.int32)
 
 
-def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: PieceTable, local: Indices, remote: Indices) -> None:
+def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: DescTable, local: Indices, remote: Indices) -> None:
     """Do naively what a read has to do."""
     for i, j in zip(local.tolist(), remote.tolist(), strict=True):
         (row, block), (other, block_there) = divmod(i, t.local_blocks), divmod(j, t.remote_blocks)

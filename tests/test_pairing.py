@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig
-from asynckv.core import node as node_module
-from asynckv.core.layout import Group
-from asynckv.core.node import Identity, Node
-from asynckv.core.plan import BlockLists
-from asynckv.core.types import NULL, BlockRuns, Endpoint, Key, Params
+from asynckv.core import rank as rank_module
+from asynckv.core.rank import Identity, RankCore
+from asynckv.core.types import Endpoint, Key, Params
 from asynckv.errors import PlanRefused, RemoteTooShort
+from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.layout import Group
+from asynckv.geometry.plan import BlockLists
 from tests.world import make_layout
 
 FAR = 2**31
@@ -86,30 +87,30 @@ def test_ids_beyond_what_indices_can_say_are_refused_and_not_wrapped() -> None:
     assert str(FAR - 1) in text
 
 
-# -- what is remembered of rosters -----------------------------------------------------------------
+# -- what is remembered of endpoints -----------------------------------------------------------------
 
 
-def make_node() -> Node:
-    return Node(Identity("d", "b" * 32, "agent", b"", make_layout()), EngineConfig(engine_id="d"))
+def make_node() -> RankCore:
+    return RankCore(Identity("d", "b" * 32, "agent", b"", make_layout()), EngineConfig(engine_id="d"))
 
 
-def params(number: int, roster: Sequence[Endpoint], changes: dict[str, Any]) -> Params:
+def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) -> Params:
     given: dict[str, Any] = {
         "engine_id": "p",
         "request_id": f"r{number}",
         "key": Key("epoch", 0, number, "f" * 32),
-        "tp_size": len(roster),
-        "roster": tuple(roster),
+        "tp_size": len(endpoints),
+        "endpoints": tuple(endpoints),
         "groups": (BlockRuns(0, ((0, 1),)),),
         "num_tokens": 4,
     }
     return Params(**given | changes)
 
 
-def places(node: Node, number: int, roster: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
+def places(node: RankCore, number: int, endpoints: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
     """Announce a request, and say which ranks it answers for."""
-    pull = node.announce(f"d{number}", params(number, roster, changes), "", 30.0, 0.0)
-    return [(leg.tp_rank, leg.address) for leg in pull.legs]
+    pull = node.announce(f"d{number}", params(number, endpoints, changes), "", 30.0, 0.0)
+    return [(leg.tp_rank, leg.address) for leg in pull.sources]
 
 
 def endpoints(count: int, port: int) -> list[Endpoint]:
@@ -125,18 +126,18 @@ def test_a_group_is_known_by_all_of_its_ranks() -> None:
     assert places(node, 3, one) == places(node, 4, list(one))
 
 
-def test_a_roster_that_is_a_list_is_a_roster() -> None:
-    node, roster = make_node(), endpoints(1, 1000)
-    pull = node.announce("d1", params(1, roster, {"roster": roster}), "", 30.0, 0.0)
-    assert [(leg.tp_rank, leg.address) for leg in pull.legs] == [(0, "tcp://127.0.0.1:1000")]
+def test_endpoints_may_be_a_list() -> None:
+    node, listed = make_node(), endpoints(1, 1000)
+    pull = node.announce("d1", params(1, tuple(listed), {"endpoints": listed}), "", 30.0, 0.0)
+    assert [(leg.tp_rank, leg.address) for leg in pull.sources] == [(0, "tcp://127.0.0.1:1000")]
 
 
-def test_rosters_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_module, "MAX_ROSTERED", 8)
+def test_endpoints_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_module, "MAX_ENDPOINTS", 8)
     node = make_node()
     for number in range(20):
         places(node, number, endpoints(3, 1000 + 10 * number))
-        assert sum(len(roster) for _, roster, _, _ in node._rosters) <= 8
+        assert sum(len(endpoints) for _, endpoints, _, _ in node._endpoints) <= 8
 
 
 def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
@@ -150,16 +151,16 @@ def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
 
 
 def test_only_releases_wait_for_company() -> None:
-    from asynckv.core.commands import Desk
-    from asynckv.core.messages import Ack, Ping, Release
-    from asynckv.core.types import Cohort, Outcome, Route
+    from asynckv.core.outbox import Outbox
+    from asynckv.core.types import Cohort, Outcome, ReplyTo
+    from asynckv.core.wire import Ack, Ping, Release
 
-    key, to = Key("epoch", 0, 1, "f" * 32), Route(b"r")
-    desk = Desk("b" * 32)
-    desk.send(to, "", Release(key, "r", Cohort("d"), "pull", Outcome.COMPLETE))
-    assert (desk.has_messages, desk.is_urgent) == (True, False)
+    key, to = Key("epoch", 0, 1, "f" * 32), ReplyTo(b"r")
+    outbox = Outbox("b" * 32)
+    outbox.send(to, "", Release(key, "r", Cohort("d"), "pull", Outcome.COMPLETE))
+    assert (outbox.has_messages, outbox.is_urgent) == (True, False)
     for message in (Ping(1), Ack(key, "pull")):
-        desk.send(to, "", message)
-        assert desk.is_urgent
-        assert len(list(desk.take_packets())) == 1
-        assert (desk.has_messages, desk.is_urgent) == (False, False)
+        outbox.send(to, "", message)
+        assert outbox.is_urgent
+        assert len(list(outbox.take_packets())) == 1
+        assert (outbox.has_messages, outbox.is_urgent) == (False, False)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asynckv.core import plan as plans
-from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of
-from asynckv.core.plan import PeerMap, Plan, check_block_ids, check_covers, plan_read
-from asynckv.core.sources import compare
-from asynckv.core.types import BlockRuns
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry import plan as plans
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of
+from asynckv.geometry.match import compare
+from asynckv.geometry.plan import PeerTables, Plan, check_block_ids, check_covers, plan_read
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -115,13 +115,13 @@ def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> Non
     assert padded == {(mine[t // size], t % size) for t in range(max(case["tokens"], first), len(mine) * size)}
 
 
-def plan_of(first: int, ids: list[int], offered: list[int], tokens: int, **remote: Any) -> tuple[PeerMap, Plan]:
+def plan_of(first: int, ids: list[int], offered: list[int], tokens: int, **remote: Any) -> tuple[PeerTables, Plan]:
     here, there = make_layout(num_blocks=64), make_layout(num_blocks=64, base=1 << 41, **remote)
     peer = peer_map(here, there)
     return peer, read(peer, first, ids, offered, tokens)
 
 
-def read(peer: PeerMap, first: int, ids: list[int], offered: list[int], tokens: int) -> Plan:
+def read(peer: PeerTables, first: int, ids: list[int], offered: list[int], tokens: int) -> Plan:
     return plan_read(peer, block_lists(peer.local, [(first, ids)], [BlockRuns(0, runs_of(offered))], tokens))
 
 

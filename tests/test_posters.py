@@ -25,12 +25,12 @@ import pytest
 
 from asynckv import Engine, PullError, PullResult
 from asynckv.config import LeaseConfig, NixlConfig, PullConfig
-from asynckv.core.layout import Memory
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
 from asynckv.ports import Ended, Ending
 from tests.engines import Bench, until
 from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
@@ -512,21 +512,21 @@ async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.
     async with Bench(True).pair(**STUCK) as (prefill, decode, group):
         params = group.make_params("r", [(0, [1, 2, 3])], 48, written=True)
         prefill.engine.lend(params)
-        pulling = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
+        pulled = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
         with anyio.fail_after(10):
             await anyio.to_thread.run_sync(gate.entered.wait)
         plane = decode.engine._data
         assert isinstance(plane, nixl.NixlPlane)
-        yield decode.engine, plane._posters[0], pulling
+        yield decode.engine, plane._posters[0], pulled
 
 
 @pytest.mark.parametrize("how", ["aclose", "suspend"])
 async def test_the_loop_turns_while_an_engine_waits_for_its_threads(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     gate = Gate(monkeypatch)
-    async with stuck_pull(gate) as (engine, poster, pulling):
+    async with stuck_pull(gate) as (engine, poster, decode):
         closing = asyncio.create_task(getattr(engine, how)())
         with pytest.raises(PullError):
-            await pulling
+            await decode
         await until(lambda: poster._is_stopping)
         assert not closing.done()
         # Only the loop opens the gate: if it stood still, closing would fail.
@@ -541,12 +541,12 @@ async def test_an_engine_whose_thread_is_inside_nixl_returns_nothing_until_it_is
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     gate = Gate(monkeypatch)
-    async with stuck_pull(gate) as (engine, _, pulling):
+    async with stuck_pull(gate) as (engine, _, decode):
         monkeypatch.setattr(nixl, "CLOSE_S", 0.05)
         with pytest.raises(BackendError, match="may still be written"):
             await getattr(engine, how)()
         with pytest.raises(PullError) as caught:
-            await pulling
+            await decode
         assert caught.value.held == {0: (4, 5, 6)}
         waiting = [asyncio.create_task(engine.returned("d")), asyncio.create_task(caught.value.returned())]
         with pytest.raises(BackendError, match="may still be written"):

@@ -34,11 +34,11 @@ from asynckv import (
     register_memory,
     shared_memory,
 )
-from asynckv.core.layout import Memory
-from asynckv.core.messages import Release, decode_packet
 from asynckv.core.types import TransferId
+from asynckv.core.wire import Release, decode_packet
 from asynckv.edges import keeper
 from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentLost, AgentReplaced, Ended, Ending
 from tests.engines import Bench, Side, until
 from tests.world import make_layout
@@ -76,7 +76,7 @@ def says_release(packet: bytes) -> bool:
 
 
 def state(side: Side) -> str:
-    (peer,) = side.engine._node.pulling.peers.values()
+    (peer,) = side.engine._core.decode.peers.values()
     return peer.state.value
 
 
@@ -492,7 +492,7 @@ PARENT = """
 import asyncio, sys
 import numpy as np
 from asynckv import NixlConfig, shared_memory
-from asynckv.core.layout import Memory
+from asynckv.geometry.layout import Memory
 from asynckv.edges import keeper
 from asynckv.edges.process import ProcessPlane
 

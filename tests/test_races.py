@@ -12,8 +12,8 @@ import pytest
 
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
+from asynckv.core.decode import DecodeSide
 from asynckv.core.pull import PullState
-from asynckv.core.pulling import Pulling
 from asynckv.core.types import Reason, decode_params
 from tests.engines import Bench, Side, needs_python_core, until
 from tests.test_admission import ask, world_of
@@ -225,7 +225,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.deliver_all()
     pull = ask(world, healthy, decode, 200)
     world.deliver_all()
-    assert decode.node.pulling.admission.waits(pull)
+    assert decode.node.decode.admission.waits(pull)
     for _ in range(8):
         world.advance(0.25)
         world.deliver_all()
@@ -250,7 +250,7 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
-    assert decode.node.pulling.window.num_bytes > 0
+    assert decode.node.decode.window.num_bytes > 0
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()
@@ -265,11 +265,11 @@ async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monke
         params = group.make_params("r", [(0, [1])], 16, written=True)
         lent = prefill.engine.lend(params)
 
-        def read(self: Pulling, pull: Any, now: float) -> None:
+        def read(self: DecodeSide, pull: Any, now: float) -> None:
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Pulling, "_read", read)
+            patch.setattr(DecodeSide, "_read", read)
             with pytest.raises(RuntimeError):
                 await decode.engine.pull("d", [(0, [6])], params)
         assert decode.engine.holds() == ()
@@ -363,16 +363,16 @@ def test_who_greets_a_draining_engine_is_told_so() -> None:
     pull = world.pull(decode, "d", [3], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert [peer.is_draining for peer in decode.node.pulling.peers.values()] == [True]
+    assert [peer.is_draining for peer in decode.node.decode.peers.values()] == [True]
 
 
 def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:
     world, (prefill,), decode = world_of()
     old = world.params([prefill], "old", [3], 4, written=True)
-    roster = [prefill.endpoint]
-    fresh = PrefillGroup("prefill0", roster, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
+    endpoints = [prefill.endpoint]
+    fresh = PrefillGroup("prefill0", endpoints, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
     world.lend(prefill, decode_params(fresh))
-    assert prefill.node.lending.memory_epoch == 2
+    assert prefill.node.prefill.memory_epoch == 2
     with pytest.raises(LocalProtocolError, match="registered anew"):
         world.lend(prefill, old)
     pull = world.pull(decode, "d", [3], old)

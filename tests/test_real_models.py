@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.core.layout import Group
-from asynckv.core.plan import BlockLists
+from asynckv.geometry.layout import Group
+from asynckv.geometry.plan import BlockLists
 from scripts import disagg_generate
 
 

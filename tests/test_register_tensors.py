@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asynckv import Group, LayoutError, TensorPart, register_parts, register_tensors
-from asynckv.core.sources import compare
+from asynckv.geometry.match import compare
 
 ORDER = ("kv", "block", "token", "head", "dim")
 DECLARED: dict[str, Any] = {

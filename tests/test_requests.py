@@ -16,15 +16,15 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core import messages as m
-from asynckv.core.commands import Timers
-from asynckv.core.group import PrefillGroup
+from asynckv.core import wire as m
 from asynckv.core.lease import LeaseState
+from asynckv.core.outbox import Timers
 from asynckv.core.pull import News, PullState
-from asynckv.core.retry import CURABLE, CURABLE_ELSEWHERE
+from asynckv.core.retry import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, Route, decode_params
+from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
+from asynckv.scheduler import PrefillGroup
 from tests.world import NUM_BLOCKS, Rank, World, make_layout
 
 CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
@@ -109,7 +109,7 @@ def test_bytes_without_proof_are_not_published() -> None:
     (transfer_id,) = decode.reads
     for letter in world.letters:
         assert not letter.answer
-    prefill.node.lending.revoke(next(iter(prefill.node.lending.leases.values())), world.time(prefill))
+    prefill.node.prefill.revoke(next(iter(prefill.node.prefill.leases.values())), world.time(prefill))
     world.settle(prefill)
     world.letters.clear()
     for _ in range(120):
@@ -145,7 +145,7 @@ def test_a_revoked_lease_keeps_its_promise() -> None:
     lease = world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.node.lending.revoke(lease, world.time(prefill))
+    prefill.node.prefill.revoke(lease, world.time(prefill))
     world.settle(prefill)
     assert lease.state is LeaseState.ENDING
     world.advance(1.0)
@@ -184,7 +184,7 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4)
     lease = world.lend(prefill[0], params)
-    node, route = prefill[0].node, Route(b"d0")
+    node, route = prefill[0].node, ReplyTo(b"d0")
 
     def say(request_id: str, cohort: Cohort, pull_id: str, source: str = "d0") -> None:
         message = m.Release(params.key, request_id, cohort, pull_id, Outcome.COMPLETE)
@@ -229,7 +229,7 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
     world.deliver_all()
     # Half of the room for 8 is for whoever comes first; the others are told to come again.
     assert prefill.node.gauges()["parked"] == 4
-    assert prefill.node.desk.counters["parked.refused"] == 4
+    assert prefill.node.outbox.counters["parked.refused"] == 4
     pull = world.pull(other, "o", [1], group[0])
     world.deliver_all()
     assert prefill.node.gauges()["parked"] == 5
@@ -315,7 +315,7 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     world.lend(prefill, first)
     world.pull(decode, "d-first", [1], first)
     world.run()
-    prefill.node.lending._ended.clear()  # as after very many others
+    prefill.node.prefill._ended.clear()  # as after very many others
     late = world.pull(decode, "late", [2], first)
     world.run()
     assert (late.reason, "unknown" in late.detail) == (Reason.UNKNOWN, True)
@@ -335,11 +335,11 @@ def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() 
     assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
     with pytest.raises(LocalProtocolError, match="was withdrawn; make new params"):
         world.lend(prefill, params)
-    before = dict(prefill.node.desk.counters)
+    before = dict(prefill.node.outbox.counters)
     prefill.node.withdraw(params, world.time(prefill))
-    assert prefill.node.desk.counters == before
+    assert prefill.node.outbox.counters == before
     assert prefill.node.is_idle
-    assert prefill.node.lending.num_parked == 0
+    assert prefill.node.prefill.num_parked == 0
 
 
 def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
@@ -403,7 +403,7 @@ def test_a_release_takes_the_place_of_its_early_claim() -> None:
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    claim = next(iter(prefill.node.lending._parked.values()))
+    claim = next(iter(prefill.node.prefill._parked.values()))
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
@@ -417,12 +417,12 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     params = world.params([prefill], "req", [3], 4)
     world.pull(decode, "d-req", [1], params)
     world.run()
-    (parked,) = next(iter(prefill.node.lending._parked.values())).values()
+    (parked,) = next(iter(prefill.node.prefill._parked.values())).values()
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
-    prefill.node.lending.receive(parked.message, parked.route, parked.source, world.time(prefill))
-    assert prefill.node.lending.num_parked == 1
+    prefill.node.prefill.receive(parked.message, parked.route, parked.source, world.time(prefill))
+    assert prefill.node.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
 
@@ -442,9 +442,9 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
     world, prefill, decode = pair()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
     world.lend(prefill, first).revoke(world.time(prefill))
-    prefill.node.lending.after(prefill.node.lending.leases[first.key], world.time(prefill))
+    prefill.node.prefill.after(prefill.node.prefill.leases[first.key], world.time(prefill))
     prefill.node.withdraw(second, world.time(prefill))
-    prefill.node.lending.spent = SpentKeys()  # as after very many other schedulers
+    prefill.node.prefill.spent = SpentKeys()  # as after very many other schedulers
     with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):
         world.lend(prefill, first)
     with pytest.raises(LocalProtocolError, match="withdrawn"):
@@ -456,8 +456,8 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
 
 
 def test_a_withdrawn_request_is_tried_again_with_new_params_only() -> None:
-    assert Reason.WITHDRAWN not in CURABLE
-    assert Reason.WITHDRAWN in CURABLE_ELSEWHERE
+    assert Reason.WITHDRAWN not in RETRYABLE
+    assert Reason.WITHDRAWN in RETRYABLE_ELSEWHERE
 
 
 def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
@@ -488,7 +488,7 @@ def test_ten_thousand_requests_are_lent_in_any_order() -> None:
                 world.lend(prefill, params)
         else:
             world.lend(prefill, params)
-    assert prefill.node.lending.spent.num_gaps == 0
+    assert prefill.node.prefill.spent.num_gaps == 0
 
 
 def test_lending_one_key_twice_is_refused() -> None:
@@ -596,7 +596,7 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
         world.pull(decode, f"d{i}", [i], world.params([prefill], f"r{i}", [1], 4), timeout=20)
         for i in range(NUM_BLOCKS)
     ]
-    assert decode.node.desk.counters["sent.hello"] == 1
+    assert decode.node.outbox.counters["sent.hello"] == 1
     for _ in range(60):
         world.advance(0.1)
         world.letters.clear()
@@ -716,7 +716,7 @@ def test_absurd_leases_are_refused(lease_s: float) -> None:
         PrefillGroup("p", [endpoint]).make_params("req", [(0, [1])], 4, lease_s=lease_s)
 
 
-def test_a_roster_with_holes_is_refused() -> None:
+def test_endpoints_with_holes_is_refused() -> None:
     ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
     with pytest.raises(ConfigError, match=r"\[\(0, 0\), \(0, 2\)\]"):
         PrefillGroup("p", ranks, tp_size=3)
@@ -735,13 +735,13 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
     world.deliver_all()
     (transfer_id,) = decode.reads
     world.tell(decode, News(transfer_id, False, True, "doubt"))
-    decode.node.pulling.forget(prefill.address, world.time(decode))
+    decode.node.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     world.advance(100.0)
     assert decode.node.next_at > world.time(decode)
     world.tell(decode, News(transfer_id, True, False))
     world.advance(100.0)
-    assert not decode.node.pulling.peers
+    assert not decode.node.decode.peers
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
@@ -750,7 +750,7 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     lease = world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.node.lending.revoke(lease, world.time(prefill))
+    prefill.node.prefill.revoke(lease, world.time(prefill))
     world.settle(prefill)
     for _ in range(80):
         world.advance(0.1)

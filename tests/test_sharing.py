@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, shared_memory
-from asynckv.core.layout import Memory
 from asynckv.edges import choice, transports
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import NotShared, Shares
+from asynckv.geometry.layout import Memory
 
 SIZE = 3 * mmap.PAGESIZE + 17
 

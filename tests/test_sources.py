@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.group import PrefillGroup
-from asynckv.core.layout import Layout
+from asynckv.core.decode import News
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.pull import Pull
-from asynckv.core.pulling import News
-from asynckv.core.types import BlockRuns, Endpoint, Outcome, Params, Reason, decode_params
+from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Layout
+from asynckv.scheduler import PrefillGroup
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
 from tests.world import Buffers, Rank, World, make_layout, reason
@@ -88,8 +89,8 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     assert all(r.node.is_idle for r in (*it.prefill, *it.decode))
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
-        met = {p.tp_rank for p in rank.node.pulling.peers.values()}
-        assert met == {leg.tp_rank for leg in row.legs if leg.reads}
+        met = {p.tp_rank for p in rank.node.decode.peers.values()}
+        assert met == {leg.tp_rank for leg in row.sources if leg.reads}
 
 
 def test_b7_replicas_are_skipped() -> None:
@@ -97,8 +98,8 @@ def test_b7_replicas_are_skipped() -> None:
     params, _ = it.lend([3], 4)
     [pull] = it.pull([9], params)
     it.world.run()
-    assert [leg.tp_rank for leg in pull.legs if leg.reads] == [0, 2]
-    assert [leg.releases for leg in pull.legs] == [1, 1, 1, 1]
+    assert [leg.tp_rank for leg in pull.sources if leg.reads] == [0, 2]
+    assert [leg.releases for leg in pull.sources] == [1, 1, 1, 1]
 
 
 def test_a_dead_replica_delays_nobody() -> None:
@@ -137,7 +138,7 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
     [pull] = it.pull([9], params)
     [decode] = it.decode
     it.world.deliver_all()
-    first = next(leg for leg in pull.legs if leg.tp_rank == 0)
+    first = next(leg for leg in pull.sources if leg.tp_rank == 0)
     for transfer_id in list(first.running):
         it.world.complete(decode, transfer_id)
     it.world.deliver_all()
@@ -146,9 +147,9 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
 
 def test_a_rank_that_is_proven_may_go() -> None:
     it, pull, _ = half_read()
-    [decode], legs = it.decode, {leg.tp_rank: leg for leg in pull.legs}
-    assert legs[0].proven
-    decode.node.pulling.forget(legs[0].address, it.world.time(decode))
+    [decode], sources = it.decode, {leg.tp_rank: leg for leg in pull.sources}
+    assert sources[0].proven
+    decode.node.decode.forget(sources[0].address, it.world.time(decode))
     it.world.settle(decode)
     assert reason(pull) is None
     it.world.run()
@@ -158,7 +159,7 @@ def test_a_rank_that_is_proven_may_go() -> None:
 
 def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
     it, pull, leases = half_read()
-    it.prefill[0].node.lending.revoke(leases[0], it.world.time(it.prefill[0]))
+    it.prefill[0].node.prefill.revoke(leases[0], it.world.time(it.prefill[0]))
     it.world.settle(it.prefill[0])
     for _ in range(40):
         it.world.advance(0.5)
@@ -261,7 +262,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
         world.run(0.1)
     assert pull.reason is Reason.COMPLETE
     assert heads(decode.buffers, 5) == want
-    read = [leg.tp_rank for leg in pull.legs if leg.reads]
+    read = [leg.tp_rank for leg in pull.sources if leg.reads]
     assert read == ([0, 3] if missing == "p1" else [0, 1])
 
 
@@ -386,7 +387,7 @@ def test_a_replica_stands_in_for_one_that_is_dead() -> None:
     for _ in range(25):
         it.world.run(0.1)
     assert pull.reason is Reason.COMPLETE
-    assert [leg.tp_rank for leg in pull.legs if leg.reads] == [1, 2]
+    assert [leg.tp_rank for leg in pull.sources if leg.reads] == [1, 2]
     it.check([9])
 
 
@@ -401,7 +402,7 @@ def test_peers_that_could_not_be_met_are_forgotten_with_their_links() -> None:
     for _ in range(100):
         it.world.run(40.0)
     assert it.decode[0].node.is_idle
-    assert not it.decode[0].node.pulling.peers
+    assert not it.decode[0].node.decode.peers
 
 
 def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
@@ -414,7 +415,7 @@ def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
         assert len(it.decode[0].peers) == 2
         for _ in range(14):
             it.world.run(50.0)
-        assert not it.decode[0].node.pulling.peers
+        assert not it.decode[0].node.decode.peers
         assert not it.decode[0].peers
 
 
@@ -423,7 +424,7 @@ def test_too_many_ranks_are_refused_at_once() -> None:
     params, _ = it.lend([3], 4)
     crowd = tuple(Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(2000))
     with pytest.raises(PlanRefused, match="2000 x 1 prefill ranks, more than 1024"):
-        it.world.pull(it.decode[0], "d", [9], msgspec.structs.replace(params, tp_size=2000, roster=crowd))
+        it.world.pull(it.decode[0], "d", [9], msgspec.structs.replace(params, tp_size=2000, endpoints=crowd))
 
 
 @pytest.mark.parametrize("lie", [{"num_tokens": 8}, {"written": True}])

@@ -29,7 +29,7 @@ from asynckv import (
     WrongThread,
     register_memory,
 )
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.ports import Ended
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.testing.planes import IndexArray
@@ -137,14 +137,14 @@ async def test_every_public_method_is_refused_from_another_thread_and_nothing_ch
 def state(engine: Engine) -> tuple[Any, ...]:
     """All that a call may change."""
     engine.check_integrity()
-    node, desk = engine._node, engine._node.desk
+    node, outbox = engine._core, engine._core.outbox
     known = (
         engine.statistics(),
         len(engine.holds()),
         node.is_closed,
         node.next_at,
-        desk.has_messages,
-        len(desk.commands),
+        outbox.has_messages,
+        len(outbox.commands),
     )
     own = engine._is_due, dict(engine._waiting), dict(engine._retrying), dict(engine._lent), set(engine._tasks)
     return known, own, engine._closing, engine._moving
@@ -271,7 +271,7 @@ class BrokenControl(SimControl):
         super().__init__(network)
         self._strike = strike
 
-    def send(self, to: Address | Route, packet: bytes) -> bool:
+    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         self._strike()
         return super().send(to, packet)
 

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from asynckv.config import KeysConfig
-from asynckv.core.messages import MAX_PACKET, MAX_REQUEST_PACKET
-from asynckv.core.types import Address, Route
+from asynckv.core.types import Address, ReplyTo
+from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.edges import zmq as edge
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
@@ -34,10 +34,10 @@ class Inbox:
     """Keeps what arrived, and lets one wait for something."""
 
     def __init__(self) -> None:
-        self.packets: list[tuple[Address | Route, bytes]] = []
+        self.packets: list[tuple[Address | ReplyTo, bytes]] = []
         self.changed = asyncio.Event()
 
-    def __call__(self, origin: Address | Route, data: bytes) -> None:
+    def __call__(self, origin: Address | ReplyTo, data: bytes) -> None:
         self.packets.append((origin, data))
         self.changed.set()
 
@@ -193,7 +193,7 @@ async def test_answers_to_routes_that_nobody_is_at_are_dropped_and_counted() -> 
         assert a.send(b.address, b"hello")
         await at_b.wait(1)
         for route in (b"", b"nobody", b"\0" * 5, b"x" * 300):
-            assert not b.send(Route(route), b"lost")
+            assert not b.send(ReplyTo(route), b"lost")
         assert b.statistics()["dropped_out"] == 4
         # A refused answer leaves nothing behind in the socket that the next one would be joined to.
         assert b.send(at_b.packets[0][0], b"answer")
@@ -255,10 +255,10 @@ async def test_answers_sent_while_packets_arrive_lose_no_wake_up() -> None:
     async with planes(2) as [(a, _), (b, _)]:
         done = asyncio.Event()
 
-        def bounce(origin: Address | Route, data: bytes) -> None:
+        def bounce(origin: Address | ReplyTo, data: bytes) -> None:
             assert b.send(origin, data)
 
-        def again(origin: Address | Route, data: bytes) -> None:
+        def again(origin: Address | ReplyTo, data: bytes) -> None:
             if int(data) == 0:
                 done.set()
             else:
@@ -675,7 +675,7 @@ async def test_a_link_that_zmq_has_given_up_is_replaced(ring: Keyring) -> None:
 async def test_a_bug_in_the_handler_is_loud_and_does_not_end_the_listener() -> None:
     loop, heard, inbox = asyncio.get_running_loop(), list[object](), Inbox()
 
-    def explode(origin: Address | Route, data: bytes) -> None:
+    def explode(origin: Address | ReplyTo, data: bytes) -> None:
         inbox(origin, data)
         if data.startswith(b"bomb"):
             raise ZeroDivisionError(data)
@@ -700,7 +700,7 @@ async def test_a_plane_may_be_closed_from_within_its_handler() -> None:
     plane, inbox = ZmqPlane(LOOPBACK), Inbox()
     closing: list[asyncio.Task[None]] = []
 
-    def close(origin: Address | Route, data: bytes) -> None:
+    def close(origin: Address | ReplyTo, data: bytes) -> None:
         inbox(origin, data)
         closing.append(asyncio.get_running_loop().create_task(plane.aclose()))
 

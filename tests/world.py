@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig
-from asynckv.core.commands import (
+from asynckv.core.decode import News
+from asynckv.core.lease import Lease
+from asynckv.core.outbox import (
     AddTable,
     BlocksReturned,
     HeldForLong,
@@ -26,16 +28,15 @@ from asynckv.core.commands import (
     RemovePeer,
     RemoveTable,
 )
-from asynckv.core.group import PrefillGroup
-from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.core.lease import Lease
-from asynckv.core.node import Identity, Node
 from asynckv.core.peer import Peer
-from asynckv.core.plan import BlockLists, PeerMap, PieceTable, check_block_ids
 from asynckv.core.pull import Pull
-from asynckv.core.pulling import News
-from asynckv.core.sources import assign
-from asynckv.core.types import Address, BlockRuns, Endpoint, Params, Reason, Route, TransferId, decode_params
+from asynckv.core.rank import Identity, RankCore
+from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
+from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, check_block_ids
+from asynckv.scheduler import PrefillGroup
 
 NUM_BLOCKS = 12
 BLOCK = 4
@@ -83,9 +84,9 @@ def make_layout(
     )
 
 
-def peer_map(here: Layout, there: Layout) -> PeerMap:
+def peer_map(here: Layout, there: Layout) -> PeerTables:
     """The map of a single remote rank."""
-    return PeerMap(here, there, assign(here, [there])[0], itertools.count(1))
+    return PeerTables(here, there, assign(here, [there])[0], itertools.count(1))
 
 
 def block_lists(
@@ -147,11 +148,11 @@ class Rank:
     """One node with its memory and its own clock."""
 
     name: str
-    node: Node
+    node: RankCore
     buffers: Buffers
     rate: float = 1.0
     epoch: float = 0.0
-    peers: dict[str, tuple[Rank, dict[int, PieceTable]]] = field(default_factory=dict)
+    peers: dict[str, tuple[Rank, dict[int, DescTable]]] = field(default_factory=dict)
     users: Counter[str] = field(default_factory=Counter)
     reads: dict[TransferId, PostRead] = field(default_factory=dict)
     ended: list[Pull] = field(default_factory=list)
@@ -200,7 +201,7 @@ class World:
         engine_id = engine_id or name
         identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
         config = replace(config, engine_id=engine_id)
-        rank = self.ranks[name] = Rank(name, Node(identity, config), Buffers(layout, seed), rate, epoch)
+        rank = self.ranks[name] = Rank(name, RankCore(identity, config), Buffers(layout, seed), rate, epoch)
         return rank
 
     def time(self, rank: Rank) -> float:
@@ -211,11 +212,11 @@ class World:
     def params(
         self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int], num_tokens: int, **kwargs: object
     ) -> Params:
-        roster = [r.endpoint for r in ranks]
-        names = "+".join(e.incarnation for e in roster)
+        endpoints = [r.endpoint for r in ranks]
+        names = "+".join(e.incarnation for e in endpoints)
         if names not in self.groups:
             layout = ranks[0].node.identity.layout
-            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, roster, pp_size=layout.pp_size)
+            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, endpoints, pp_size=layout.pp_size)
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 
@@ -237,10 +238,10 @@ class World:
         """Do what the core wants: letters first, then commands, then posts."""
         node = rank.node
         while True:
-            for to, data in node.desk.take_packets():
+            for to, data in node.outbox.take_packets():
                 answer = isinstance(to, bytes)
                 self.letters.append(Letter(rank, to.decode() if isinstance(to, bytes) else str(to), data, answer))
-            commands = node.desk.take_commands()
+            commands = node.outbox.take_commands()
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
@@ -266,7 +267,7 @@ class World:
                         rank.ended.append(pull)
                     case BlocksReturned(pull):
                         assert pull not in rank.returned, "returned twice"
-                        mine = {t for leg in pull.legs for t in leg.running | leg.doubtful}
+                        mine = {t for leg in pull.sources for t in leg.running | leg.doubtful}
                         assert not mine & rank.reads.keys(), "returned while something can write"
                         rank.returned.append(pull)
                     case HeldForLong():
@@ -281,26 +282,26 @@ class World:
                     case _:
                         pass
             posts = False
-            while (read := node.pulling.next_post(self.time(rank))) is not None:
+            while (read := node.decode.next_post(self.time(rank))) is not None:
                 posts = True
                 rank.reads[read.transfer_id] = read
-            posts = node.pulling.admit(self.time(rank)) is not None or posts
+            posts = node.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
                 return
 
     def load(self, rank: Rank) -> None:
         while rank.loading:
-            rank.node.pulling.loaded(rank.loading.pop(0), self.time(rank))
+            rank.node.decode.loaded(rank.loading.pop(0), self.time(rank))
         self.settle(rank)
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
         letter = self.letters[index] if keep else self.letters.pop(index)
         if letter.answer:
             to = next((r for r in self.ranks.values() if r.name == letter.to), None)
-            origin: Address | Route = letter.sender.address
+            origin: Address | ReplyTo = letter.sender.address
         else:
             to = next((r for r in self.ranks.values() if r.address == letter.to), None)
-            origin = Route(letter.sender.name.encode())
+            origin = ReplyTo(letter.sender.name.encode())
         if to is not None:
             to.node.receive(origin, letter.data, self.time(to))
             self.settle(to)
@@ -341,7 +342,7 @@ class World:
     def tell(self, rank: Rank, news: News) -> None:
         if not news.in_doubt:
             rank.reads.pop(news.transfer_id, None)
-        rank.node.pulling.ended(news, 0.0, self.time(rank))
+        rank.node.decode.ended(news, 0.0, self.time(rank))
         self.settle(rank)
 
     def lose_agent(self, rank: Rank) -> None:
@@ -349,13 +350,13 @@ class World:
         now, node = self.time(rank), rank.node
         for transfer_id in list(rank.reads):
             del rank.reads[transfer_id]
-            node.pulling.ended(News(transfer_id, False, False, "our agent died"), 0.0, now)
+            node.decode.ended(News(transfer_id, False, False, "our agent died"), 0.0, now)
         rank.peers.clear()
         rank.users.clear()
         node.agent_lost("our agent died", True, now)
         loading, rank.loading = rank.loading, []
         for peer in loading:
-            node.pulling.load_failed(peer, "our agent died", now)
+            node.decode.load_failed(peer, "our agent died", now)
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):

@@ -73,9 +73,9 @@ class Allocator:
         lent_at = self._places(request.lender.role, request.tokens, 0)
         pulled_at = self._places(request.reader.role, request.tokens, request.cached)
         keys = [self._keys(request, g, there) for g, (_, there) in enumerate(lent_at)]
-        lending = [sum(k is None or k not in self._shared for k in ks) for ks in keys]
-        pulling = [sum(there) for _, there in pulled_at]
-        for place, needs in ((request.lender, lending), (request.reader, pulling)):
+        prefill = [sum(k is None or k not in self._shared for k in ks) for ks in keys]
+        decode = [sum(there) for _, there in pulled_at]
+        for place, needs in ((request.lender, prefill), (request.reader, decode)):
             if any(need > len(free) for need, free in zip(needs, self._free[place], strict=True)):
                 return None
         lent: Lists = []

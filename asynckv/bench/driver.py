@@ -28,12 +28,12 @@ from asynckv.bench.floor import KINDS, Round
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload, cached_tokens
 from asynckv.config import MIN_LEASE_S, LeaseConfig, NixlConfig
-from asynckv.core.group import PrefillGroup
-from asynckv.core.layout import Layout
 from asynckv.core.types import Endpoint
 from asynckv.errors import AsyncKVError, ConfigError, LayoutError
-from asynckv.layouts import model_groups, model_layout
-from asynckv.models import Model, State
+from asynckv.geometry.layout import Layout
+from asynckv.scheduler import PrefillGroup
+from asynckv.tools.layouts import model_groups, model_layout
+from asynckv.tools.models import Model, State
 
 if TYPE_CHECKING:
     from asynckv.bench.remote import Leader

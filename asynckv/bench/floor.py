@@ -32,11 +32,11 @@ from asynckv.bench import protocol as p
 from asynckv.bench.memory import Pool
 from asynckv.bench.rounds import median_of
 from asynckv.config import NixlConfig, PullConfig
-from asynckv.core.layout import Layout
-from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
-from asynckv.core.sources import assign
 from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError, BackendError
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, check_block_ids, plan_read
 
 if TYPE_CHECKING:
     from asynckv.edges.nixl_raw import RawLoop
@@ -169,7 +169,7 @@ class Probe:
         self._pool, self._opened, self._config = pool, opened, config
         self._here, self._there = pool.registration.layout, opened.layout
         (share,) = assign(self._here, [self._there])
-        self._map = PeerMap(self._here, self._there, share, itertools.count(1))
+        self._map = PeerTables(self._here, self._there, share, itertools.count(1))
         self._plane = _start_raw(pool, "decode")
         self._known: set[int] = set()
         self._scratch = mmap.mmap(-1, SCRATCH)

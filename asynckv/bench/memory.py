@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import TOKEN, Group, Layout, Part, View
 from asynckv.edges.sharing import shared_memory
 from asynckv.edges.torch import CudaMirror, written
-from asynckv.layouts import with_addresses
+from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
 from asynckv.registration import Registration, register_memory
+from asynckv.tools.layouts import with_addresses
 
 __all__ = ["NOTHING_SHARED", "CudaPool", "Lists", "Pool", "Prefix"]
 

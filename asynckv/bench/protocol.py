@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from asynckv.core.layout import Layout
 from asynckv.core.types import Endpoint
-from asynckv.models import Model
+from asynckv.geometry.layout import Layout
+from asynckv.tools.models import Model
 
 __all__ = [
     "Ended",

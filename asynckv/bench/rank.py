@@ -26,11 +26,11 @@ from asynckv.bench import protocol as p
 from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
 from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
-from asynckv.core import node
+from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
-from asynckv.layouts import model_layout
 from asynckv.observe import log
+from asynckv.tools.layouts import model_layout
 
 __all__ = ["main"]
 
@@ -346,7 +346,7 @@ async def _run(pipe: p.Pipe) -> None:
 
 def _core() -> str:
     """How the core runs: as Python, or compiled when it was installed."""
-    return "python" if (node.__file__ or "").endswith(".py") else "compiled"
+    return "python" if (core_rank.__file__ or "").endswith(".py") else "compiled"
 
 
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:

@@ -31,7 +31,7 @@ from asynckv.bench import report
 from asynckv.bench.children import Child, Reach, Worker, WorkerLost, environment, setups
 from asynckv.bench.driver import Measured, Options, memory_available, run
 from asynckv.config import KeysConfig
-from asynckv.core.types import Address, Route
+from asynckv.core.types import Address, ReplyTo
 from asynckv.errors import AsyncKVError, ConfigError
 
 __all__ = ["Half", "Leader", "facts", "lead", "measure", "serve"]
@@ -491,7 +491,7 @@ async def lead(options: Options, half: Half, say: Callable[[str], None]) -> Asyn
     talk: Conversation | None = None
     trouble = ""
 
-    def on_packet(origin: Address | Route, data: bytes) -> None:
+    def on_packet(origin: Address | ReplyTo, data: bytes) -> None:
         with contextlib.suppress(*MALFORMED):
             piece = _pieces.decode(data)
             if talk is not None and origin == target and piece.session == session:
@@ -613,17 +613,17 @@ async def serve(options: Options, half: Half, say: Callable[[str], None]) -> int
 
 class _Follower:
     def __init__(
-        self, options: Options, half: Half, send: Callable[[Route, bytes], bool], say: Callable[[str], None]
+        self, options: Options, half: Half, send: Callable[[ReplyTo, bytes], bool], say: Callable[[str], None]
     ) -> None:
         self._options, self._half, self._send, self._say = options, half, send, say
         self._talk: Conversation | None = None
-        self._peer: Route | None = None
+        self._peer: ReplyTo | None = None
         self._came: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._children: dict[str, Child] = {}
         self._relays: list[asyncio.Task[None]] = []
         self._is_interrupted = False
 
-    def on_packet(self, origin: Address | Route, data: bytes) -> None:
+    def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
         """Take a piece; whatever does not belong to the one conversation is dropped."""
         if isinstance(origin, str):
             return

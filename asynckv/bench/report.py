@@ -16,8 +16,8 @@ from rich.table import Table
 from asynckv.bench import floor
 from asynckv.bench.driver import Measured, Options
 from asynckv.bench.schedule import Engines, Request
-from asynckv.layouts import model_groups
 from asynckv.observe.console import printable
+from asynckv.tools.layouts import model_groups
 
 __all__ = ["SCHEMA", "is_good", "make", "show", "status"]
 

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.types import NULL
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.bounds import NULL
 
 __all__ = ["Hold", "Int64s", "Ledger"]
 

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from asynckv.core.admission import Window
-from asynckv.core.layout import Layout
-from asynckv.core.plan import PeerMap
-from asynckv.core.pull import Leg, Pull
+from asynckv.core.flow import Window
+from asynckv.core.pull import Pull, Source
 from asynckv.core.types import Address, PullId, Reason, TransferId, rank_name
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.plan import PeerTables
 
 __all__ = ["Peer", "PeerEvent", "PeerState"]
 
@@ -94,7 +94,7 @@ class Peer:
     agent_name: str = ""
     layout: Layout | None = None
     """What it holds, once it has said so."""
-    maps: dict[tuple[object, ...], PeerMap] = field(default_factory=dict)
+    maps: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     """By what is read of it."""
     table_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     is_loading: bool = False
@@ -105,7 +105,7 @@ class Peer:
     transfers: set[TransferId] = field(default_factory=set)
     window: Window = field(default_factory=Window)
     """What is in flight from it."""
-    queue: deque[tuple[Pull, Leg]] = field(default_factory=deque)
+    queue: deque[tuple[Pull, Source]] = field(default_factory=deque)
     """Who has reads to post here, first come first served."""
     is_queued: bool = False
     """In the node's turn of peers that may post."""

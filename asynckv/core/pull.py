@@ -16,7 +16,7 @@ Bytes are *proven*, for every remote rank that was read, if
   can be too early; a grant says how long the blocks have been lent, and a read that cannot be shown
   to be younger is done again, once everything has landed.
 
-One `Leg` per remote rank that this reader answers for, read or not: each of them is released. A leg
+One `Source` per remote rank that this reader answers for, read or not: each of them is released. A leg
 once proven stays so: what becomes of its lease, or of its rank, cannot take the bytes back.
 
 QUEUED is where a pull waits to be admitted (`core/admission.py`). It claims and renews from the moment
@@ -32,12 +32,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from asynckv.core.messages import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.core.plan import BlockLists, PeerMap, Plan, Post
 from asynckv.core.types import Address, Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
+from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
-__all__ = ["Leg", "News", "Pull", "PullEvent", "PullState"]
+__all__ = ["News", "Pull", "PullEvent", "PullState", "Source"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -167,7 +167,7 @@ class ReleaseState(enum.StrEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class Source:
     """One pull's dealings with one remote rank."""
 
     tp_rank: int
@@ -181,12 +181,12 @@ class Leg:
     was_met: bool = False
     """It was asked what it holds, or is being asked."""
 
-    map: PeerMap | None = None
+    map: PeerTables | None = None
     """What is read of it, once all sources are met."""
     plan: Plan | None = None
-    next_post: Post | None = None
+    next_post: ReadRequest | None = None
     """What to post next; None once everything is posted."""
-    posts: Iterator[Post] = field(default_factory=lambda: iter(()))
+    posts: Iterator[ReadRequest] = field(default_factory=lambda: iter(()))
     """What follows it."""
     queued: bool = False
     """For the node's post queue only."""
@@ -237,7 +237,7 @@ class Leg:
         """Granted, but the first read cannot be shown to be younger than the lease."""
         return self.first_posted_at <= self.lent_before < math.inf
 
-    def take_post(self) -> Post:
+    def take_post(self) -> ReadRequest:
         """Return the next post and look one further, so that the last one is known as such."""
         post = self.next_post
         assert post is not None
@@ -266,7 +266,7 @@ class Pull:
     params: Params
     cohort: Cohort
     digest: bytes
-    legs: list[Leg]
+    sources: list[Source]
     called_at: float
     deadline: float
     drain_s: float
@@ -282,7 +282,7 @@ class Pull:
     """The smaller goes first, as in vLLM."""
     attempt: int = 1
     """Which attempt at the caller's request this is."""
-    curable: frozenset[Reason] = frozenset()
+    retryable: frozenset[Reason] = frozenset()
     """Failures after which another attempt follows, so that the reader is not discharged."""
 
     state: PullState = S.ANNOUNCED
@@ -356,7 +356,7 @@ class Pull:
     @property
     def is_ahead(self) -> bool:
         """A rank has said that the request is not lent yet: reading now would be in vain."""
-        for leg in self.legs:  # asked often: no generator
+        for leg in self.sources:  # asked often: no generator
             if leg.is_not_yet and leg.reads:
                 return True
         return False
@@ -364,16 +364,16 @@ class Pull:
     @property
     def is_answered(self) -> bool:
         """Every rank that is to be read has granted the request."""
-        return all(leg.covered_until > -math.inf for leg in self.legs if leg.reads)
+        return all(leg.covered_until > -math.inf for leg in self.sources if leg.reads)
 
-    def may_post(self, leg: Leg) -> bool:
+    def may_post(self, leg: Source) -> bool:
         """This rank has something to post now."""
         return leg.next_post is not None and not leg.is_not_yet and self.state is S.READING
 
     @property
     def holds_blocks(self) -> bool:
         """Some transfer may still write our blocks."""
-        for leg in self.legs:
+        for leg in self.sources:
             if leg.running or leg.doubtful:
                 return True
         return False
@@ -381,12 +381,12 @@ class Pull:
     @property
     def num_bytes(self) -> int:
         """Bytes that the plans cover."""
-        return sum([leg.plan.num_bytes for leg in self.legs if leg.plan is not None])
+        return sum([leg.plan.num_bytes for leg in self.sources if leg.plan is not None])
 
     @property
     def num_descriptors(self) -> int:
         """Descriptors before merging."""
-        return sum([leg.plan.num_descriptors for leg in self.legs if leg.plan is not None])
+        return sum([leg.plan.num_descriptors for leg in self.sources if leg.plan is not None])
 
     @property
     def wake_at(self) -> float:
@@ -398,7 +398,7 @@ class Pull:
                 return min(self.retire_at, self.warn_at)
             case S.NOTIFYING:
                 when = min(self.published_at + self.release_timeout_s, self.retire_at, self.warn_at)
-                for leg in self.legs:
+                for leg in self.sources:
                     when = min(when, leg.release_at)
                 return when
             case S.DRAINING:
@@ -448,7 +448,7 @@ class Pull:
     @property
     def _claims_due(self) -> float:
         when = math.inf
-        for leg in self.legs:
+        for leg in self.sources:
             if leg.claim_at < when:
                 when = leg.claim_at
         return when
@@ -463,7 +463,7 @@ class Pull:
         self.is_announced = False
         if lists.is_empty:
             self.is_hit = True
-            for leg in self.legs:
+            for leg in self.sources:
                 leg.reads = False
         self._enter(after, now)
         self._advance(now)
@@ -474,7 +474,7 @@ class Pull:
         self.ready_at = min(self.ready_at, now)
         self._advance(now)
 
-    def planned(self, leg: Leg, plan: Plan) -> None:
+    def planned(self, leg: Source, plan: Plan) -> None:
         """These pieces are read of a rank."""
         self._allow(E.PLANNED)
         leg.plan = plan
@@ -485,18 +485,18 @@ class Pull:
     def admitted(self, now: float) -> None:
         """It may read now; every rank to read is planned."""
         after = self._allow(E.ADMITTED)
-        assert all(leg.plan is not None for leg in self.legs if leg.reads)
+        assert all(leg.plan is not None for leg in self.sources if leg.reads)
         self.planned_at = min(self.planned_at, now)
         self.warn_at = now + self.warn_s
         self._enter(after, now)
         self._advance(now)
 
-    def _start_posts(self, leg: Leg) -> None:
+    def _start_posts(self, leg: Source) -> None:
         assert leg.plan is not None
         leg.posts = leg.plan.posts(self.max_post_bytes, self.max_post_descriptors)
         leg.next_post = next(leg.posts, None)
 
-    def want_claim(self, leg: Leg, now: float) -> None:
+    def want_claim(self, leg: Source, now: float) -> None:
         """A rank that will be read is ready: claim at once, beside the read."""
         if (
             self.state in (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
@@ -505,7 +505,7 @@ class Pull:
         ):
             leg.claim_at = now
 
-    def answered(self, leg: Leg, answer: Granted | NotYet | Refused, now: float) -> bool:
+    def answered(self, leg: Source, answer: Granted | NotYet | Refused, now: float) -> bool:
         """An answer to a claim or renewal; False if it changed nothing (stale, repeated, forged)."""
         after = self._allow(E.ANSWERED)
         sent_at = leg.nonces.get(answer.nonce)
@@ -525,7 +525,7 @@ class Pull:
         self._advance(now)
         return True
 
-    def posted(self, leg: Leg, transfer_id: TransferId, num_descriptors: int, before: float) -> None:
+    def posted(self, leg: Source, transfer_id: TransferId, num_descriptors: int, before: float) -> None:
         """A transfer is about to be posted; `before` was read before that."""
         leg.running.add(transfer_id)
         leg.first_posted_at = min(leg.first_posted_at, before)
@@ -534,7 +534,7 @@ class Pull:
         self.num_posted += 1
         self.num_descriptors_posted += num_descriptors
 
-    def ended(self, leg: Leg, news: News, now: float) -> None:
+    def ended(self, leg: Source, news: News, now: float) -> None:
         """News of a transfer; `now` was read after it was observed."""
         transfer_id = news.transfer_id
         after = self._allow(E.ENDED)
@@ -565,7 +565,7 @@ class Pull:
         self._fail(Reason.CANCELLED, "cancelled", now)
         self._advance(now)
 
-    def settled(self, leg: Leg, note: str, now: float) -> None:
+    def settled(self, leg: Source, note: str, now: float) -> None:
         """One rank needs no release any more: acknowledged, refused, or gone."""
         if leg.release is not ReleaseState.SETTLED:
             self._note(now, f"release {leg.name}: {note}")
@@ -581,7 +581,7 @@ class Pull:
             return
         if self.state is S.NOTIFYING:
             if now >= self.published_at + self.release_timeout_s:
-                for leg in self.legs:
+                for leg in self.sources:
                     if leg.release is not ReleaseState.SETTLED:
                         self.settled(leg, "given up, the lease will expire", now)
             return
@@ -593,7 +593,7 @@ class Pull:
 
     # -- messages that are due ---------------------------------------------------------------------
 
-    def due_claim(self, leg: Leg, nonce: int, now: float) -> Claim | Renew | None:
+    def due_claim(self, leg: Source, nonce: int, now: float) -> Claim | Renew | None:
         """The claim or renewal to send now, if one is due; `now` was read before it is sent."""
         if now < leg.claim_at:
             return None
@@ -613,7 +613,7 @@ class Pull:
             return Renew(self.params.key, self.pull_id, nonce, seconds)
         return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
 
-    def due_release(self, leg: Leg, now: float) -> Release | None:
+    def due_release(self, leg: Source, now: float) -> Release | None:
         """The release to send now, if one is due."""
         if self.state not in (S.NOTIFYING, S.HELD) or leg.release is ReleaseState.SETTLED or now < leg.release_at:
             return None
@@ -627,7 +627,7 @@ class Pull:
         match self.reason:
             case Reason.COMPLETE:
                 return Outcome.COMPLETE
-            case reason if not self.is_last or reason in self.curable:
+            case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY
             case reason if self.is_announced and reason not in (Reason.CANCELLED, Reason.TIMEOUT):
                 # Only announced: whoever announced it has not given up, and may still ask for the blocks.
@@ -637,10 +637,10 @@ class Pull:
             case _:
                 return Outcome.FAILED
 
-    def due(self, next_nonce: Iterator[int], now: float) -> list[tuple[Leg, Message]]:
+    def due(self, next_nonce: Iterator[int], now: float) -> list[tuple[Source, Message]]:
         """Every message that is due now, per leg."""
-        out: list[tuple[Leg, Message]] = []
-        for leg in self.legs:
+        out: list[tuple[Source, Message]] = []
+        for leg in self.sources:
             if now >= leg.claim_at and (claim := self.due_claim(leg, next(next_nonce), now)):
                 out.append((leg, claim))
             if now >= leg.release_at and (release := self.due_release(leg, now)):
@@ -664,7 +664,7 @@ class Pull:
         if len(self.history) < 256:
             self.history.append((now, text))
 
-    def _granted(self, leg: Leg, answer: Granted, sent_at: float, now: float) -> None:
+    def _granted(self, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
         deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
         leg.covered_until = max(leg.covered_until, deadline)
         leg.granted_nonce = max(leg.granted_nonce, answer.nonce)
@@ -682,7 +682,7 @@ class Pull:
             leg.claim_at = max(sent_at + min(self.params.renew_s, answer.seconds / 2), now + MIN_RENEW_S)
         self._note(now, f"{leg.name} granted {answer.seconds:g} s")
 
-    def _refused(self, leg: Leg, answer: Refused, now: float) -> None:
+    def _refused(self, leg: Source, answer: Refused, now: float) -> None:
         if answer.nonce < leg.granted_nonce:
             return  # late, or repeated: what was asked after it was granted
         covered = leg.covered_until > -math.inf
@@ -721,7 +721,7 @@ class Pull:
                 )
             case S.NOTIFYING:
                 return "the release is not acknowledged by " + self._names(lambda leg: not leg.is_settled)
-            case S.ANNOUNCED if any(leg.covered_until > now for leg in self.legs):
+            case S.ANNOUNCED if any(leg.covered_until > now for leg in self.sources):
                 renewed = self._names(lambda leg: leg.covered_until > now)
                 return f"announced and never pulled; its lease is renewed at {renewed}"
             case S.RELEASED:
@@ -753,9 +753,9 @@ class Pull:
             return Reason.TIMEOUT, "announced and never pulled"
         if self.state is S.CONNECTING:
             return Reason.TIMEOUT, "no handshake with " + self._names(lambda leg: leg.reads and leg.map is None)
-        ahead = [leg for leg in self.legs if leg.reads and leg.is_not_yet]
+        ahead = [leg for leg in self.sources if leg.reads and leg.is_not_yet]
         not_lent = ", ".join(leg.where + _since(now - leg.not_yet_at) for leg in ahead)
-        if self.state is S.READING and any(leg.running for leg in self.legs):
+        if self.state is S.READING and any(leg.running for leg in self.sources):
             reading = "still reading from " + self._names(lambda leg: leg.reads and bool(leg.running))
             return Reason.TIMEOUT, f"{reading}, and not lent yet by {not_lent}" if ahead else reading
         if ahead:
@@ -768,15 +768,15 @@ class Pull:
             return Reason.TIMEOUT, "still reading from " + self._names(lambda leg: leg.reads and not leg.is_done)
         return Reason.TIMEOUT, "no proof of the lease from " + self._names(lambda leg: leg.reads and not leg.proven)
 
-    def _names(self, chosen: Callable[[Leg], bool], nobody: str = "nobody") -> str:
-        return ", ".join(leg.where for leg in self.legs if chosen(leg)) or nobody
+    def _names(self, chosen: Callable[[Source], bool], nobody: str = "nobody") -> str:
+        return ", ".join(leg.where for leg in self.sources if chosen(leg)) or nobody
 
     def _advance(self, now: float) -> None:
         """Take state-triggered transitions to a fixed point."""
         state = self.state
         if state is S.QUEUED or state is S.RELEASED:
             return
-        for leg in self.legs:
+        for leg in self.sources:
             if not leg.proven:
                 leg.prove()
         while self._step(now):
@@ -788,7 +788,7 @@ class Pull:
                 if self._has_read:
                     self._enter(S.CONFIRMING, now)
                     return True
-                if self.is_ahead and not any(leg.running for leg in self.legs):
+                if self.is_ahead and not any(leg.running for leg in self.sources):
                     # Others may be lent already, and nobody lends anything while they wait behind this one.
                     self._enter(S.QUEUED, now)
             case S.CONFIRMING:
@@ -800,11 +800,11 @@ class Pull:
                     return True
             case S.CONNECTING:
                 # Nobody to read is the end only if nothing is wanted.
-                if self.is_hit and not any(leg.reads for leg in self.legs):
+                if self.is_hit and not any(leg.reads for leg in self.sources):
                     self._enter(S.READING, now)
                     return True
             case S.DRAINING:
-                if now >= self.drain_by or not any(leg.running for leg in self.legs):
+                if now >= self.drain_by or not any(leg.running for leg in self.sources):
                     assert self.failure is not None
                     self._publish(*self.failure, now)
                     return True
@@ -819,24 +819,24 @@ class Pull:
 
     @property
     def _has_read(self) -> bool:
-        for leg in self.legs:
+        for leg in self.sources:
             if leg.reads and not leg.is_done:
                 return False
         return True
 
     @property
     def _has_told(self) -> bool:
-        for leg in self.legs:
+        for leg in self.sources:
             if leg.release is not ReleaseState.SETTLED:
                 return False
         return True
 
     def _confirm(self, now: float) -> bool:
-        legs = [leg for leg in self.legs if leg.reads and not leg.proven]
-        if not legs:
+        sources = [leg for leg in self.sources if leg.reads and not leg.proven]
+        if not sources:
             self._publish(Reason.COMPLETE, "", now)
             return True
-        early = [leg for leg in legs if leg.is_early]
+        early = [leg for leg in sources if leg.is_early]
         for leg in early:
             self._note(now, f"{leg.name} read before it was lent, reading again")
             leg.first_posted_at, leg.done_at, leg.confirmed, leg.bytes_read = math.inf, -math.inf, False, 0
@@ -846,7 +846,7 @@ class Pull:
         if early:
             self._enter(S.QUEUED, now)
             return False
-        for leg in legs:
+        for leg in sources:
             # Too late for every grant so far: ask once more, now that everything has landed.
             asked = bool(leg.nonces) and next(reversed(leg.nonces)) > leg.nonce_when_done
             if not asked and (leg.claims == 0 or leg.covered_until > -math.inf):
@@ -857,7 +857,7 @@ class Pull:
         self.reason, self.detail, self.published_at = reason, detail, now
         self.warn_at = now + self.warn_s
         self._enter(S.NOTIFYING, now)
-        for leg in self.legs:
+        for leg in self.sources:
             leg.claim_at, leg.next_post = math.inf, None
             if leg.release is not ReleaseState.SETTLED:
                 leg.release_at = now

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.pull import Leg, Pull, ReleaseState
+from asynckv.core.pull import Pull, ReleaseState, Source
 
 __all__ = ["RankStatus", "RequestStatus", "lease_status", "pull_status"]
 
@@ -102,7 +102,7 @@ def lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     )
 
 
-def pull_status(pull: Pull, peer_of: Callable[[Leg], Peer | None], blocks: int, now: float) -> RequestStatus:
+def pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: int, now: float) -> RequestStatus:
     """Say how a pull or an announcement stands."""
     return RequestStatus(
         kind="announced" if pull.is_announced else "pull",
@@ -114,14 +114,14 @@ def pull_status(pull: Pull, peer_of: Callable[[Leg], Peer | None], blocks: int, 
         left_s=_finite(pull.until - now),
         blocks=blocks,
         waits=pull.waits(now),
-        ranks=tuple(_leg_status(leg, peer_of(leg), now) for leg in pull.legs),
+        ranks=tuple(_leg_status(leg, peer_of(leg), now) for leg in pull.sources),
         pull_id=pull.pull_id,
         attempt=pull.attempt,
         sequence=pull.params.key.sequence,
     )
 
 
-def _leg_status(leg: Leg, peer: Peer | None, now: float) -> RankStatus:
+def _leg_status(leg: Source, peer: Peer | None, now: float) -> RankStatus:
     return RankStatus(
         rank=leg.name,
         state=_leg_state(leg, peer, now),
@@ -134,7 +134,7 @@ def _leg_status(leg: Leg, peer: Peer | None, now: float) -> RankStatus:
     )
 
 
-def _leg_state(leg: Leg, peer: Peer | None, now: float) -> str:
+def _leg_state(leg: Source, peer: Peer | None, now: float) -> str:
     """The last word that is true."""
     met = peer.state if peer is not None else PeerState.NEW
     words = [

@@ -10,12 +10,12 @@ import math
 
 from asynckv.core.types import Reason
 
-__all__ = ["CURABLE", "CURABLE_ELSEWHERE", "Retry"]
+__all__ = ["RETRYABLE", "RETRYABLE_ELSEWHERE", "Retry"]
 
-CURABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
+RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """What the same params may get over: the lease may still stand, and another connection serve."""
 
-CURABLE_ELSEWHERE = CURABLE | {
+RETRYABLE_ELSEWHERE = RETRYABLE | {
     Reason.RESTARTED,
     Reason.ENGINE_CLOSED,
     Reason.EXPIRED,
@@ -42,7 +42,7 @@ class Retry:
 
     def __init__(self, most: int, pause_s: float, deadline: float, has_source: bool = False) -> None:
         self._most, self._pause_s, self.deadline = most, pause_s, deadline
-        self._curable = CURABLE_ELSEWHERE if has_source else CURABLE
+        self._curable = RETRYABLE_ELSEWHERE if has_source else RETRYABLE
         self.attempts = 1
         """Begun so far."""
 
@@ -52,7 +52,7 @@ class Retry:
         return self.attempts > self._most
 
     @property
-    def curable(self) -> frozenset[Reason]:
+    def retryable(self) -> frozenset[Reason]:
         """Failures of this attempt after which another follows."""
         return frozenset() if self.is_last else self._curable
 
@@ -63,7 +63,7 @@ class Retry:
             reason: Why this attempt failed.
             not_before: End of the back-off of a rank that could not be met.
         """
-        if reason not in self.curable:
+        if reason not in self.retryable:
             return math.inf
         when = max(now + min(self._pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S), not_before)
         return when if when < self.deadline else math.inf

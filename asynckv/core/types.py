@@ -12,10 +12,10 @@ from typing import Annotated, NewType, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
+
 __all__ = [
-    "NULL",
     "Address",
-    "BlockRuns",
     "Cohort",
     "Endpoint",
     "Key",
@@ -23,8 +23,8 @@ __all__ = [
     "Params",
     "PullId",
     "Reason",
+    "ReplyTo",
     "RequestId",
-    "Route",
     "Seconds",
     "TransferId",
     "decode_params",
@@ -41,32 +41,18 @@ TransferId = NewType("TransferId", int)
 Address = NewType("Address", str)
 """Where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`."""
 
-Route = NewType("Route", bytes)
+ReplyTo = NewType("ReplyTo", bytes)
 """Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
 
 MAX_ID = 16 * 1024
-MAX_RANKS = 65_536
-MAX_GROUPS = 64
-MAX_RUNS = 1 << 20
-MAX_TOKENS = 1 << 40
-MAX_BLOCK_ID = (1 << 31) - 1
 MAX_HASHES = 1 << 20
 MAX_HASH = 128
-
-NULL = -1
-"""A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
 
 MAX_SECONDS = 7 * 86_400.0
 
 # Bounds also reject nan and the infinities, which compare false with everything.
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-Name = Annotated[str, Meta(max_length=512)]
 RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
-Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
-Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
-Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
 
 
 class Key(Struct, frozen=True, array_like=True, gc=False):
@@ -106,20 +92,6 @@ class Endpoint(Struct, frozen=True, gc=False):
     pp_stage: Rank = 0
 
 
-class BlockRuns(Struct, frozen=True, array_like=True, gc=False):
-    """The blocks of one group as runs of consecutive ids, and the tokens they cover.
-
-    Attributes:
-        first_token: First token that the list is valid for. The first block of the list is the one
-            that holds it, so `first_token` need not be a multiple of the block size.
-        runs: `(first block id, number of blocks)` in token order; a first id of `NULL` stands for so
-            many placeholders.
-    """
-
-    first_token: Tokens
-    runs: Annotated[tuple[tuple[BlockId, Count], ...], Meta(max_length=MAX_RUNS)]
-
-
 class Params(Struct, frozen=True, kw_only=True, gc=False):
     """What travels from the prefill side to the decode side by way of a router: plain data.
 
@@ -129,7 +101,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
         engine_id: The prefill engine.
         request_id: The prefill side's id of the request; arbitrary text, never parsed.
         key: What claims and releases are compared by.
-        roster: Every rank of the prefill group.
+        endpoints: Every rank of the prefill group.
         groups: Block ids per cache group, the same on all ranks.
         num_tokens: Tokens of the request whose KV exists.
         lease_s: How long an unclaimed lease lasts, counted by each rank from its `lend`.
@@ -147,7 +119,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     key: Key
     tp_size: Size = 1
     pp_size: Size = 1
-    roster: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     groups: Annotated[tuple[BlockRuns, ...], Meta(max_length=MAX_GROUPS)]
     num_tokens: Tokens
     lease_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 30.0

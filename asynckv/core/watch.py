@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 
-from asynckv.core.commands import Desk, HeldForLong
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.outbox import HeldForLong, Outbox
 from asynckv.core.pull import Pull, PullState
 
 __all__ = ["MIN_WARN_S", "Watch", "warn_after"]
@@ -40,10 +40,10 @@ def warn_after(lease_s: float, fraction: float) -> float:
 class Watch:
     """Gathers what is held for long."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self.next_at = math.inf
         """When `tick` has something to say."""
-        self._desk = desk
+        self._outbox = outbox
         self._said_at = -math.inf
         self._gathered: dict[Lease | Pull, tuple[LeaseState | PullState, str]] = {}
         """What is held, its state, and what it waits for as this was found last."""
@@ -74,4 +74,4 @@ class Watch:
 
     def _say(self, state: str, waits: str, held: list[Lease | Pull]) -> None:
         oldest = heapq.nsmallest(OLDEST, held, key=lambda x: x.history[0][0])
-        self._desk.commands.append(HeldForLong(state, waits, len(held), tuple(oldest)))
+        self._outbox.commands.append(HeldForLong(state, waits, len(held), tuple(oldest)))

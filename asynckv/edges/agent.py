@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import Ended, Ending
 
 __all__ = ["Agent", "IndexArray", "make_epoll"]
@@ -194,7 +194,7 @@ class Agent:
         """Say whether descriptor lists are prepared."""
         return table_id in self._tables.get(name, ())
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare one table's two descriptor lists, one strided row per piece.
 
         Raises:

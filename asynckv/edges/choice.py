@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 
 from asynckv.config import EngineConfig
-from asynckv.core.layout import Memory
 from asynckv.edges.keeper import check_processes
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.sharing import NotShared, Shares
 from asynckv.edges.transports import is_emulated, is_loopback, rdma_devices, ucx_setting
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
 from asynckv.ports import DataPlane
 
 __all__ = ["choose_plane"]

@@ -28,11 +28,11 @@ import msgspec
 
 import asynckv
 from asynckv.config import NixlConfig
-from asynckv.core.layout import Memory
 from asynckv.edges import process_wire as wire
 from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import Share, Shares
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
 
 __all__ = ["DEATHS", "Keeper", "check_processes"]
 

@@ -31,12 +31,12 @@ from typing import Any
 import anyio.to_thread
 
 from asynckv.config import NixlConfig
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, IndexArray
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import Ended, Ending
 
 __all__ = ["NixlPlane"]
@@ -346,7 +346,7 @@ class NixlPlane:
         if refused:
             raise BackendError(refused[0])
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare one table's two descriptor lists; posting threads do when they first use it."""
         if table.num_rows == 0:
             return

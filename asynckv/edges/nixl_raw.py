@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from asynckv.core.plan import Post
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
+from asynckv.geometry.plan import ReadRequest
 
 __all__ = ["RawLoop"]
 
@@ -21,7 +21,7 @@ class RawLoop(NixlPlane):
     def read_all(
         self,
         name: str,
-        requests: Sequence[Sequence[Post]],
+        requests: Sequence[Sequence[ReadRequest]],
         *,
         concurrency: int,
         window_bytes: int,
@@ -46,7 +46,7 @@ class RawLoop(NixlPlane):
         make, post_it, status, release = raw.makeXferReq, raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
         left = [len(posts) for posts in requests]
         ends = [0.0] * len(requests)
-        running: dict[int, tuple[int, Post]] = {}
+        running: dict[int, tuple[int, ReadRequest]] = {}
         num_bytes = num_descriptors = done = 0
         todo = iter([(i, post) for i, posts in enumerate(requests) for post in posts])
         upcoming = next(todo, None)

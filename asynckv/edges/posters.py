@@ -28,11 +28,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
 from asynckv.edges.agent import Agent, IndexArray, make_epoll
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import Ended, Ending
 
 __all__ = ["Poster"]
@@ -68,7 +68,7 @@ class _Load:
 @dataclass(frozen=True, slots=True)
 class _AddTable:
     name: str
-    table: PieceTable
+    table: DescTable
     mine: Sequence[Memory]
     theirs: Sequence[Memory]
 
@@ -173,7 +173,7 @@ class Poster:
             loaded.set_exception(BackendError(f"{self.name} has ended"))
         return loaded
 
-    def add_table(self, name: str, table: PieceTable, mine: Sequence[Memory], theirs: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, mine: Sequence[Memory], theirs: Sequence[Memory]) -> None:
         """Remember a table of a peer."""
         self._order(_AddTable(name, table, mine, theirs))
 

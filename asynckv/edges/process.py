@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import assert_never
 
 from asynckv.config import NixlConfig
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
 from asynckv.core.types import TransferId
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import AgentLost, AgentReplaced, DataNews, DataPlane, Ended, Ending
 
 __all__ = ["ProcessPlane", "ServingPlane"]
@@ -153,7 +153,7 @@ class ServingPlane(_Kept):
         """Load a peer here."""
         await self._reader.prepare_peer(name, metadata)
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Prepare a table here."""
         self._reader.add_table(name, table, memories, remote)
 
@@ -249,7 +249,7 @@ class ProcessPlane(_Kept):
             raise BackendError(f"{name} was loaded by a process that has ended")
         self._users[name] += 1
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Have a table prepared; what NIXL has against it, reads of it tell."""
         if table.num_rows == 0:
             return

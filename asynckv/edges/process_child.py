@@ -10,10 +10,10 @@ from typing import Any, assert_never
 import msgspec
 import numpy as np
 
-from asynckv.core.plan import Cut, PieceTable
 from asynckv.edges import process_wire as wire
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
+from asynckv.geometry.plan import DescTable, Span
 from asynckv.ports import Ended, Ending
 
 __all__ = ["Child"]
@@ -27,7 +27,7 @@ STATS_S = 0.1
 BROKEN = 70
 """Exit status: a bug, of which a traceback was printed."""
 
-_NO_CUT = Cut(0, 0, 0, 0, 1)
+_NO_CUT = Span(0, 0, 0, 0, 1)
 
 
 class Child:
@@ -134,7 +134,7 @@ class Child:
         assert self._plane is not None
         length = np.frombuffer(order.length, np.int64)
         local, remote = (np.frombuffer(rows, np.int64).reshape(-1, 3) for rows in (order.local, order.remote))
-        table = PieceTable(order.table_id, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks)
+        table = DescTable(order.table_id, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks)
         try:
             self._plane.add_table(order.name, table, order.memories, order.theirs)
         except BackendError as exc:

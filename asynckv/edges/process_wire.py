@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import NixlConfig
-from asynckv.core.layout import Memory
 from asynckv.core.types import TransferId
+from asynckv.geometry.layout import Memory
 from asynckv.ports import Ended
 
 __all__ = [

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asynckv.arguments import MAX_INTEGER, integer
-from asynckv.core.layout import Memory
 from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
 
 __all__ = ["NotShared", "Share", "Shares", "shared_memory"]
 

@@ -15,9 +15,10 @@ import msgspec
 
 from asynckv.arguments import integer, shown, text, texts
 from asynckv.config import MAX_NAME
-from asynckv.core.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
-from asynckv.core.types import MAX_BLOCK_ID, MAX_TOKENS, sendable
+from asynckv.core.types import sendable
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
+from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
 from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:

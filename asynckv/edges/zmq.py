@@ -29,8 +29,8 @@ from urllib.parse import urlsplit
 import zmq
 
 from asynckv.config import KeysConfig
-from asynckv.core.messages import MAX_PACKET, MAX_REQUEST_PACKET
-from asynckv.core.types import Address, Route
+from asynckv.core.types import Address, ReplyTo
+from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
@@ -84,7 +84,7 @@ _FAILED = (
 )
 _LEFT = {errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED}
 
-OnPacket = Callable[[Address | Route, bytes], None]
+OnPacket = Callable[[Address | ReplyTo, bytes], None]
 OnRefused = Callable[[str, str], None]
 
 
@@ -268,7 +268,7 @@ class ZmqPlane:
             advertised += KEY_MARK + self._pair.public.hex()
         return Address(advertised)
 
-    def send(self, to: Address | Route, packet: bytes) -> bool:
+    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, or drop and count."""
         if self._context is None or self._router is None:
             return False
@@ -439,7 +439,7 @@ class ZmqPlane:
 
     def _from_router(self, frames: list[bytes]) -> None:
         if len(frames) == 2:
-            self._deliver(Route(frames[0]), frames[1])
+            self._deliver(ReplyTo(frames[0]), frames[1])
         else:
             self._counts["dropped_frames"] += 1
 
@@ -449,7 +449,7 @@ class ZmqPlane:
         else:
             self._counts["dropped_frames"] += 1
 
-    def _deliver(self, origin: Address | Route, packet: bytes) -> None:
+    def _deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
         self._counts["packets_in"] += 1
         self._counts["bytes_in"] += len(packet)
         self._on_packet(origin, packet)

@@ -23,8 +23,8 @@ import structlog
 
 from asynckv.arguments import shown
 from asynckv.config import LogConfig
-from asynckv.core.commands import HeldForLong
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.requests import RequestStatus
@@ -196,7 +196,7 @@ class Recorder:
         slow = took > self._config.slow_s
         if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
             return
-        held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.legs)}
+        held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources)}
         if not good and (like := self._same_as(pull, now)):
             self.event(
                 "warning",
@@ -222,8 +222,8 @@ class Recorder:
             sequence=pull.params.key.sequence,
             **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
             peer=pull.params.engine_id,
-            peer_ranks=[leg.name for leg in pull.legs],
-            read_ranks=[leg.name for leg in pull.legs if leg.reads],
+            peer_ranks=[leg.name for leg in pull.sources],
+            read_ranks=[leg.name for leg in pull.sources if leg.reads],
             seconds=round(took, 6),
             bytes=pull.num_bytes if pull.reason is Reason.COMPLETE else 0,
             descriptors=pull.num_descriptors,
@@ -270,8 +270,8 @@ class Recorder:
             request_id=pull.request_id,
             pull_id=pull.pull_id,
             blocks=sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0,
-            held_by=[leg.where for leg in pull.legs if leg.running or leg.doubtful],
-            transfers=sum(len(leg.running | leg.doubtful) for leg in pull.legs),
+            held_by=[leg.where for leg in pull.sources if leg.running or leg.doubtful],
+            transfers=sum(len(leg.running | leg.doubtful) for leg in pull.sources),
             seconds_after_failure=round(now - pull.published_at, 6),
             history=_relative(pull.history),
         )

@@ -14,12 +14,12 @@ from contextlib import AsyncExitStack
 import anyio
 import numpy as np
 
-from asynckv.core.layout import Group, Layout, Memory, attention_view
-from asynckv.core.plan import PeerMap
-from asynckv.core.sources import assign
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Group, Layout, Memory, attention_view
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import PeerTables
 from asynckv.ports import ControlPlane, DataPlane, Ended, Ending
 
 __all__ = ["check_control_plane", "check_data_plane"]
@@ -32,10 +32,10 @@ class _Inbox:
     """Collects packets."""
 
     def __init__(self) -> None:
-        self.packets: list[tuple[Address | Route, bytes]] = []
+        self.packets: list[tuple[Address | ReplyTo, bytes]] = []
         self._event = asyncio.Event()
 
-    def __call__(self, origin: Address | Route, packet: bytes) -> None:
+    def __call__(self, origin: Address | ReplyTo, packet: bytes) -> None:
         self.packets.append((origin, packet))
         self._event.set()
 
@@ -63,7 +63,7 @@ async def check_control_plane(make: Callable[[], ControlPlane]) -> None:
         route, packet = heard.packets[0]
         assert isinstance(route, bytes)
         assert packet == b"question"
-        assert listener.send(Route(route), b"answer")
+        assert listener.send(ReplyTo(route), b"answer")
         await answered.wait(1)
         assert answered.packets == [(listener.address, b"answer")]
 
@@ -76,7 +76,7 @@ async def check_control_plane(make: Callable[[], ControlPlane]) -> None:
         assert {origin for origin, _ in heard.packets} == {route}
 
         # Nobody there, or nonsense: never an exception.
-        assert not listener.send(Route(b"nobody"), b"lost")
+        assert not listener.send(ReplyTo(b"nobody"), b"lost")
         asker.disconnect(Address("tcp://127.0.0.1:1"))
         for plane in (listener, asker):
             statistics = plane.statistics()
@@ -167,7 +167,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
             side.start()
         assert owner.plane.agent_name == "owner"
         owner.plane.watch(True)
-        peer = PeerMap(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
+        peer = PeerTables(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
         table = peer.regular[0]
         mine, theirs = reader.layout.memories, owner.layout.memories
         metadata = owner.plane.metadata()

@@ -25,7 +25,10 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core.messages import (
+from asynckv.core.pull import Pull, Source
+from asynckv.core.rank import RankCore
+from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, ReplyTo
+from asynckv.core.wire import (
     MAJOR,
     MINOR,
     Ack,
@@ -42,16 +45,13 @@ from asynckv.core.messages import (
     decode_packet,
     encode_packet,
 )
-from asynckv.core.node import Node
-from asynckv.core.pull import Leg, Pull
-from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, Route
 from asynckv.errors import AsyncKVError
 from asynckv.testing.world import Process, World, WorldControl
 
 __all__ = ["Hostile"]
 
 NOWHERE = Address("sim://nowhere")
-ROUTE = Route(b"hostile")
+ROUTE = ReplyTo(b"hostile")
 HELLOS, CLAIMS, EACH = 100, 60, 6
 """Of one flood: hellos, early claims and releases, and how many of those one sender has."""
 
@@ -67,7 +67,7 @@ class Hostile:
         node: Its state, to see what changes.
     """
 
-    def __init__(self, world: World, process: Process, address: str, node: Node, rng: random.Random) -> None:
+    def __init__(self, world: World, process: Process, address: str, node: RankCore, rng: random.Random) -> None:
         self.world, self.process, self.node, self.rng = world, process, node, rng
         self.address = Address(address)
         self._tricks: tuple[Callable[[], None], ...] = (self._replay, self._replay, self._forge, self._forge, self._lie)
@@ -107,7 +107,7 @@ class Hostile:
             return
         for packet in self._heard(3):
             routes = sorted(control.asked)
-            route = Route(self.rng.choice(routes)) if routes and self.rng.random() < 0.3 else ROUTE
+            route = ReplyTo(self.rng.choice(routes)) if routes and self.rng.random() < 0.3 else ROUTE
             self.world.counts["hostile.replayed"] += 1
             control.deliver(route, packet)
 
@@ -128,10 +128,10 @@ class Hostile:
         other = f"{rng.getrandbits(128):032x}"
         unknown = Key(message.key.epoch, message.key.memory_epoch, message.key.sequence, other)
         for guess in (unknown, change(unknown, sequence=0)):
-            if guess in self.node.lending.spent:
+            if guess in self.node.prefill.spent:
                 # Nobody is lent what a guessed token names.
                 yield rng.choice((source, other)), change(message, key=guess)
-        if (lease := self.node.lending.leases.get(message.key)) is None:
+        if (lease := self.node.prefill.leases.get(message.key)) is None:
             yield other, change(message, pull_id=f"{other[:16]}-1")
             return
         hold = lease.held.get(message.pull_id)  # type: ignore[call-overload]
@@ -203,7 +203,7 @@ class Hostile:
             early: list[Message] = []
             for i in range(EACH):
                 token, pull_id = f"{rng.getrandbits(128):032x}", f"{stranger[:16]}-{i}"
-                epoch = rng.choice([token[:8], *self.node.lending.spent.epochs])
+                epoch = rng.choice([token[:8], *self.node.prefill.spent.epochs])
                 key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
@@ -214,7 +214,7 @@ class Hostile:
     def _lie(self) -> None:
         """Answer a reader in the name of a rank that it reads from."""
         node, rng = self.node, self.rng
-        open_legs = [(p, leg) for p in node.pulling.pulls.values() for leg in p.legs]
+        open_legs = [(p, leg) for p in node.decode.pulls.values() for leg in p.sources]
         if (control := self._control) is None or not open_legs:
             return
         pull, leg = rng.choice(open_legs)
@@ -251,7 +251,7 @@ class Hostile:
                 self.world.violate(f"a forged {type(lie).__name__} changed what {self.process.name} believes: {lie}")
 
 
-def _leases(node: Node) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:
+def _leases(node: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:
     """Who is owed, what is final, and what is promised, by token."""
     return {
         key.token: (
@@ -259,9 +259,9 @@ def _leases(node: Node) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[
             frozenset(lease.final),
             {pull_id: hold.until for pull_id, hold in lease.held.items()},
         )
-        for key, lease in node.lending.leases.items()
+        for key, lease in node.prefill.leases.items()
     }
 
 
-def _beliefs(pull: Pull, leg: Leg) -> tuple[object, ...]:
+def _beliefs(pull: Pull, leg: Source) -> tuple[object, ...]:
     return pull.state, pull.failure, leg.covered_until, leg.lent_before, leg.confirmed, leg.release, leg.is_not_yet

@@ -13,10 +13,10 @@ from functools import lru_cache
 import msgspec
 
 from asynckv.config import PullConfig
-from asynckv.core.messages import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
-from asynckv.core.node import Node
 from asynckv.core.pull import RATE_MARGIN
+from asynckv.core.rank import RankCore
 from asynckv.core.types import Key
+from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.errors import AsyncKVError
 from asynckv.testing.world import Process, World
 
@@ -45,16 +45,16 @@ class Stopwatch:
         return self.process.now - self.at - (self.process.frozen_s - self.frozen_s)
 
 
-def check_belief(readers: Iterable[tuple[Process, Node]], key: Key, incarnation: str, at: float) -> str:
+def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnation: str, at: float) -> str:
     """Say who still believes in a promise of blocks that an owner's engine has back since `at`.
 
     A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
     """
     for process, node in readers:
-        for pull in node.pulling.pulls.values():
+        for pull in node.decode.pulls.values():
             if pull.reason is not None or pull.params.key != key:
                 continue
-            for leg in pull.legs:
+            for leg in pull.sources:
                 until = (leg.covered_until - process.epoch) / process.rate
                 if leg.incarnation == incarnation and until > at + 1e-6:
                     return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"

@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
 
 __all__ = ["SimControl", "SimData", "SimNetwork"]
@@ -81,7 +81,7 @@ class SimControl:
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
         self._address = network.new_address()
-        self._on_packet: Callable[[Address | Route, bytes], None] | None = None
+        self._on_packet: Callable[[Address | ReplyTo, bytes], None] | None = None
         self._links: set[Address] = set()
         self._counts: Counter[str] = Counter(packets_in=0, packets_out=0)
 
@@ -92,14 +92,14 @@ class SimControl:
 
     async def start(
         self,
-        on_packet: Callable[[Address | Route, bytes], None],
+        on_packet: Callable[[Address | ReplyTo, bytes], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Listen."""
         self._on_packet = on_packet
         self._network.controls[self._address] = self
 
-    def send(self, to: Address | Route, packet: bytes) -> bool:
+    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Hand a packet to the network."""
         if self._on_packet is None:
             return False
@@ -114,7 +114,7 @@ class SimControl:
             return True
         self._links.add(Address(to))
         self._counts["packets_out"] += 1
-        origin = Route(self._address.encode())
+        origin = ReplyTo(self._address.encode())
 
         def deliver() -> None:
             listener = self._network.controls.get(Address(to))
@@ -142,7 +142,7 @@ class SimControl:
         if self._network.controls.get(self._address) is self:
             del self._network.controls[self._address]
 
-    def _deliver(self, origin: Address | Route, packet: bytes) -> None:
+    def _deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
         if self._on_packet is not None and (isinstance(origin, bytes) or origin in self._links):
             self._counts["packets_in"] += 1
             self._on_packet(origin, packet)
@@ -162,7 +162,7 @@ class SimData:
         self.deferred = False
         self.running: dict[TransferId, tuple[str, Callable[[], None]]] = {}
         self.memories: tuple[Memory, ...] = ()
-        self._tables: dict[str, dict[int, tuple[PieceTable, Sequence[Memory], Sequence[Memory]]]] = {}
+        self._tables: dict[str, dict[int, tuple[DescTable, Sequence[Memory], Sequence[Memory]]]] = {}
         self._users: Counter[str] = Counter()
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -196,7 +196,7 @@ class SimData:
         self._tables.setdefault(name, {})
         self._users[name] += 1
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Keep one more table."""
         if name not in self._tables:
             raise BackendError(f"peer {name} is not loaded")
@@ -321,7 +321,7 @@ class SimData:
         blocks: int,
         index: int,
         at: Sequence[Memory],
-        table: PieceTable,
+        table: DescTable,
         registered: Sequence[Memory],
     ) -> tuple[int, int]:
         row, block = divmod(index, blocks)

@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.group import PrefillGroup
-from asynckv.core.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.core.spent import SpentKeys
-from asynckv.core.topology import owed_readers
-from asynckv.core.types import Key, Route
+from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
+from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.geometry.topology import owed_readers
 from asynckv.ports import Ending
 from asynckv.registration import Registration
+from asynckv.scheduler import PrefillGroup
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import BLOCK, LENT, MILD, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
@@ -201,7 +201,7 @@ class _Rank:
             self.service.world.violate(f"{self.process.name} posts a read into block {strange[0]}, nobody's to fill")
             return
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
-        posted = self.engine._node.pulling.transfers
+        posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
         for other in self.data.transfers.values():
             theirs = posted.get(other.transfer_id)
@@ -248,14 +248,14 @@ class _Prefill:
 
     def new_group(self) -> None:
         """Hand out a new address book."""
-        roster = [r.engine.endpoint for r in self.ranks]
+        endpoints = [r.engine.endpoint for r in self.ranks]
         names = ("group", self.service.world.now, *([self.number] if self.number else []))
         # It never goes back: a rank that was restarted begins at 0, but others may remember more.
         self.memory_epoch = max(self.memory_epoch, *(r.engine.memory_epoch for r in self.ranks))
         self.groups = [
             PrefillGroup(
                 self.ranks[0].engine_id,
-                roster,
+                endpoints,
                 lease=LEASE,
                 memory_epoch=self.memory_epoch,
                 token_hex=self.service.world.token(*names, *([i] if i else [])),
@@ -429,9 +429,9 @@ class Service:
 
     def _begin_hostile(self, fault: Fault) -> None:
         for rank in self._met(fault):
-            if not rank.process.is_dead and rank.engine._node_or_none is not None:
+            if not rank.process.is_dead and rank.engine._core_or_none is not None:
                 rng = self.world.random_of("hostile", rank.name, self.world.now)
-                attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._node, rng)
+                attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
                 attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
 
     def _begin_drain(self, fault: Fault) -> None:
@@ -531,13 +531,13 @@ class Service:
         if clock.ran_s > seconds * 1.001 + TURN_S:
             self.world.violate(f"{rank.name} drained for {clock.ran_s:.3f} s instead of {seconds:.3f} s")
         held = {hold.request_id for hold in rank.engine.holds()} - {hold.request_id for hold in stragglers}
-        if held or (not stragglers and not rank.engine._node.is_idle):
+        if held or (not stragglers and not rank.engine._core.is_idle):
             self.world.violate(f"{rank.name} has drained and does not name {held or 'who is left'}")
         self.world.note(rank.name, "drained", [f"{s.request_id} {s.reason}" for s in stragglers])
 
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead or rank.is_moving or engine._node_or_none is None:
+        if process.is_dead or rank.is_moving or engine._core_or_none is None:
             return
         rank.is_moving = True
 
@@ -583,10 +583,10 @@ class Service:
 
     def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
         readers = [
-            (r.process, r.engine._node)
+            (r.process, r.engine._core)
             for e in self.decode
             for r in e
-            if not r.process.is_dead and r.engine._node_or_none is not None
+            if not r.process.is_dead and r.engine._core_or_none is not None
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
         now = self.world.now
@@ -617,7 +617,7 @@ class Service:
         if control is not None:
             for packet in packets:
                 when = self.world.now + rng.random() * 0.01
-                rank.process.call_at(when, control.deliver, Route(b"stranger"), packet)
+                rank.process.call_at(when, control.deliver, ReplyTo(b"stranger"), packet)
 
     def _cancel(self, number: int) -> None:
         for attempt, task in self.tasks.get(number, ()):
@@ -710,16 +710,16 @@ class Service:
 
     def _tighten(self, rank: _Rank) -> None:
         """Let a rank remember little of what has been."""
-        memory, node = self.script.memory, rank.engine._node
-        if memory and node.lending.max_ended != memory:
-            node.lending.max_ended, node.lending.spent = memory, SpentKeys(memory)
+        memory, node = self.script.memory, rank.engine._core
+        if memory and node.prefill.max_ended != memory:
+            node.prefill.max_ended, node.prefill.spent = memory, SpentKeys(memory)
 
     def _spent(self, rank: _Rank, lent: _Lent) -> None:
         key = msgspec.convert(lent.params["key"], Key)
         if key.memory_epoch >= rank.engine.memory_epoch:
             self.wire.spent(rank.process, rank.engine.incarnation, key.token)
-        if self.script.memory and rank.engine._node.lending.spent.num_gaps > self.script.memory:
-            self.world.violate(f"{rank.name} remembers {rank.engine._node.lending.spent.num_gaps} gaps")
+        if self.script.memory and rank.engine._core.prefill.spent.num_gaps > self.script.memory:
+            self.world.violate(f"{rank.name} remembers {rank.engine._core.prefill.spent.num_gaps} gaps")
 
     def _lend_again(self, rank: _Rank, lent: _Lent) -> None:
         """A confused scheduler: what was lent or withdrawn may not be lent once more."""
@@ -740,7 +740,7 @@ class Service:
             handle = rank.engine.lend(lent.params, readers=len(lent.ask.engines))
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
-            is_forgotten = "was open for too long" in str(exc) and rank.engine._node.lending.spent.num_given_up
+            is_forgotten = "was open for too long" in str(exc) and rank.engine._core.prefill.spent.num_given_up
             self.outcomes["lend.given_up"] += bool(is_forgotten)
             if not isinstance(exc, EngineClosed) and "memory epoch" not in str(exc) and not is_forgotten:
                 self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
@@ -884,19 +884,18 @@ class Service:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
-            if rank.process.is_dead or rank.engine._node_or_none is None or rank.data.is_closed:
+            if rank.process.is_dead or rank.engine._core_or_none is None or rank.data.is_closed:
                 continue
-            node = rank.engine._node
+            node = rank.engine._core
             if wrong := node.check_integrity():
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
-            if node.desk.counters["internal_errors"]:
+            if node.outbox.counters["internal_errors"]:
                 world.violate(f"{rank.name}: internal errors")
                 return
-            if node.desk.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
-                world.violate(
-                    f"{rank.name} was sent {node.desk.counters['dropped.malformed']} malformed packets by its own kind"
-                )
+            if node.outbox.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
+                malformed = node.outbox.counters["dropped.malformed"]
+                world.violate(f"{rank.name} was sent {malformed} malformed packets by its own kind")
                 return
             if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
@@ -913,11 +912,11 @@ class Service:
             if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
-            if node.lending.num_parked or (self.script.is_long and node.pulling.peers and not stuck):
-                peers = [f"{p.name} {p.state.value}" for p in node.pulling.peers.values()]
-                world.violate(f"{rank.name} remembers too long: {node.lending.num_parked} parked, peers {peers}")
+            if node.prefill.num_parked or (self.script.is_long and node.decode.peers and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.values()]
+                world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
-            for peer in node.pulling.peers.values():
+            for peer in node.decode.peers.values():
                 if not stuck and (len(peer.window) or peer.queue):
                     world.violate(f"{rank.name} counts {peer.window.num_bytes} bytes in flight from {peer.name}")
                     return

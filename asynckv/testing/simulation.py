@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from asynckv.core.messages import decode_packet
+from asynckv.core.wire import decode_packet
 from asynckv.errors import AsyncKVError
 from asynckv.testing.script import FAULTS, Ask, Fault, Script, make_script
 from asynckv.testing.service import Service

@@ -26,10 +26,10 @@ from typing import Any, Literal, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.core.layout import Memory
-from asynckv.core.plan import PieceTable
-from asynckv.core.types import Address, Route, TransferId
+from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable
 from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
@@ -318,7 +318,7 @@ class WorldControl:
 
     def __init__(self, process: Process, address: str) -> None:
         self.process, self._address = process, Address(address)
-        self._on_packet: Callable[[Address | Route, bytes], None] | None = None
+        self._on_packet: Callable[[Address | ReplyTo, bytes], None] | None = None
         self._links: set[Address] = set()
         self._random = process.world.random_of("wire", process.name)
         self.asked: dict[bytes, WorldControl] = {}
@@ -330,14 +330,14 @@ class WorldControl:
 
     async def start(
         self,
-        on_packet: Callable[[Address | Route, bytes], None],
+        on_packet: Callable[[Address | ReplyTo, bytes], None],
         on_refused: Callable[[str, str], None] = lambda cause, who: None,
     ) -> None:
         """Listen."""
         self._on_packet = on_packet
         self.process.world.listeners[self._address] = self
 
-    def send(self, to: Address | Route, packet: bytes) -> bool:
+    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Hand a packet to the wire."""
         process, world = self.process, self.process.world
         process.spend()
@@ -354,13 +354,13 @@ class WorldControl:
         world.on_sent(process, to, packet)
         listener = world.listeners.get(to)
         if listener is not None:
-            route = Route(process.name.encode())
+            route = ReplyTo(process.name.encode())
             listener.asked[route] = self
             for delay in world.fate(process.name, listener.process.name, self._random):
                 self._carry(listener, route, packet, delay)
         return True
 
-    def _carry(self, to: WorldControl, origin: Address | Route, packet: bytes, delay: float) -> None:
+    def _carry(self, to: WorldControl, origin: Address | ReplyTo, packet: bytes, delay: float) -> None:
         sender, receiver = self.process, to.process
         sender.world.note(sender.name, f"-> {receiver.name}", packet)
         sent_at = sender.now
@@ -372,7 +372,7 @@ class WorldControl:
 
         receiver.at(sent_at + delay, arrive)
 
-    def deliver(self, origin: Address | Route, packet: bytes) -> None:
+    def deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
         """Take a packet, in the process's loop."""
         if self._on_packet is None or (isinstance(origin, str) and origin not in self._links):
             return
@@ -463,7 +463,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    table: PieceTable
+    table: DescTable
     rows: list[tuple[list[int], list[int], int]]
     """Memory, offset and stride on both sides, and the length, as plain numbers."""
 
@@ -529,7 +529,7 @@ class WorldData:
         self._tables.setdefault(name, {})
         self._users[name] += 1
 
-    def add_table(self, name: str, table: PieceTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
+    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
         """Keep a table."""
         if name not in self._tables:
             raise Violation(f"{self.process.name} adds a table for {name}, which is not loaded")

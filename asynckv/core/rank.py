@@ -16,13 +16,18 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from asynckv.config import EngineConfig, check_lease
-from asynckv.core.commands import Desk, Timers
-from asynckv.core.layout import Layout, check_layout, pools
+from asynckv.core.decode import DecodeSide
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.ledger import Ledger
-from asynckv.core.lending import Lending
 from asynckv.core.limits import Limiter
-from asynckv.core.messages import (
+from asynckv.core.outbox import Outbox, Timers
+from asynckv.core.peer import Peer
+from asynckv.core.prefill import PrefillSide
+from asynckv.core.pull import Pull, PullState, Source
+from asynckv.core.requests import RequestStatus, lease_status, pull_status
+from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.watch import Watch, warn_after
+from asynckv.core.wire import (
     MAJOR,
     MINOR,
     Claim,
@@ -42,15 +47,6 @@ from asynckv.core.messages import (
     blocks_digest,
     decode_packet,
 )
-from asynckv.core.peer import Peer
-from asynckv.core.plan import BlockLists, check_block_ids, common_prefix
-from asynckv.core.pull import Leg, Pull, PullState
-from asynckv.core.pulling import Pulling
-from asynckv.core.requests import RequestStatus, lease_status, pull_status
-from asynckv.core.sources import predicted
-from asynckv.core.topology import remote_ranks
-from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, RequestId, Route, rank_name
-from asynckv.core.watch import Watch, warn_after
 from asynckv.errors import (
     EngineClosed,
     LocalProtocolError,
@@ -59,8 +55,12 @@ from asynckv.errors import (
     RemoteProtocolError,
     RemoteTooShort,
 )
+from asynckv.geometry.layout import Layout, check_layout, pools
+from asynckv.geometry.match import predicted
+from asynckv.geometry.plan import BlockLists, check_block_ids, common_prefix
+from asynckv.geometry.topology import remote_ranks
 
-__all__ = ["Hold", "Identity", "Node"]
+__all__ = ["Hold", "Identity", "RankCore"]
 
 MAX_READERS = 65_536
 MAX_GREETERS = 4096
@@ -68,7 +68,7 @@ MAX_GREETERS = 4096
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
-MAX_ROSTERED = 65_536
+MAX_ENDPOINTS = 65_536
 """Endpoints of prefill groups that are remembered."""
 MAX_LEGS = 1024
 """Most remote ranks that one pull answers for."""
@@ -121,11 +121,11 @@ class Hold:
 
 def _answered(params: Params, ranks: range) -> list[Endpoint]:
     """Return the listed endpoints of some ranks, in every stage: by stage, then by rank."""
-    mine = (e for e in params.roster if e.tp_rank in ranks and e.pp_stage < params.pp_size)
+    mine = (e for e in params.endpoints if e.tp_rank in ranks and e.pp_stage < params.pp_size)
     return sorted(mine, key=lambda e: (e.pp_stage, e.tp_rank))
 
 
-class Node:
+class RankCore:
     """All state of one rank.
 
     Raises:
@@ -136,20 +136,20 @@ class Node:
         check_layout(identity.layout)
         layout = identity.layout
         self.identity, self.config = identity, config
-        self.desk = Desk(identity.incarnation)
+        self.outbox = Outbox(identity.incarnation)
         self.timers = Timers()
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        self._readers: dict[tuple[str, Route], int] = {}
+        self._readers: dict[tuple[str, ReplyTo], int] = {}
         """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
         shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
-        self.lending = Lending(layout, self.ledger, self.desk, self.timers, config.lease, self._readers)
-        self.watch = Watch(self.desk)
-        self.pulling = Pulling(
-            layout, self.cohort, config.pull, self.ledger, self.desk, self.timers, self.nonces, self.watch
+        self.prefill = PrefillSide(layout, self.ledger, self.outbox, self.timers, config.lease, self._readers)
+        self.watch = Watch(self.outbox)
+        self.decode = DecodeSide(
+            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
         )
-        self.lending.memory_epoch = identity.memory_epoch
+        self.prefill.memory_epoch = identity.memory_epoch
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -157,13 +157,13 @@ class Node:
         self._pull_prefix = f"{identity.incarnation[:16]}-"
         self._predicted: dict[int, list[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
-        self._rosters: dict[tuple[str, tuple[Endpoint, ...], int, int], tuple[tuple[str, Endpoint, bool], ...]] = {}
+        self._endpoints: dict[tuple[str, tuple[Endpoint, ...], int, int], tuple[tuple[str, Endpoint, bool], ...]] = {}
         """Prefill groups -> the ranks of them that we answer for, by name, and whether they are met first."""
-        self._num_rostered = 0
+        self._num_endpoints = 0
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
         self._has_agent = True
-        self._greeters: dict[tuple[str, Route], Hello] = {}
+        self._greeters: dict[tuple[str, ReplyTo], Hello] = {}
         """Hellos that came while there was no agent, the last of each."""
 
     @property
@@ -203,7 +203,7 @@ class Node:
             tp_size=layout.tp_size,
             warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
         )
-        return self.lending.lend(lent, now)
+        return self.prefill.lend(lent, now)
 
     def withdraw(self, params: Params, now: float) -> tuple[str, ...] | None:
         """Never lend a request whose params left; revoke it if it is lent.
@@ -215,7 +215,7 @@ class Node:
             LocalProtocolError: The params are another engine's.
         """
         self._check_ours(params)
-        return self.lending.withdraw(params.key, now)
+        return self.prefill.withdraw(params.key, now)
 
     def _check_ours(self, params: Params) -> None:
         layout = self.identity.layout
@@ -231,7 +231,7 @@ class Node:
 
         Raises:
             EngineClosed: Nothing new is pulled.
-            PlanRefused: The params' roster is not a whole group.
+            PlanRefused: The params do not list a whole group.
             LocalProtocolError: The request is being pulled already.
         """
         return self._start(request_id, params, cohort_id, wait_s, now, is_announced=True)
@@ -249,7 +249,7 @@ class Node:
         is_last: bool = True,
         priority: int = 0,
         attempt: int = 1,
-        curable: frozenset[Reason] = frozenset(),
+        retryable: frozenset[Reason] = frozenset(),
         is_discharge: bool = False,
         begins: bool = False,
     ) -> Pull:
@@ -261,18 +261,18 @@ class Node:
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        route = (params.engine_id, tuple(params.roster), params.tp_size, params.pp_size)
-        ranks = self._rosters.get(route)
+        route = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
+        ranks = self._endpoints.get(route)
         if ranks is None:
             ranks = self._answered_for(request_id, params)
-            self._num_rostered += len(params.roster)
-            if self._num_rostered > MAX_ROSTERED:
-                self._rosters.clear()
-                self._num_rostered = len(params.roster)
-            self._rosters[route] = ranks
+            self._num_endpoints += len(params.endpoints)
+            if self._num_endpoints > MAX_ENDPOINTS:
+                self._endpoints.clear()
+                self._num_endpoints = len(params.endpoints)
+            self._endpoints[route] = ranks
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        legs = [
-            Leg(
+        sources = [
+            Source(
                 e.tp_rank, Address(e.address), e.incarnation, is_source and reads, name, e.pp_stage, is_source and reads
             )
             for name, e, is_source in ranks
@@ -285,7 +285,7 @@ class Node:
             params=params,
             cohort=cohort,
             digest=blocks_digest(params.groups, params.num_tokens, params.written),
-            legs=legs,
+            sources=sources,
             called_at=now,
             deadline=now + wait_s,
             drain_s=pull_config.drain_s,
@@ -301,25 +301,25 @@ class Node:
             max_post_descriptors=pull_config.max_post_descriptors,
             priority=priority,
             attempt=attempt,
-            curable=curable,
+            retryable=retryable,
             is_discharge=is_discharge,
         )
-        self.pulling.add(pull, now, begins=begins)
+        self.decode.add(pull, now, begins=begins)
         return pull
 
     def _answered_for(self, request_id: str, params: Params) -> tuple[tuple[str, Endpoint, bool], ...]:
         """Return the remote ranks that we answer for, by name, and whether they are met first; by stage and rank.
 
         Raises:
-            PlanRefused: The roster is not a whole group, or much too large a one.
+            PlanRefused: The endpoints are not a whole group, or much too large a one.
         """
-        roster = {(e.pp_stage, e.tp_rank) for e in params.roster}
-        whole = len(roster) == len(params.roster) == params.tp_size * params.pp_size
-        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in roster)):
+        endpoints = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
+        whole = len(endpoints) == len(params.endpoints) == params.tp_size * params.pp_size
+        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in endpoints)):
             raise PlanRefused(
                 f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
-                f"{list(roster)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be listed "
-                f"once",
+                f"{list(endpoints)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
+                f"listed once",
                 request_id=request_id,
                 reason=Reason.UNPLANNABLE,
             )
@@ -351,18 +351,18 @@ class Node:
         is_last: bool = True,
         priority: int = 0,
         attempt: int = 1,
-        curable: frozenset[Reason] = frozenset(),
+        retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
 
         Raises:
             EngineClosed: Nothing new is pulled.
             Overloaded: Too many wait already.
-            PlanRefused: The blocks do not fit the layout or the tokens, or the roster is not a whole group.
+            PlanRefused: The blocks do not fit the layout or the tokens, or the endpoints are not a whole group.
             RemoteTooShort: More tokens are wanted than are lent.
             LocalProtocolError: The request is being pulled already, or a block is in use.
         """
-        pull = self.pulling.by_request.get(RequestId(request_id))
+        pull = self.decode.by_request.get(RequestId(request_id))
         if attempt == 1 and pull is None:
             self._check_open()
         wanted = params.num_tokens if num_tokens is None else num_tokens
@@ -386,8 +386,8 @@ class Node:
         held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
-        if not lists.is_empty and attempt == 1 and self.pulling.num_waiting >= most:
-            self.desk.counters["pulls.overloaded"] += 1
+        if not lists.is_empty and attempt == 1 and self.decode.num_waiting >= most:
+            self.outbox.counters["pulls.overloaded"] += 1
             raise Overloaded(
                 f"request {request_id[:200]!r} is not taken: {most} pulls wait already; ask again later, "
                 f"elsewhere, or raise max_queued",
@@ -407,7 +407,7 @@ class Node:
                 is_last=is_last,
                 priority=priority,
                 attempt=attempt,
-                curable=curable,
+                retryable=retryable,
                 begins=True,
             )
         elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
@@ -415,13 +415,13 @@ class Node:
                 f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
             )
         else:
-            pull.is_last, pull.priority, pull.curable = is_last, priority, curable
+            pull.is_last, pull.priority, pull.retryable = is_last, priority, retryable
         if pull.reason is None:
             try:
-                self.pulling.begin(pull, lists, held, now + timeout_s, now)
+                self.decode.begin(pull, lists, held, now + timeout_s, now)
             except BaseException:
                 # Whoever is told that it failed must not have his blocks filled behind his back.
-                self.pulling.cancel(pull, now)
+                self.decode.cancel(pull, now)
                 raise
         return pull
 
@@ -433,11 +433,11 @@ class Node:
 
     def cancel(self, request_id: str, now: float) -> bool:
         """Give up a request by the caller's id; False if there is no pull of it without an outcome."""
-        pull = self.pulling.by_request.get(RequestId(request_id))
+        pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
             return False
         pull.is_last = True
-        self.pulling.cancel(pull, now)
+        self.decode.cancel(pull, now)
         return True
 
     def discharge(self, request_id: str, params: Params, cohort_id: str, reason: Reason, now: float) -> None:
@@ -445,39 +445,39 @@ class Node:
         pull = self._start(
             request_id, params, cohort_id, self.config.pull.timeout_s, now, reads=False, is_discharge=True
         )
-        self.pulling.fail(pull, reason, "no attempt follows", now)
+        self.decode.fail(pull, reason, "no attempt follows", now)
 
     def would_block(self, params: Params) -> bool:
         """Whether a pull of this request would have to wait for others, if it came now."""
         ranks = remote_ranks(self.identity.layout.tp_rank, self.identity.layout.tp_size, params.tp_size)
-        return self.pulling.admission.would_block(
+        return self.decode.admission.would_block(
             tuple((Address(e.address), e.incarnation) for e in _answered(params, ranks))
         )
 
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
         self.shut(how)
-        for pull in list(self.pulling.by_request.values()):
-            self.pulling.cancel(pull, now)
-        for lease in list(self.lending.leases.values()):
-            self.lending.revoke(lease, now)
+        for pull in list(self.decode.by_request.values()):
+            self.decode.cancel(pull, now)
+        for lease in list(self.prefill.leases.values()):
+            self.prefill.revoke(lease, now)
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell everyone who shook hands; `how` is for people."""
         was_open = not self.is_closed
-        self.lending.shut(how)
+        self.prefill.shut(how)
         if was_open:
             for (source, route), minor in self._readers.items():
                 self._say_draining(route, source, minor)
 
-    def _say_draining(self, route: Route, source: str, minor: int) -> None:
+    def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
         if minor >= 1:
-            self.desk.send(route, source, Draining())
+            self.outbox.send(route, source, Draining())
 
     def say_goodbye(self) -> None:
         """Tell everyone who shook hands that this process start serves nobody any more."""
         for source, route in self._readers:
-            self.desk.send(route, source, Goodbye())
+            self.outbox.send(route, source, Goodbye())
         self._readers.clear()
 
     def stragglers(self, now: float) -> tuple[Hold, ...]:
@@ -491,10 +491,10 @@ class Node:
                 blocks={},
                 held_s=now - pull.history[0][0],
                 left_s=max(pull.until - now, 0.0),
-                waits_for=tuple(leg.where for leg in pull.legs if not leg.is_settled),
+                waits_for=tuple(leg.where for leg in pull.sources if not leg.is_settled),
                 pull_id=pull.pull_id,
             )
-            for pull in self.pulling.pulls.values()
+            for pull in self.decode.pulls.values()
             if pull.pull_id not in known
         ]
         return holds + tuple(others)
@@ -502,33 +502,33 @@ class Node:
     @property
     def is_closed(self) -> bool:
         """Nothing new is taken."""
-        return self.lending.is_closed
+        return self.prefill.is_closed
 
     @property
     def is_idle(self) -> bool:
         """Nothing is owed or held."""
-        return not self.pulling.pulls and not self.lending.leases
+        return not self.decode.pulls and not self.prefill.leases
 
     @property
     def is_bound(self) -> bool:
         """A promise runs, or a pull has no outcome yet."""
-        return bool(self.lending.leases) or any(not pull.is_told for pull in self.pulling.pulls.values())
+        return bool(self.prefill.leases) or any(not pull.is_told for pull in self.decode.pulls.values())
 
     @property
     def is_serving(self) -> bool:
         """Remote data planes may need ours to make progress."""
-        return bool(self.lending.leases)
+        return bool(self.prefill.leases)
 
     def holds(self, now: float) -> tuple[Hold, ...]:
         """Say who holds which blocks, the oldest first."""
-        leases = {key.token: lease for key, lease in self.lending.leases.items()}
+        leases = {key.token: lease for key, lease in self.prefill.leases.items()}
         out = []
         for hold in sorted(self.ledger, key=lambda h: h.since):
-            pull, lease = self.pulling.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
+            pull, lease = self.decode.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
             reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
             if pull is not None:
-                legs = (leg for leg in pull.legs if leg.running or leg.doubtful or (leg.reads and not leg.proven))
-                waits_for = tuple(leg.where for leg in legs)
+                sources = (leg for leg in pull.sources if leg.running or leg.doubtful or (leg.reads and not leg.proven))
+                waits_for = tuple(leg.where for leg in sources)
                 reason, until = pull.held_as
             elif lease is not None:
                 waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
@@ -547,8 +547,8 @@ class Node:
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         """Say how every pull, announcement and lease stands, the oldest first."""
-        requests = [self.status(lease, now) for lease in self.lending.leases.values()]
-        requests += [self.status(pull, now) for pull in self.pulling.pulls.values()]
+        requests = [self.status(lease, now) for lease in self.prefill.leases.values()]
+        requests += [self.status(pull, now) for pull in self.decode.pulls.values()]
         return tuple(sorted(requests, key=lambda request: -request.age_s))
 
     def status(self, request: Lease | Pull, now: float) -> RequestStatus:
@@ -557,42 +557,42 @@ class Node:
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
             return lease_status(request, blocks, now)
-        return pull_status(request, self.pulling.peer_of, blocks, now)
+        return pull_status(request, self.decode.peer_of, blocks, now)
 
     def check_integrity(self) -> list[str]:
         """List what does not add up; empty is right."""
         wrong = self.ledger.audit()
         holders = {hold.holder for hold in self.ledger}
-        expected = {key.token for key in self.lending.leases}
-        expected |= {p.pull_id for p in self.pulling.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
+        expected = {key.token for key in self.prefill.leases}
+        expected |= {p.pull_id for p in self.decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
-        for transfer_id, transfer in self.pulling.transfers.items():
-            if transfer.pull.pull_id not in self.pulling.pulls:
+        for transfer_id, transfer in self.decode.transfers.items():
+            if transfer.pull.pull_id not in self.decode.pulls:
                 wrong.append(f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over")
-        unfinished = [p for p in self.pulling.pulls.values() if p.reason is None]
-        if self.pulling.begun != {p.pull_id for p in unfinished if p.lists is not None}:
-            wrong.append(f"{len(self.pulling.begun)} pulls count as begun without an outcome, which is not so")
-        queued = {p.pull_id for p in unfinished if p.is_queued and self.pulling.can_read(p)}
+        unfinished = [p for p in self.decode.pulls.values() if p.reason is None]
+        if self.decode.begun != {p.pull_id for p in unfinished if p.lists is not None}:
+            wrong.append(f"{len(self.decode.begun)} pulls count as begun without an outcome, which is not so")
+        queued = {p.pull_id for p in unfinished if p.is_queued and self.decode.can_read(p)}
         moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
         reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
-        wrong += self.pulling.admission.audit(queued, reading)
-        wrong += self.pulling.window.audit(self.pulling.transfers)
-        for peer in self.pulling.peers.values():
+        wrong += self.decode.admission.audit(queued, reading)
+        wrong += self.decode.window.audit(self.decode.transfers)
+        for peer in self.decode.peers.values():
             wrong += peer.window.audit(peer.transfers)
         return wrong
 
     # -- events ------------------------------------------------------------------------------------
 
-    def receive(self, origin: Address | Route, data: bytes, now: float) -> None:
+    def receive(self, origin: Address | ReplyTo, data: bytes, now: float) -> None:
         """Take a packet's bytes; `now` was read after they were received."""
         if not self._messages.take(origin, now):
-            self.desk.counters["dropped.too_many"] += 1
+            self.outbox.counters["dropped.too_many"] += 1
             return
         try:
             packet = decode_packet(data)
         except RemoteProtocolError as exc:
-            self.desk.counters["dropped.malformed"] += 1
+            self.outbox.counters["dropped.malformed"] += 1
             self._messages.charge(origin, now, MALFORMED)
             if "protocol version" in str(exc):
                 self._foreign_version(origin, str(exc), now)
@@ -602,17 +602,17 @@ class Node:
         misdirected = packet.target not in ("", self.identity.incarnation)
         if isinstance(origin, str):
             if misdirected:
-                self.desk.counters["dropped.misdirected"] += 1
+                self.outbox.counters["dropped.misdirected"] += 1
                 return
             for message in packet.messages:
-                self.pulling.receive(message, Address(origin), packet.source, now)
+                self.decode.receive(message, Address(origin), packet.source, now)
             return
         for message in packet.messages:
-            self.desk.counters[f"received.{type(message).__name__.lower()}"] += 1
+            self.outbox.counters[f"received.{type(message).__name__.lower()}"] += 1
             if misdirected:
-                self._misdirected(message, Route(origin), packet.source)
+                self._misdirected(message, ReplyTo(origin), packet.source)
             else:
-                self._serve(message, Route(origin), packet.source, now)
+                self._serve(message, ReplyTo(origin), packet.source, now)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -620,9 +620,9 @@ class Node:
         `reads` says that our own reads have ended with it.
         """
         self._has_agent = False
-        self.desk.counters["agents_lost"] += 1
+        self.outbox.counters["agents_lost"] += 1
         if reads:
-            self.pulling.unloaded(cause, now)
+            self.decode.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
         """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
@@ -635,73 +635,73 @@ class Node:
 
     def tick(self, now: float, most: int = 256) -> None:
         """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
-        self.lending.tick(now)
+        self.prefill.tick(now)
         self.watch.tick(now)
         for _ in range(most):
             match self.timers.pop(now):
                 case None:
                     return
                 case Pull() as pull:
-                    self.pulling.tick_pull(pull, now)
+                    self.decode.tick_pull(pull, now)
                 case Lease() as lease:
                     lease.tick(now)
                     if not lease.is_over and lease.is_stuck(now):
                         self.watch.add(lease, now)
-                    self.lending.after(lease, now)
+                    self.prefill.after(lease, now)
                 case Peer() as peer:
-                    self.pulling.tick_peer(peer, now)
+                    self.decode.tick_peer(peer, now)
                 case other:
                     raise AssertionError(other)
 
     @property
     def next_at(self) -> float:
         """When `tick` will have something to do."""
-        return min(self.timers.next_at, self.lending.next_at, self.watch.next_at)
+        return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self.is_closed:
-            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.lending.closed_as} and takes no new work")
+            raise EngineClosed(f"engine {self.identity.engine_id!r} is {self.prefill.closed_as} and takes no new work")
 
-    def _serve(self, message: Message, route: Route, source: str, now: float) -> None:
+    def _serve(self, message: Message, route: ReplyTo, source: str, now: float) -> None:
         match message:
             case Claim() | Renew() | Release():
-                self.lending.receive(message, route, source, now)
+                self.prefill.receive(message, route, source, now)
             case Hello():
                 if self._hellos.take(route, now):
                     self._greet(message, route, source)
                 else:
-                    self.desk.counters["dropped.too_many_hellos"] += 1
+                    self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
-                self.desk.send(route, source, Pong(message.nonce))
+                self.outbox.send(route, source, Pong(message.nonce))
             case StatusRequest():
                 # Counting everything takes long where there is much.
                 if self._hellos.take(route, now):
-                    self.desk.send(route, source, self._status(message.nonce))
+                    self.outbox.send(route, source, self._status(message.nonce))
                 else:
-                    self.desk.counters["dropped.too_many_hellos"] += 1
+                    self.outbox.counters["dropped.too_many_hellos"] += 1
             case _:
-                self.desk.counters["dropped.unexpected"] += 1
+                self.outbox.counters["dropped.unexpected"] += 1
 
-    def _misdirected(self, message: Message, route: Route, source: str) -> None:
+    def _misdirected(self, message: Message, route: ReplyTo, source: str) -> None:
         """Answer what was meant for a process that is no more."""
         detail = f"{self.name} listens here now"
         match message:
             case Claim() | Renew():
-                self.desk.send(
+                self.outbox.send(
                     route, source, Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
                 )
             case Release():
-                self.desk.send(route, source, Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail))
+                self.outbox.send(route, source, Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail))
             case Hello():
                 if not self._is_meant(message):
-                    self.desk.send(route, source, self._wrong_target(message))
+                    self.outbox.send(route, source, self._wrong_target(message))
                 else:
-                    self.desk.send(route, source, Unwelcome(message.nonce, Reason.RESTARTED, detail))
+                    self.outbox.send(route, source, Unwelcome(message.nonce, Reason.RESTARTED, detail))
             case _:
                 pass
-        self.desk.counters["dropped.misdirected"] += 1
+        self.outbox.counters["dropped.misdirected"] += 1
 
     def _is_meant(self, hello: Hello) -> bool:
         layout = self.identity.layout
@@ -710,29 +710,29 @@ class Node:
 
     def _wrong_target(self, hello: Hello) -> Unwelcome:
         there = rank_name(hello.engine_id, hello.tp_rank, hello.pp_stage)
-        text = f"{self.name} listens here, not {there}; correct the roster's address"
+        text = f"{self.name} listens here, not {there}; correct the endpoint's address"
         return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
 
-    def _greet(self, hello: Hello, route: Route, source: str) -> None:
+    def _greet(self, hello: Hello, route: ReplyTo, source: str) -> None:
         if not self._has_agent:
             # It is answered when there is an agent to be told of; one that does not fit in is repeated.
             if (source, route) in self._greeters or len(self._greeters) < MAX_GREETERS:
                 self._greeters[source, route] = hello
             return
         answer = self._welcome(hello, route, source)
-        self.desk.send(route, source, answer)
+        self.outbox.send(route, source, answer)
         if self.is_closed and isinstance(answer, Welcome):
             self._say_draining(route, source, hello.minor)
 
-    def _welcome(self, hello: Hello, route: Route, source: str) -> Welcome | Unwelcome:
+    def _welcome(self, hello: Hello, route: ReplyTo, source: str) -> Welcome | Unwelcome:
         identity = self.identity
         if hello.major != MAJOR:
             text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
             return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
         if not self._is_meant(hello):
             return self._wrong_target(hello)
-        if self.is_closed and not self.lending.leases:
-            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self.lending.closed_as}")
+        if self.is_closed and not self.prefill.leases:
+            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self.prefill.closed_as}")
         self._readers.pop((source, route), None)
         self._readers[source, route] = hello.minor
         if len(self._readers) > MAX_READERS:
@@ -755,31 +755,31 @@ class Node:
 
     def gauges(self) -> dict[str, int]:
         """What is owed and held right now."""
-        pulls = self.pulling.pulls.values()
+        pulls = self.decode.pulls.values()
         return {
-            "leases": len(self.lending.leases),
-            "parked": self.lending.num_parked,
+            "leases": len(self.prefill.leases),
+            "parked": self.prefill.num_parked,
             "pulls": len(pulls),
-            "pulls_waiting": len(self.pulling.by_request),
+            "pulls_waiting": len(self.decode.by_request),
             "pulls_unanswered": sum(not pull.is_told and not pull.is_answered for pull in pulls),
-            "pulls_queued": self.pulling.admission.num_waiting,
-            "pulls_admitted": self.pulling.admission.num_admitted,
-            "bytes_in_flight": self.pulling.window.num_bytes,
-            "transfers": len(self.pulling.transfers),
-            "transfers_in_doubt": sum(len(leg.doubtful) for p in pulls for leg in p.legs),
-            "peers": len(self.pulling.peers),
+            "pulls_queued": self.decode.admission.num_waiting,
+            "pulls_admitted": self.decode.admission.num_admitted,
+            "bytes_in_flight": self.decode.window.num_bytes,
+            "transfers": len(self.decode.transfers),
+            "transfers_in_doubt": sum(len(leg.doubtful) for p in pulls for leg in p.sources),
+            "peers": len(self.decode.peers),
             "blocks_lent": self.ledger.num_held("lent"),
             "blocks_writing": self.ledger.num_held("writing"),
             "blocks_quarantined": sum(
                 hold.num_blocks
                 for hold in self.ledger
-                if hold.kind == "writing" and (p := self.pulling.pulls.get(PullId(hold.holder))) and p.is_told
+                if hold.kind == "writing" and (p := self.decode.pulls.get(PullId(hold.holder))) and p.is_told
             ),
         }
 
-    def _foreign_version(self, origin: Address | Route, detail: str, now: float) -> None:
+    def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
         if isinstance(origin, str):
-            self.pulling.foreign_version(Address(origin), detail, now)
+            self.decode.foreign_version(Address(origin), detail, now)
         else:
             # Whatever it was, the answer's first field tells its sender which version is spoken here.
-            self.desk.send(Route(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))
+            self.outbox.send(ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from asynckv.core.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 from asynckv.errors import LayoutError
+from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 
 __all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "layer_names", "predicted", "strange_layers"]
 

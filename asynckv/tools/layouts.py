@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from asynckv.core.layout import (
+from asynckv.errors import ConfigError
+from asynckv.geometry.layout import (
     ITEMSIZE,
     ONE_PER_REQUEST,
     Dim,
@@ -24,8 +25,7 @@ from asynckv.core.layout import (
     dense_part,
     shard,
 )
-from asynckv.errors import ConfigError
-from asynckv.models import Heads, Latent, Model, State
+from asynckv.tools.models import Heads, Latent, Model, State
 
 __all__ = ["CONV_ORDERS", "ORDERS", "model_groups", "model_layout", "stage_layers", "with_addresses"]
 

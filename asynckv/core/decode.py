@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from asynckv.config import PullConfig
-from asynckv.core.admission import Admission, LaneKey, Window
-from asynckv.core.commands import (
+from asynckv.core.flow import Admission, LaneKey, Window
+from asynckv.core.ledger import Int64s, Ledger
+from asynckv.core.outbox import (
     AddTable,
     BlocksRetired,
     BlocksReturned,
-    Desk,
     Disconnect,
     LoadPeer,
+    Outbox,
     PeerChanged,
     PeerDraining,
     PostRead,
@@ -35,9 +36,11 @@ from asynckv.core.commands import (
     Timers,
     Traced,
 )
-from asynckv.core.layout import Layout, check_layout, decode_layout
-from asynckv.core.ledger import Int64s, Ledger
-from asynckv.core.messages import (
+from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
+from asynckv.core.pull import News, Pull, PullState, ReleaseState, Source
+from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
+from asynckv.core.watch import Watch
+from asynckv.core.wire import (
     MAJOR,
     MINOR,
     Ack,
@@ -54,15 +57,12 @@ from asynckv.core.messages import (
     Unwelcome,
     Welcome,
 )
-from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
-from asynckv.core.plan import BlockLists, PeerMap, PieceTable, plan_read
-from asynckv.core.pull import Leg, News, Pull, PullState, ReleaseState
-from asynckv.core.sources import NotCovered, assign, compare
-from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
-from asynckv.core.watch import Watch
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
+from asynckv.geometry.layout import Layout, check_layout, decode_layout
+from asynckv.geometry.match import NotCovered, assign, compare
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
 
-__all__ = ["News", "Pulling"]
+__all__ = ["DecodeSide", "News"]
 
 E, S = PeerEvent, PeerState
 
@@ -80,11 +80,11 @@ _Place = tuple[Address, str]
 
 
 def _lane(pull: Pull) -> LaneKey:
-    return tuple([(leg.address, leg.incarnation) for leg in pull.legs])
+    return tuple([(leg.address, leg.incarnation) for leg in pull.sources])
 
 
-def _leg_at(pull: Pull | None, address: Address) -> Leg | None:
-    for leg in pull.legs if pull is not None else ():
+def _leg_at(pull: Pull | None, address: Address) -> Source | None:
+    for leg in pull.sources if pull is not None else ():
         if leg.address == address:
             return leg
     return None
@@ -98,14 +98,14 @@ def _known(peer: Peer) -> Layout:
 @dataclass(slots=True)
 class _Transfer:
     pull: Pull
-    leg: Leg
+    leg: Source
     peer: Peer
     num_bytes: int
     num_descriptors: int
     posted_at: float
 
 
-class Pulling:
+class DecodeSide:
     """All pulls and peers of one rank."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Pulling:
         cohort: Cohort,
         config: PullConfig,
         ledger: Ledger,
-        desk: Desk,
+        outbox: Outbox,
         timers: Timers,
         nonces: Iterator[int],
         watch: Watch,
@@ -127,9 +127,9 @@ class Pulling:
         self.peers: dict[tuple[Address, str], Peer] = {}
         self.transfers: dict[TransferId, _Transfer] = {}
         self._layout, self._cohort, self._config = layout, cohort, config
-        self._ledger, self._desk, self._timers, self._nonces = ledger, desk, timers, nonces
+        self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
         self._hellos: dict[int, Peer] = {}
-        self._routes: dict[tuple[tuple[_Place, ...], tuple[int, ...]], tuple[PeerMap | None, ...] | str] = {}
+        self._routes: dict[tuple[tuple[_Place, ...], tuple[int, ...]], tuple[PeerTables | None, ...] | str] = {}
         """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why
         these ranks are not enough."""
         self.admission = Admission(config.total_requests, config.window_requests)
@@ -159,10 +159,10 @@ class Pulling:
         self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
         pull.arrival = next(self._arrivals)
         if not pull.is_discharge:
-            self._desk.counters["pulls.started"] += 1
-        for leg in pull.legs:
+            self._outbox.counters["pulls.started"] += 1
+        for leg in pull.sources:
             self._attach(pull, leg, now)
-        for leg in pull.legs:
+        for leg in pull.sources:
             if leg.reads:
                 self._meet(pull, leg, now)
         if not begins or pull.failure is not None:
@@ -183,7 +183,7 @@ class Pulling:
         pull.arrival = next(self._arrivals)
         self.begun.add(pull.pull_id)
         pull.begin(lists, deadline, now)
-        for leg in pull.legs:
+        for leg in pull.sources:
             if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
                 # It could not be met while the request was only announced; that may be long ago.
                 leg.reads = True
@@ -253,7 +253,7 @@ class Pulling:
             if not peer.is_set_aside:
                 self.window.enter(transfer_id, post.num_bytes, post.num_descriptors)
             pull.posted(leg, transfer_id, post.num_descriptors, now)
-            self._desk.counters["descriptors.posted"] += post.num_descriptors
+            self._outbox.counters["descriptors.posted"] += post.num_descriptors
             return PostRead(transfer_id, peer.agent_name, post)
         return None
 
@@ -266,25 +266,25 @@ class Pulling:
         """Take news of a transfer; `now` was read after it was observed."""
         transfer = self.transfers.get(news.transfer_id)
         if transfer is None:
-            self._desk.counters["transfers.late_news"] += 1
+            self._outbox.counters["transfers.late_news"] += 1
             return
         pull, leg, peer = transfer.pull, transfer.leg, transfer.peer
         # What is in doubt may stay so for ever: it must not take the window from others.
         peer.window.leave(news.transfer_id)
         self.window.leave(news.transfer_id)
         if news.in_doubt:
-            self._desk.counters["transfers.in_doubt"] += 1
+            self._outbox.counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[news.transfer_id]
             peer.transfers.discard(news.transfer_id)
-            self._desk.counters["transfers.done" if news.ok else "transfers.failed"] += 1
+            self._outbox.counters["transfers.done" if news.ok else "transfers.failed"] += 1
         peer.moved_at = now
         if peer.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
         if news.ok:
             pull.detect_s = max(pull.detect_s, min(detect_s, now - transfer.posted_at))
             leg.bytes_read += transfer.num_bytes
-            self._desk.counters["bytes.read"] += transfer.num_bytes
+            self._outbox.counters["bytes.read"] += transfer.num_bytes
         pull.ended(leg, news, now)
         if news.peer_lost:
             self._lose(peer, Reason.PEER_LOST, news.cause, now)
@@ -299,7 +299,7 @@ class Pulling:
         peer.is_loading = False
         if peer.state is not S.LOADING:
             # Lost, or given up, while it was being loaded.
-            self._desk.commands.append(RemovePeer(peer))
+            self._outbox.commands.append(RemovePeer(peer))
             self._wake(peer)
             return
         peer.loaded, peer.failures, peer.heard_at = True, 0, now
@@ -330,7 +330,7 @@ class Pulling:
         detail = f"this side's data plane has lost its connections: {cause}"
         # What was to be done with what is lost must not be done with what follows.
         lost = (AddTable, RemoveTable, RemovePeer)
-        self._desk.commands[:] = [c for c in self._desk.commands if not isinstance(c, lost)]
+        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, lost)]
         self._routes.clear()
         for peer in known:
             if peer.is_set_aside:
@@ -370,7 +370,7 @@ class Pulling:
                 self._lose(peer, Reason.PEER_LOST, f"{peer.where} was silent for {silent:.1f} s", now)
             elif now >= self._ping_at(peer):
                 peer.pinged_at = now
-                self._desk.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
+                self._outbox.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
             if silent >= config.suspect_s and peer.state is S.READY:
                 self._change(peer, E.SILENT)
                 self._set_aside(peer)
@@ -390,7 +390,7 @@ class Pulling:
             return
         self._wake(peer)
 
-    def peer_of(self, leg: Leg) -> Peer | None:
+    def peer_of(self, leg: Source) -> Peer | None:
         """The rank that a leg is about, if it is known still."""
         return self.peers.get((leg.address, leg.incarnation))
 
@@ -415,7 +415,7 @@ class Pulling:
 
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
-        for leg in pull.legs:
+        for leg in pull.sources:
             if leg.reads and not self.peers[leg.address, leg.incarnation].is_usable:
                 return False
         return True
@@ -465,9 +465,9 @@ class Pulling:
             case Draining():
                 if peer is not None and not peer.is_draining:
                     peer.is_draining = True
-                    self._desk.commands.append(PeerDraining(peer))
+                    self._outbox.commands.append(PeerDraining(peer))
             case _:
-                self._desk.counters["dropped.unexpected"] += 1
+                self._outbox.counters["dropped.unexpected"] += 1
 
     # -- inside: pulls -----------------------------------------------------------------------------
 
@@ -476,9 +476,9 @@ class Pulling:
         was_retired = pull.is_retired
         pull.tick(now)
         if pull.is_retired and not was_retired:
-            self._desk.counters["blocks.retired"] += 1
-            self._desk.commands.append(BlocksRetired(pull))
-            for leg in pull.legs:
+            self._outbox.counters["blocks.retired"] += 1
+            self._outbox.commands.append(BlocksRetired(pull))
+            for leg in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
                 self._part(pull, leg, now)
         if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
@@ -489,7 +489,7 @@ class Pulling:
         """Settle what a change of a pull brings about."""
         state = pull.state
         if state is PullState.READING:
-            for leg in pull.legs:
+            for leg in pull.sources:
                 if not leg.queued and pull.may_post(leg):
                     peer = self.peers[leg.address, leg.incarnation]
                     leg.queued = True
@@ -503,9 +503,9 @@ class Pulling:
             elif not pull.is_returned:
                 self._return(pull)
         for leg, message in pull.due(self._nonces, now):
-            self._desk.send(leg.address, leg.incarnation, message)
-        if self._desk.trace and len(pull.history) > pull.num_traced:
-            self._desk.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
+            self._outbox.send(leg.address, leg.incarnation, message)
+        if self._outbox.trace and len(pull.history) > pull.num_traced:
+            self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
         if pull.is_over:
             self._finish(pull, now)
@@ -519,16 +519,16 @@ class Pulling:
         if self.by_request.get(pull.request_id) is pull:
             del self.by_request[pull.request_id]
         if not pull.is_discharge:
-            self._desk.counters[f"pulls.{pull.reason}"] += 1
-        for leg in pull.legs:
+            self._outbox.counters[f"pulls.{pull.reason}"] += 1
+        for leg in pull.sources:
             if self._settles_itself(pull, leg):
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 if (release := pull.due_release(leg, now)) is not None:
-                    self._desk.send(leg.address, leg.incarnation, release)
+                    self._outbox.send(leg.address, leg.incarnation, release)
                 pull.settled(leg, "the rank is gone", now)
             self._make_room(leg)
         self._return(pull)
-        self._desk.commands.append(PullEnded(pull))
+        self._outbox.commands.append(PullEnded(pull))
 
     def _queue(self, pull: Pull) -> None:
         """Keep a pull's place in the queue, or give it back."""
@@ -542,7 +542,7 @@ class Pulling:
         else:
             self.admission.leave(pull)
 
-    def _make_room(self, leg: Leg) -> None:
+    def _make_room(self, leg: Source) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take the window from others."""
         if not leg.running and not leg.queued:
             return
@@ -557,17 +557,17 @@ class Pulling:
         if not pull.is_returned and not pull.holds_blocks:
             pull.is_returned = True
             self._ledger.drop(pull.pull_id)
-            self._desk.commands.append(BlocksReturned(pull))
+            self._outbox.commands.append(BlocksReturned(pull))
 
     def _finish(self, pull: Pull, now: float) -> None:
         if self.pulls.pop(pull.pull_id, None) is None:
             return
         self._timers.forget(pull)
-        for leg in pull.legs:
+        for leg in pull.sources:
             self._part(pull, leg, now)
-        self._desk.commands.append(PullOver(pull))
+        self._outbox.commands.append(PullOver(pull))
 
-    def _part(self, pull: Pull, leg: Leg, now: float) -> None:
+    def _part(self, pull: Pull, leg: Source, now: float) -> None:
         """A pull and a peer have nothing to do with each other any more."""
         peer = self.peers.get((leg.address, leg.incarnation))
         if peer is None:
@@ -586,9 +586,9 @@ class Pulling:
         self._timers.forget(peer)
         self.peers.pop((peer.address, peer.incarnation), None)
         if not any(p.address == peer.address for p in self.peers.values()):
-            self._desk.commands.append(Disconnect(peer.address))
+            self._outbox.commands.append(Disconnect(peer.address))
 
-    def _settles_itself(self, pull: Pull, leg: Leg) -> bool:
+    def _settles_itself(self, pull: Pull, leg: Source) -> bool:
         peer = self.peers.get((leg.address, leg.incarnation))
         return leg.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
 
@@ -596,11 +596,11 @@ class Pulling:
         pull = self.pulls.get(PullId(answer.pull_id))
         leg = _leg_at(pull, address)
         if pull is None or leg is None or answer.key != pull.params.key:
-            self._desk.counters["dropped.stale_answer"] += 1
+            self._outbox.counters["dropped.stale_answer"] += 1
             return
         restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
         if leg.incarnation != source and not restarted:
-            self._desk.counters["dropped.foreign_answer"] += 1
+            self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
             peer = self.peers.get((address, leg.incarnation))
@@ -612,7 +612,7 @@ class Pulling:
             self._acked(answer, address, source, f"refused: {answer.reason}", now)
             return
         if not pull.answered(leg, answer, now):
-            self._desk.counters["dropped.stale_answer"] += 1
+            self._outbox.counters["dropped.stale_answer"] += 1
         self._after(pull, now)
 
     def _acked(self, answer: Ack | Refused, address: Address, source: str, note: str, now: float) -> None:
@@ -620,14 +620,14 @@ class Pulling:
         leg = _leg_at(pull, address)
         is_ours = pull is not None and leg is not None and (answer.key, source) == (pull.params.key, leg.incarnation)
         if pull is None or leg is None or not is_ours or leg.release is ReleaseState.UNSENT:
-            self._desk.counters["dropped.stale_answer"] += 1
+            self._outbox.counters["dropped.stale_answer"] += 1
             return
         pull.settled(leg, note, now)
         self._after(pull, now)
 
     # -- inside: handshakes ------------------------------------------------------------------------
 
-    def _peer(self, pull: Pull, leg: Leg, now: float) -> Peer:
+    def _peer(self, pull: Pull, leg: Source, now: float) -> Peer:
         place = (leg.address, leg.incarnation)
         identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
         peer = self.peers.get(place)
@@ -651,7 +651,7 @@ class Pulling:
             )
         return peer
 
-    def _attach(self, pull: Pull, leg: Leg, now: float) -> Peer:
+    def _attach(self, pull: Pull, leg: Source, now: float) -> Peer:
         """Return the peer of a leg; it is there for as long as the pull has something owed or held at it."""
         peer = self._peer(pull, leg, now)
         if not peer.pulls:
@@ -659,13 +659,13 @@ class Pulling:
         peer.pulls.add(pull.pull_id)
         return peer
 
-    def _meet(self, pull: Pull, leg: Leg, now: float) -> None:
+    def _meet(self, pull: Pull, leg: Source, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
         peer = self._attach(pull, leg, now)
         identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
         if peer.identity != identity:
-            text = f"{leg.address} is {peer.name}, but the params name {leg.name}; correct the roster"
+            text = f"{leg.address} is {peer.name}, but the params name {leg.name}; correct the endpoints"
             self._unmet(pull, leg, Reason.WRONG_TARGET, text, now)
         elif peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
             peer.deadline = now + self._config.handshake_s
@@ -678,7 +678,7 @@ class Pulling:
             self._unmet(pull, leg, peer.reason, peer.detail + wait, now)
         self._wake(peer)
 
-    def _unmet(self, pull: Pull, leg: Leg, reason: Reason, detail: str, now: float) -> None:
+    def _unmet(self, pull: Pull, leg: Source, reason: Reason, detail: str, now: float) -> None:
         """A rank that was to be read cannot be: the end of the pull, unless others hold the same.
 
         Another geometry is the end whoever answers first: the engines do not fit.
@@ -695,12 +695,12 @@ class Pulling:
         peer.retry_at = now + self._config.hello_retry_s * 2 ** min(peer.hellos, 3)
         peer.hellos += 1
         hello = Hello(peer.nonce, MAJOR, MINOR, peer.engine_id, peer.tp_rank, self._cohort, peer.pp_stage)
-        self._desk.send(peer.address, peer.incarnation, hello)
+        self._outbox.send(peer.address, peer.incarnation, hello)
 
     def _answered(self, message: Welcome | Unwelcome, address: Address, source: str, now: float) -> None:
         peer = self._hellos.get(message.nonce)
         if peer is None or peer.state is not S.CONNECTING or peer.address != address:
-            self._desk.counters["dropped.stale_answer"] += 1
+            self._outbox.counters["dropped.stale_answer"] += 1
             return
         if isinstance(message, Unwelcome):
             text = f"{peer.where} refused the handshake: {message.detail or message.reason}"
@@ -718,7 +718,7 @@ class Pulling:
         self._change(peer, E.WELCOMED)
         peer.is_loading = True
         self._wake(peer)
-        self._desk.commands.append(LoadPeer(peer, message.metadata))
+        self._outbox.commands.append(LoadPeer(peer, message.metadata))
 
     def _inspect(self, peer: Peer, welcome: Welcome, source: str) -> tuple[Reason, str] | None:
         """Refuse what a remote rank says of itself, or make the map to it."""
@@ -735,7 +735,7 @@ class Pulling:
             return (
                 Reason.WRONG_TARGET,
                 f"{rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, source)} answers there; correct the "
-                f"roster",
+                f"endpoints",
             )
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
@@ -758,34 +758,34 @@ class Pulling:
     def _route(self, pull: Pull, now: float) -> None:
         """Once every rank that may be read is ready: decide what is read of which, claim, and plan."""
         while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
-            legs = [leg for leg in pull.legs if leg.reads]
-            if not legs:
+            sources = [leg for leg in pull.sources if leg.reads]
+            if not sources:
                 if pull.is_hit:
                     return
                 if not self._widen(pull, now):
                     pull.fail(*(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
                 continue
-            known = [leg for leg in legs if self.peers[leg.address, leg.incarnation].loaded]
+            known = [leg for leg in sources if self.peers[leg.address, leg.incarnation].loaded]
             for leg in known:
                 pull.want_claim(leg, now)
             if pull.lists is None or pull.state is not PullState.CONNECTING:
                 return
-            if not all(leg.map is not None for leg in legs):
+            if not all(leg.map is not None for leg in sources):
                 # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
                 # stages of our own every stage holds layers of ours, and may turn out not to fit.)
-                if len(known) < len(legs):
+                if len(known) < len(sources):
                     stages = {leg.pp_stage for leg in known}
                     whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
                     if whole and len(stages) < pull.params.pp_size:
                         return
                 maps = self._maps(known, pull.lists.wanted) if known else ""
                 if isinstance(maps, str):
-                    if len(known) < len(legs):
+                    if len(known) < len(sources):
                         return
                     if not self._widen(pull, now):
                         pull.fail(*(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")), now)
                     continue
-                for leg in legs if len(known) < len(legs) else ():
+                for leg in sources if len(known) < len(sources) else ():
                     leg.map, leg.reads = None, False
                 for leg, read in zip(known, maps, strict=True):
                     leg.map, leg.reads = read, read is not None
@@ -794,33 +794,33 @@ class Pulling:
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""
-        others = [leg for leg in pull.legs if not leg.was_met]
+        others = [leg for leg in pull.sources if not leg.was_met]
         for leg in others:
             leg.reads = leg.was_met = True
         for leg in others:
             self._meet(pull, leg, now)
         return bool(others)
 
-    def _maps(self, legs: list[Leg], groups: tuple[int, ...]) -> tuple[PeerMap | None, ...] | str:
+    def _maps(self, sources: list[Source], groups: tuple[int, ...]) -> tuple[PeerTables | None, ...] | str:
         """Say what is read of each of these ranks, or why they are not enough."""
-        places = tuple([(leg.address, leg.incarnation) for leg in legs])
+        places = tuple([(leg.address, leg.incarnation) for leg in sources])
         if (known := self._routes.get((places, groups))) is not None:
             return known
         peers = [self.peers[place] for place in places]
-        found: list[PeerMap | None] = []
+        found: list[PeerTables | None] = []
         try:
             shared = assign(self._layout, [_known(peer) for peer in peers], groups)
             for peer, shares in zip(peers, shared, strict=True):
                 key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
                 if shares and key not in peer.maps:
-                    peer.maps[key] = PeerMap(self._layout, _known(peer), shares, peer.table_ids)
+                    peer.maps[key] = PeerTables(self._layout, _known(peer), shares, peer.table_ids)
                     for warning in peer.maps[key].warnings:
-                        self._desk.commands.append(SlowGeometry(peer, warning))
+                        self._outbox.commands.append(SlowGeometry(peer, warning))
                     for table in peer.maps[key].regular:
                         self._add_table(peer, table)
                 found.append(peer.maps[key] if shares else None)
         except (NotCovered, LayoutError) as exc:
-            route: tuple[PeerMap | None, ...] | str = str(exc)
+            route: tuple[PeerTables | None, ...] | str = str(exc)
         else:
             route = tuple(found)
         if len(self._routes) >= MAX_ROUTES:
@@ -831,7 +831,7 @@ class Pulling:
     def _plan(self, pull: Pull, now: float) -> bool:
         """Decide which pieces are read of every rank; False if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
-        for leg in pull.legs:
+        for leg in pull.sources:
             if not leg.reads or leg.plan is not None:
                 continue
             assert leg.map is not None
@@ -846,7 +846,7 @@ class Pulling:
             peer = self._source(leg)
             for section in plan.sections:
                 self._add_table(peer, section.table)
-            self._desk.counters["descriptors.planned"] += plan.num_descriptors
+            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             pull.planned(leg, plan)
             self._evict(peer, leg.map)
         return True
@@ -855,31 +855,33 @@ class Pulling:
         """Return who has something owed or held at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
 
-    def _source(self, leg: Leg) -> Peer:
+    def _source(self, leg: Source) -> Peer:
         """The peer that a leg reads from."""
         return self.peers[leg.address, leg.incarnation]
 
-    def _add_table(self, peer: Peer, table: PieceTable) -> None:
+    def _add_table(self, peer: Peer, table: DescTable) -> None:
         if table.table_id not in peer.tables:
             peer.tables.add(table.table_id)
-            self._desk.commands.append(AddTable(peer, table))
+            self._outbox.commands.append(AddTable(peer, table))
 
-    def _evict(self, peer: Peer, known: PeerMap) -> None:
+    def _evict(self, peer: Peer, known: PeerTables) -> None:
         """Forget the tables of cuts that have not been seen for long."""
         if not known.is_full:
             return
-        legs = [leg for p in peer.pulls for leg in self.pulls[p].legs if leg.map is known and leg.plan is not None]
-        in_use = {section.table.table_id for leg in legs if leg.plan for section in leg.plan.sections}
+        sources = [
+            leg for p in peer.pulls for leg in self.pulls[p].sources if leg.map is known and leg.plan is not None
+        ]
+        in_use = {section.table.table_id for leg in sources if leg.plan for section in leg.plan.sections}
         for table in known.evict(in_use):
             peer.tables.discard(table.table_id)
-            self._desk.commands.append(RemoveTable(peer, table.table_id))
+            self._outbox.commands.append(RemoveTable(peer, table.table_id))
 
     # -- inside: peers -----------------------------------------------------------------------------
 
     def _change(self, peer: Peer, event: PeerEvent) -> None:
         before = peer.state
         if peer.receive(event):
-            self._desk.commands.append(PeerChanged(peer, before, peer.state))
+            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
 
     def _heard(self, peer: Peer, now: float) -> None:
         peer.heard_at = now
@@ -893,7 +895,7 @@ class Pulling:
         """Nothing comes from a peer: what waits for it takes no room from others."""
         if not peer.is_set_aside:
             peer.is_set_aside = True
-            self._desk.counters["peers.set_aside"] += 1
+            self._outbox.counters["peers.set_aside"] += 1
             for transfer_id in peer.transfers:
                 self.window.leave(transfer_id)
             for pull_id in peer.pulls:
@@ -912,7 +914,7 @@ class Pulling:
 
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""
-        for leg in pull.legs:
+        for leg in pull.sources:
             if leg.reads and (peer := self.peers.get((leg.address, leg.incarnation))) is not None and peer.is_set_aside:
                 return True
         return False
@@ -944,7 +946,7 @@ class Pulling:
         peer.num_failed = 0
         for pull in self._pulls_of(peer):
             was_well = pull.failure is None
-            for leg in pull.legs:
+            for leg in pull.sources:
                 if (leg.address, leg.incarnation) != (peer.address, peer.incarnation):
                     continue
                 if pull.is_told:
@@ -961,9 +963,9 @@ class Pulling:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
         if peer.state is S.GONE and peer.loaded and not peer.transfers:
             peer.loaded = False
-            self._desk.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.tables)]
+            self._outbox.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.tables)]
             peer.tables.clear()
-            self._desk.commands.append(RemovePeer(peer, peer.is_alive))
+            self._outbox.commands.append(RemovePeer(peer, peer.is_alive))
         if peer.state is S.GONE and peer.maps:
             peer.maps.clear()
             place = (peer.address, peer.incarnation)

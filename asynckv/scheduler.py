@@ -16,24 +16,10 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, LeaseConfig, check_lease
-from asynckv.core.layout import as_block_ids, runs_of
-from asynckv.core.types import (
-    MAX_BLOCK_ID,
-    MAX_GROUPS,
-    MAX_HASH,
-    MAX_HASHES,
-    MAX_ID,
-    MAX_RANKS,
-    MAX_RUNS,
-    MAX_TOKENS,
-    NULL,
-    BlockRuns,
-    Endpoint,
-    Key,
-    Params,
-    sendable,
-)
+from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL, BlockRuns
+from asynckv.geometry.layout import as_block_ids, runs_of
 
 __all__ = ["PrefillGroup"]
 
@@ -46,11 +32,11 @@ class PrefillGroup:
 
     Args:
         engine_id: The prefill engine.
-        roster: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
+        endpoints: Every rank's endpoint (`Engine.endpoint`, or what JSON made of it).
         lease: Defaults for lease and renewal times; use the ranks' own.
         memory_epoch: How often the ranks' memory was registered anew: the greatest `Engine.memory_epoch`, never less
             than before.
-        tp_size: Ranks per pipeline stage; the roster's length if left out.
+        tp_size: Ranks per pipeline stage; their number if left out.
         pp_size: Pipeline stages.
         null_block: Id by which the engine's lists mark a place without a block (vLLM: 0). `None` in a
             list always means that.
@@ -63,7 +49,7 @@ class PrefillGroup:
     def __init__(
         self,
         engine_id: str,
-        roster: Sequence[Endpoint | dict[str, Any]],
+        endpoints: Sequence[Endpoint | dict[str, Any]],
         *,
         lease: LeaseConfig | None = None,
         memory_epoch: int = 0,
@@ -73,17 +59,17 @@ class PrefillGroup:
         token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         self.engine_id = text("engine_id", engine_id, MAX_NAME, 1, ConfigError)
-        if not isinstance(roster, Iterable):
-            raise ConfigError(f"roster is {shown(roster)}; it must be a sequence of endpoints, one per rank")
-        self.roster = tuple(sorted(map(self._endpoint, roster), key=lambda e: (e.pp_stage, e.tp_rank)))
+        if not isinstance(endpoints, Iterable):
+            raise ConfigError(f"endpoints is {shown(endpoints)}; it must be a sequence of them, one per rank")
+        self.endpoints = tuple(sorted(map(self._endpoint, endpoints), key=lambda e: (e.pp_stage, e.tp_rank)))
         self.pp_size = integer("pp_size", pp_size, 1, MAX_RANKS, ConfigError)
-        size = len(self.roster) // self.pp_size if tp_size is None else tp_size
+        size = len(self.endpoints) // self.pp_size if tp_size is None else tp_size
         self.tp_size = integer("tp_size", size, 0 if tp_size is None else 1, MAX_RANKS, ConfigError)
         self.null_block = integer("null_block", null_block, NULL, MAX_BLOCK_ID, ConfigError)
         self.lease = LeaseConfig() if lease is None else lease
         if not isinstance(self.lease, LeaseConfig):
             raise ConfigError(f"lease is {shown(lease)}; it must be a LeaseConfig")
-        ranks = [(e.pp_stage, e.tp_rank) for e in self.roster]
+        ranks = [(e.pp_stage, e.tp_rank) for e in self.endpoints]
         whole = len(ranks) == self.tp_size * self.pp_size > 0
         if not whole or ranks != [(s, r) for s in range(self.pp_size) for r in range(self.tp_size)]:
             raise ConfigError(
@@ -159,7 +145,7 @@ class PrefillGroup:
             key=self._key(),
             tp_size=self.tp_size,
             pp_size=self.pp_size,
-            roster=self.roster,
+            endpoints=self.endpoints,
             groups=blocks,
             num_tokens=tokens,
             lease_s=wait,

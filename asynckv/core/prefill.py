@@ -13,17 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asynckv.config import LeaseConfig
-from asynckv.core.commands import Desk, LeaseEnded, LeaseGranted, Timers, Traced
-from asynckv.core.layout import Layout, blocks_of
 from asynckv.core.lease import Lease, LeaseState, Lent
 from asynckv.core.ledger import Ledger
-from asynckv.core.messages import Ack, Claim, NotYet, Refused, Release, Renew
-from asynckv.core.plan import check_blocks, check_covers
+from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Timers, Traced
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import NULL, Key, PullId, Reason, Route
+from asynckv.core.types import Key, PullId, Reason, ReplyTo
+from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.bounds import NULL
+from asynckv.geometry.layout import Layout, blocks_of
+from asynckv.geometry.plan import check_blocks, check_covers
 
-__all__ = ["Lending"]
+__all__ = ["PrefillSide"]
 
 MAX_ENDED = 8192
 """Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
@@ -35,7 +36,7 @@ _ENDED_AS = {
 }
 
 
-_Slot = tuple[str, str, Route]
+_Slot = tuple[str, str, ReplyTo]
 """Pull, process start and connection: nobody's message takes the place, or the answer, of another's. A release takes
 the place of its pull's claim."""
 
@@ -43,33 +44,33 @@ the place of its pull's claim."""
 @dataclass(frozen=True, slots=True)
 class _Parked:
     message: Claim | Release
-    route: Route
+    route: ReplyTo
     source: str
     until: float
 
 
-class Lending:
+class PrefillSide:
     """All leases of one rank."""
 
     def __init__(
         self,
         layout: Layout,
         ledger: Ledger,
-        desk: Desk,
+        outbox: Outbox,
         timers: Timers,
         config: LeaseConfig,
-        minors: Mapping[tuple[str, Route], int],
+        minors: Mapping[tuple[str, ReplyTo], int],
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does."""
-        self._layout, self._ledger, self._desk, self._timers = layout, ledger, desk, timers
+        self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
         self._config, self._minors = config, minors
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[_Slot, _Parked]] = {}
         self._parked_order: deque[tuple[float, Key, _Slot]] = deque()
-        self._parked_by: Counter[Route] = Counter()
+        self._parked_by: Counter[ReplyTo] = Counter()
         """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
         self.spent = SpentKeys()
@@ -123,7 +124,7 @@ class Lending:
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
         self.spent.add(key)
-        self._desk.counters["leases.lent"] += 1
+        self._outbox.counters["leases.lent"] += 1
         for parked in self._take_parked(key):
             if parked.until > now and not lease.is_over:
                 self._answer(lease, parked.message, parked.route, parked.source, now)
@@ -143,7 +144,7 @@ class Lending:
             return None
         self.spent.add(key)
         self._end(key, Reason.WITHDRAWN)
-        self._desk.counters["requests.withdrawn"] += 1
+        self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
             if isinstance(parked.message, Claim):  # releases were acknowledged when they came
@@ -172,7 +173,7 @@ class Lending:
         lease.revoke(now)
         self.after(lease, now)
 
-    def receive(self, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
+    def receive(self, message: Claim | Renew | Release, route: ReplyTo, source: str, now: float) -> None:
         """Take a reader's message."""
         lease = self.leases.get(message.key)
         if lease is not None:
@@ -192,8 +193,8 @@ class Lending:
                 self._park(message, route, source, now)
                 return
             # Nothing is owed any more; saying so ends the repeats.
-            self._desk.counters["release.late"] += 1
-            self._desk.send(route, source, Ack(key, message.pull_id))
+            self._outbox.counters["release.late"] += 1
+            self._outbox.send(route, source, Ack(key, message.pull_id))
         elif reason is not None or isinstance(message, Renew):
             self._refuse(message, route, source, reason or Reason.UNKNOWN)
         else:
@@ -201,8 +202,8 @@ class Lending:
 
     def after(self, lease: Lease, now: float) -> None:
         """Settle what a change of a lease brings about."""
-        if self._desk.trace and len(lease.history) > lease.num_traced:
-            self._desk.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
+        if self._outbox.trace and len(lease.history) > lease.num_traced:
+            self._outbox.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
             lease.num_traced = len(lease.history)
         if not lease.is_over:
             self._timers.wake(lease, lease.wake_at)
@@ -213,8 +214,8 @@ class Lending:
         self._timers.forget(lease)
         self._ledger.drop(key.token)
         self._end(key, _ENDED_AS[lease.state])
-        self._desk.counters[f"leases.{lease.state}"] += 1
-        self._desk.commands.append(LeaseEnded(lease))
+        self._outbox.counters[f"leases.{lease.state}"] += 1
+        self._outbox.commands.append(LeaseEnded(lease))
 
     def tick(self, now: float) -> None:
         """Forget what was parked for too long."""
@@ -223,7 +224,7 @@ class Lending:
             waiting = self._parked.get(key, {})
             if slot in waiting and waiting[slot].until <= now:
                 self._unpark(waiting.pop(slot))
-                self._desk.counters["parked.expired"] += 1
+                self._outbox.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
 
@@ -264,7 +265,7 @@ class Lending:
         if not self._parked_by[parked.route]:
             del self._parked_by[parked.route]
 
-    def _answer(self, lease: Lease, message: Claim | Renew | Release, route: Route, source: str, now: float) -> None:
+    def _answer(self, lease: Lease, message: Claim | Renew | Release, route: ReplyTo, source: str, now: float) -> None:
         if lease.is_over:
             # Parked messages may end a lease before the last of them is answered.
             self.receive(message, route, source, now)
@@ -272,19 +273,19 @@ class Lending:
         known = not lease.is_sampled or message.pull_id in lease.held
         answer = lease.receive(message, source, now)
         if not known and message.pull_id in lease.held:
-            self._desk.commands.append(LeaseGranted(lease, PullId(message.pull_id)))
+            self._outbox.commands.append(LeaseGranted(lease, PullId(message.pull_id)))
         if isinstance(answer, Refused):
-            self._desk.counters[f"refused.{answer.reason}"] += 1
-        self._desk.send(route, source, answer)
+            self._outbox.counters[f"refused.{answer.reason}"] += 1
+        self._outbox.send(route, source, answer)
 
-    def _refuse(self, message: Claim | Renew, route: Route, source: str, reason: Reason) -> None:
-        self._desk.counters[f"refused.{reason}"] += 1
+    def _refuse(self, message: Claim | Renew, route: ReplyTo, source: str, reason: Reason) -> None:
+        self._outbox.counters[f"refused.{reason}"] += 1
         detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
         if reason is Reason.WITHDRAWN and self._minors.get((source, route), 0) < 2:
             reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
-        self._desk.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
+        self._outbox.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
 
-    def _park(self, message: Claim | Release, route: Route, source: str, now: float) -> None:
+    def _park(self, message: Claim | Release, route: ReplyTo, source: str, now: float) -> None:
         slot = (message.pull_id, source, route)
         waiting = self._parked.get(message.key, {})
         known = waiting.get(slot)
@@ -293,10 +294,10 @@ class Lending:
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
         full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[route] >= share)
         if known is None and full:
-            self._desk.counters["parked.refused"] += 1
+            self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # Not remembered; its sender repeats it.
-                self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
+                self._outbox.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
             return
         until, kept = now + self._config.parked_s, message
         if known is None:
@@ -311,7 +312,7 @@ class Lending:
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
-            self._desk.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
+            self._outbox.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
         else:
             # Taken: it will be applied when the request is lent, or the lease will expire.
-            self._desk.send(route, source, Ack(message.key, message.pull_id))
+            self._outbox.send(route, source, Ack(message.key, message.pull_id))

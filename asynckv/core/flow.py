@@ -8,7 +8,7 @@ What is counted is a pull from its admission to its outcome, whatever still drai
 ranks that have fallen silent, or from which nothing arrives any more, count against their own lane only
 while that lasts, so that the dead take no room from the living.
 
-Bytes and descriptors are budgeted where they are posted (`Pulling.next_post`): a pull that is larger than
+Bytes and descriptors are budgeted where they are posted (`DecodeSide.next_post`): a pull that is larger than
 all budgets streams through them, and never waits for more than its next post.
 """
 
@@ -20,18 +20,18 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from asynckv.core.plan import Post
 from asynckv.core.pull import Pull
 from asynckv.core.types import Address, PullId, TransferId
+from asynckv.geometry.plan import ReadRequest
 
-__all__ = ["Admission", "Lane", "LaneKey", "Window"]
+__all__ = ["Admission", "Flow", "LaneKey", "Window"]
 
 LaneKey = tuple[tuple[Address, str], ...]
 """Address and incarnation of every rank that a pull answers for: one prefill engine, as this rank sees it."""
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class Flow:
     """Those who read from one prefill engine."""
 
     key: LaneKey
@@ -63,7 +63,7 @@ class Window:
     def __len__(self) -> int:
         return len(self._held)
 
-    def fits(self, post: Post) -> bool:
+    def fits(self, post: ReadRequest) -> bool:
         """Whether it may be posted now."""
         return not self._held or (
             self.num_bytes + post.num_bytes <= self._max_bytes
@@ -102,8 +102,8 @@ class Admission:
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
-        self._lanes: dict[LaneKey, Lane] = {}
-        self._lane_of: dict[PullId, Lane] = {}
+        self._lanes: dict[LaneKey, Flow] = {}
+        self._lane_of: dict[PullId, Flow] = {}
         self._admitted: set[PullId] = set()
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
@@ -133,10 +133,10 @@ class Admission:
             lane = self._lane_of[pull.pull_id] = self._lane(key)
             lane.coming.add(pull.pull_id)
 
-    def _lane(self, key: LaneKey) -> Lane:
+    def _lane(self, key: LaneKey) -> Flow:
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = Lane(key)
+            lane = self._lanes[key] = Flow(key)
         return lane
 
     def enter(self, key: LaneKey, pull: Pull) -> bool:
@@ -151,7 +151,7 @@ class Admission:
         self._add(lane, pull.pull_id)
         return True
 
-    def _add(self, lane: Lane, pull_id: PullId) -> None:
+    def _add(self, lane: Flow, pull_id: PullId) -> None:
         lane.admitted.add(pull_id)
         self._admitted.add(pull_id)
         self._counted.add(pull_id)
@@ -233,7 +233,7 @@ class Admission:
             wrong.append(f"pulls {sorted(stray)[:4]} count without being in flight")
         return wrong
 
-    def _enlist(self, lane: Lane) -> None:
+    def _enlist(self, lane: Flow) -> None:
         """Give a lane that could go on its place among the others, or a better one than it has."""
         if not lane.waiting:
             return

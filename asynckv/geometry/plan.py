@@ -2,8 +2,8 @@
 
 Three steps, because most of the work depends on the peer only, and most of the rest on the request:
 
-1. `PeerMap`, once per peer: what is read of it (its `Share`s), each kernel block cut into pieces that
-   are contiguous on both sides (`PieceTable`, one row per piece).
+1. `PeerTables`, once per peer: what is read of it (its `Share`s), each kernel block cut into pieces that
+   are contiguous on both sides (`DescTable`, one row per piece).
 2. `BlockLists`, once per request: our lists and the remote ones paired by the *tokens* they cover.
 3. `plan_read`, per request and peer: pairs times a table's rows are the descriptors. They stay
    indices (int32), expanded only when posted.
@@ -28,7 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.arguments import shown
-from asynckv.core.layout import (
+from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.bounds import MAX_TOKENS, NULL, BlockRuns
+from asynckv.geometry.layout import (
     MAX_DESCRIPTORS,
     TOKEN,
     Group,
@@ -37,19 +39,17 @@ from asynckv.core.layout import (
     num_pieces,
     strided_pieces,
 )
-from asynckv.core.sources import Share
-from asynckv.core.types import MAX_TOKENS, NULL, BlockRuns
-from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.match import Share
 
 __all__ = [
     "BlockLists",
-    "Cut",
+    "DescTable",
     "Padding",
-    "PeerMap",
-    "PieceTable",
+    "PeerTables",
     "Plan",
-    "Post",
+    "ReadRequest",
     "Section",
+    "Span",
     "check_block_ids",
     "check_covers",
     "common_prefix",
@@ -83,7 +83,7 @@ SHORT = 256
 """Block ids that are checked one by one: faster than as an array, up to about so many."""
 
 
-class Cut(NamedTuple):
+class Span(NamedTuple):
     """A stretch of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens."""
 
     group: int
@@ -104,7 +104,7 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PieceTable:
+class DescTable:
     """The contiguous pieces of one cut, on both sides; row `i` of block `b` is one descriptor.
 
     Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
@@ -120,7 +120,7 @@ class PieceTable:
     """
 
     table_id: int
-    cut: Cut
+    cut: Span
     length: Int64s
     local: Int64s
     remote: Int64s
@@ -147,7 +147,7 @@ class PieceTable:
             object.__setattr__(self, name, value)
 
 
-class Post(NamedTuple):
+class ReadRequest(NamedTuple):
     """One transfer to post: equally long index arrays into one table, and what it amounts to."""
 
     table_id: int
@@ -162,7 +162,7 @@ class Post(NamedTuple):
 class Section:
     """Block pairs that share a table, sorted by remote block."""
 
-    table: PieceTable
+    table: DescTable
     local: Int32s
     remote: Int32s
 
@@ -194,7 +194,7 @@ class Plan:
         """Descriptors before merging."""
         return sum(s.table.num_rows * len(s.local) for s in self.sections)
 
-    def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[Post]:
+    def posts(self, max_bytes: int, max_descriptors: int) -> Iterator[ReadRequest]:
         """Cut the plan into transfers, lazily: nothing is expanded before it is asked for.
 
         Every post holds at least one descriptor, whatever the bounds; only one of a single descriptor may exceed
@@ -265,17 +265,17 @@ def _pieces(section: Section, runs: int, max_bytes: int, max_descriptors: int) -
         row += 1
 
 
-def _expand(section: Section, piece: _Piece) -> Post:
+def _expand(section: Section, piece: _Piece) -> ReadRequest:
     table, local, remote = section.table, section.local, section.remote
     if piece.hi - piece.lo < len(local):
         local, remote = local[piece.lo : piece.hi], remote[piece.lo : piece.hi]
     if piece.end > 1:  # the first row's indices are the blocks themselves
         local = (table.local_index[piece.row : piece.end] + local).ravel()
         remote = (table.remote_index[piece.row : piece.end] + remote).ravel()
-    return Post(table.table_id, local, remote, piece.num_bytes, piece.num_descriptors)
+    return ReadRequest(table.table_id, local, remote, piece.num_bytes, piece.num_descriptors)
 
 
-class PeerMap:
+class PeerTables:
     """How what is read of one remote rank maps onto our memory; made once per peer.
 
     Args:
@@ -296,7 +296,7 @@ class PeerMap:
             pairs.setdefault((share.here.group, share.there.group), []).append(share)
         self._layers = {pair: len({s.here.layer for s in shares}) for pair, shares in pairs.items()}
         self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
-        self._tables: OrderedDict[Cut, PieceTable] = OrderedDict()
+        self._tables: OrderedDict[Span, DescTable] = OrderedDict()
         self._ids = ids
         self.warnings: list[str] = []
         self.entries = {
@@ -320,10 +320,10 @@ class PeerMap:
         """Local and remote groups that share layers."""
         return tuple(self._alike)
 
-    def _regular_cuts(self, group: int, remote_group: int) -> list[Cut]:
+    def _regular_cuts(self, group: int, remote_group: int) -> list[Span]:
         here, there = self.local.groups[group], self.remote.groups[remote_group]
         if here.kind == "state":
-            return [Cut(group, remote_group, 0, 0, 0)]
+            return [Span(group, remote_group, 0, 0, 0)]
         mine, theirs = here.kernel_size, there.kernel_size
         period = math.lcm(mine, theirs)
         if period // mine + period // theirs > MAX_KINDS:
@@ -333,7 +333,7 @@ class PeerMap:
             )
         edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
         ends = [*edges[1:], period]
-        cuts = (Cut(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
+        cuts = (Span(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
         kinds, shapes = list(dict.fromkeys(cuts)), len(self._alike[group, remote_group])
         if len(kinds) * shapes > MAX_SHAPES:
             raise LayoutError(
@@ -343,7 +343,7 @@ class PeerMap:
             )
         return kinds
 
-    def _warn(self, table: PieceTable) -> None:
+    def _warn(self, table: DescTable) -> None:
         layers = self._layers[table.cut.group, table.cut.remote_group]
         if table.num_rows > WARN_PIECES * layers:
             self.warnings.append(
@@ -353,7 +353,7 @@ class PeerMap:
                 f"sides few are needed"
             )
 
-    def table(self, cut: Cut) -> PieceTable:
+    def table(self, cut: Span) -> DescTable:
         """Return the piece table of a cut, made on first use."""
         if (table := self._tables.get(cut)) is not None:
             self._tables.move_to_end(cut)
@@ -366,7 +366,7 @@ class PeerMap:
         """There are more tables than are kept."""
         return len(self._tables) > MAX_CUTS
 
-    def evict(self, in_use: set[int]) -> list[PieceTable]:
+    def evict(self, in_use: set[int]) -> list[DescTable]:
         """Forget tables beyond `MAX_CUTS`, the least recently used first, and return them."""
         excess = len(self._tables) - MAX_CUTS
         if excess <= 0:
@@ -377,10 +377,10 @@ class PeerMap:
             del self._tables[table.cut]
         return out
 
-    def _num_pieces(self, cut: Cut) -> int:
+    def _num_pieces(self, cut: Span) -> int:
         return sum(len(kind.places) * kind.num_pieces(cut) for kind in self._alike[cut.group, cut.remote_group])
 
-    def _compile(self, cut: Cut) -> PieceTable:
+    def _compile(self, cut: Span) -> DescTable:
         pair = cut.group, cut.remote_group
         count = self._num_pieces(cut)
         local_blocks = self.local.groups[cut.group].num_kernel_blocks
@@ -391,7 +391,7 @@ class PeerMap:
                 f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
             )
         rows = _merge(np.concatenate([kind.rows(cut) for kind in self._alike[pair]]))
-        return PieceTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
+        return DescTable(next(self._ids), cut, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
 
 
 def _entry(share: Share, here: Group) -> int:
@@ -420,15 +420,15 @@ class _Alike:
         self.places = places
         """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
 
-    def _dims(self, cut: Cut) -> list[tuple[int, int, int]]:
+    def _dims(self, cut: Span) -> list[tuple[int, int, int]]:
         _, each, dims, token = self._shape
         return [*dims, (cut.tokens // each, *token)] if any(token) else list(dims)
 
-    def num_pieces(self, cut: Cut) -> int:
+    def num_pieces(self, cut: Span) -> int:
         """Pieces per part, of one cut."""
         return num_pieces(self._shape.itemsize, self._dims(cut))
 
-    def rows(self, cut: Cut) -> Int64s:
+    def rows(self, cut: Span) -> Int64s:
         """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one cut."""
         in_a, in_b, length = strided_pieces(self._shape.itemsize, self._dims(cut))
         each, (here, there) = self._shape.tokens_per_entry, self._shape.token
@@ -510,7 +510,7 @@ class BlockLists:
         self.is_empty = not self.wanted
         """No block is to be filled: a full prefix hit."""
 
-    def pairs(self, peer: PeerMap, group: int, remote_group: int) -> tuple[Pairs, ...]:
+    def pairs(self, peer: PeerTables, group: int, remote_group: int) -> tuple[Pairs, ...]:
         """Pair one group of ours with one of theirs.
 
         Raises:
@@ -641,7 +641,7 @@ class BlockLists:
                 order = np.argsort(remote, kind="stable")
                 local, remote = local[order], remote[order]
             if len(local):
-                out.append(Pairs(Cut(group, remote_group, offset, offset, size - offset), local, remote))
+                out.append(Pairs(Span(group, remote_group, offset, offset, size - offset), local, remote))
         return out
 
     def _pair_states(self, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Iterator[Pairs]:
@@ -663,7 +663,7 @@ class BlockLists:
             raise self._too_short(group, here, tokens - 1, f"no state was lent in place {place} of {offer.num_blocks}")
         if block >= there.num_blocks:
             raise _no_such_block(group, here, block, there)
-        cut = Cut(group, remote_group, 0, 0, 0)
+        cut = Span(group, remote_group, 0, 0, 0)
         yield Pairs(cut, np.array([ids[at]], np.int32), np.array([block], np.int32))
 
     def _too_short(self, group: int, here: Group, token: int, what: str) -> RemoteTooShort:
@@ -677,7 +677,7 @@ class BlockLists:
 class Pairs(NamedTuple):
     """Kernel blocks that share a cut, sorted by remote block."""
 
-    cut: Cut
+    cut: Span
     local: Int32s
     remote: Int32s
 
@@ -770,11 +770,11 @@ def _by_cut(
     for chosen in kinds:
         ascending = chosen[np.argsort(theirs[chosen], kind="stable")]
         at = chosen[0]
-        cut = Cut(group, remote_group, int(here[at]), int(there[at]), int(tokens[at]))
+        cut = Span(group, remote_group, int(here[at]), int(there[at]), int(tokens[at]))
         yield Pairs(cut, mine[ascending], theirs[ascending])
 
 
-def plan_read(peer: PeerMap, lists: BlockLists) -> Plan:
+def plan_read(peer: PeerTables, lists: BlockLists) -> Plan:
     """Say what is read of one remote rank for one request.
 
     Raises:

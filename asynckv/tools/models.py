@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from asynckv.core.layout import ITEMSIZE
 from asynckv.errors import ConfigError
+from asynckv.geometry.layout import ITEMSIZE
 
 __all__ = [
     "PRESETS",

@@ -23,8 +23,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from asynckv.core.types import BlockRuns, Cohort, Key, Name, Outcome, Rank, Reason, RequestText, Seconds, Size
+from asynckv.core.types import Cohort, Key, Outcome, Reason, RequestText, Seconds
 from asynckv.errors import RemoteProtocolError
+from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 
 __all__ = [
     "MAJOR",

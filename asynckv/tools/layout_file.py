@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
-from asynckv.core.layout import Dim, Group, Layout, Memory, Part, View, check_layout
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout
 
 __all__ = ["SCHEMA", "dump_layouts", "load_layouts"]
 

@@ -32,8 +32,8 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from asynckv.arguments import NO_SEQUENCE, integer, shown, texts
-from asynckv.core.types import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_TOKENS, NULL, Name, Rank, Size
 from asynckv.errors import LayoutError
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_TOKENS, NULL, Name, Rank, Size
 
 __all__ = [
     "ITEMSIZE",
@@ -71,7 +71,7 @@ MAX_PIECES = 65_536
 
 # Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
 # models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
-# views and parts with 1,260 dims in 58 KB; the presets of `asynckv.models` have up to 80 views, 256 parts and 18 KB.
+# views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
 # Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench_plan --layouts`).
 
 MAX_LAYOUT_BYTES = 256 * 1024

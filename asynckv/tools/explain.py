@@ -1,6 +1,6 @@
 """What a transfer between two engines will be, worked out from their layouts alone: `asynckv plan`.
 
-The same code as in a running engine: `compare`, `assign`, `PeerMap`, `BlockLists`, `plan_read`. Nothing is
+The same code as in a running engine: `compare`, `assign`, `PeerTables`, `BlockLists`, `plan_read`. Nothing is
 started, nothing is read.
 """
 
@@ -16,14 +16,14 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from asynckv.config import PullConfig
-from asynckv.core.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
-from asynckv.core.plan import BlockLists, PeerMap, Plan, check_block_ids, plan_read
-from asynckv.core.sources import NotCovered, Share, assign, compare, layer_names, strange_layers
-from asynckv.core.topology import owed_readers, remote_ranks
-from asynckv.core.types import NULL, BlockRuns
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
+from asynckv.geometry.match import NotCovered, Share, assign, compare, layer_names, strange_layers
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, check_block_ids, plan_read
+from asynckv.geometry.topology import owed_readers, remote_ranks
 from asynckv.observe.console import printable
-from asynckv.observe.pictures import SHARED, Bar, Segment, bars
+from asynckv.tools.pictures import SHARED, Bar, Segment, bars
 
 __all__ = ["SCHEMA", "explain", "pictures", "show"]
 
@@ -212,7 +212,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     try:
         shares = assign(layout, answered)
         maps = [
-            PeerMap(layout, other, s, itertools.count(1)) if s else None
+            PeerTables(layout, other, s, itertools.count(1)) if s else None
             for other, s in zip(answered, shares, strict=True)
         ]
         lists = _request(layout, answered, num_tokens, cached)
@@ -277,14 +277,14 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
     return out
 
 
-def _read(name: str, peer: PeerMap, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
     groups = [_read_group(peer, g, h, plan, shares) for g, h in peer.pairs]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
     return {"remote": name, **sums, "groups": read}
 
 
-def _read_group(peer: PeerMap, group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+def _read_group(peer: PeerTables, group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
     pair = group, remote_group
     mine = Plan(tuple(s for s in plan.sections if s.table.cut[:2] == pair))
     config = PullConfig()
@@ -308,7 +308,7 @@ def _read_group(peer: PeerMap, group: int, remote_group: int, plan: Plan, shares
     }
 
 
-def _hints(peer: PeerMap, shares: Sequence[Share]) -> Iterator[str]:
+def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
     """Say where another memory order would save most pieces."""
     for group, remote_group in peer.pairs:
         layers = len({s.here.layer for s in shares if s.here.group == group})

@@ -1,6 +1,6 @@
 """What the core wants done, and the desk it leaves its wishes on.
 
-The core never sends, posts or logs. It appends commands and messages to a `Desk`; the engine empties
+The core never sends, posts or logs. It appends commands and messages to a `Outbox`; the engine empties
 it after every event, messages first: a claim travels beside the read, so it has to leave before it.
 """
 
@@ -17,7 +17,10 @@ from typing import Protocol, get_args
 import msgspec
 
 from asynckv.core.lease import Lease
-from asynckv.core.messages import (
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.pull import Pull
+from asynckv.core.types import Address, PullId, ReplyTo, TransferId
+from asynckv.core.wire import (
     MAX_DETAIL,
     MAX_MESSAGES,
     SOFT_PACKET,
@@ -27,22 +30,19 @@ from asynckv.core.messages import (
     Unwelcome,
     encode_packet,
 )
-from asynckv.core.peer import Peer, PeerState
-from asynckv.core.plan import PieceTable, Post
-from asynckv.core.pull import Pull
-from asynckv.core.types import Address, PullId, Route, TransferId
+from asynckv.geometry.plan import DescTable, ReadRequest
 
 __all__ = [
     "AddTable",
     "BlocksRetired",
     "BlocksReturned",
     "Command",
-    "Desk",
     "Disconnect",
     "HeldForLong",
     "LeaseEnded",
     "LeaseGranted",
     "LoadPeer",
+    "Outbox",
     "PeerChanged",
     "PeerDraining",
     "PostRead",
@@ -69,7 +69,7 @@ class AddTable:
     """Prepare one more table, before the next read is posted, or say `table_failed`."""
 
     peer: Peer
-    table: PieceTable
+    table: DescTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class PostRead:
 
     transfer_id: TransferId
     agent_name: str
-    post: Post
+    post: ReadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 
 @dataclass(slots=True)
-class Desk:
+class Outbox:
     """Messages to send, commands to execute, and what was counted."""
 
     incarnation: str
@@ -225,25 +225,25 @@ class Desk:
     counters: Counter[str] = field(default_factory=Counter)
     is_urgent: bool = False
     """Somebody waits for one of the messages; nobody does for a release."""
-    _outbox: dict[tuple[Address | Route, str], list[Message]] = field(default_factory=dict)
+    _messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
 
-    def send(self, to: Address | Route, target: str, message: Message) -> None:
+    def send(self, to: Address | ReplyTo, target: str, message: Message) -> None:
         """Send a message to a process start, with all others of this turn."""
         if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
             # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
             message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        self._outbox.setdefault((to, target), []).append(message)
+        self._messages.setdefault((to, target), []).append(message)
         self.is_urgent = self.is_urgent or not isinstance(message, Release)
         self.counters[_SENT[type(message)]] += 1
 
     @property
     def has_messages(self) -> bool:
         """There is something to send."""
-        return bool(self._outbox)
+        return bool(self._messages)
 
-    def take_packets(self) -> Iterator[tuple[Address | Route, bytes]]:
+    def take_packets(self) -> Iterator[tuple[Address | ReplyTo, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""
-        outbox, self._outbox, self.is_urgent = self._outbox, {}, False
+        outbox, self._messages, self.is_urgent = self._messages, {}, False
         for (to, target), messages in outbox.items():
             for i in range(0, len(messages), MAX_MESSAGES):
                 for packet in self._packets(target, messages[i : i + MAX_MESSAGES]):

@@ -1,0 +1,42 @@
+"""Bounded numbers and block runs that both pure rooms speak in.
+
+What crosses the wire is checked by its type while it is decoded, so the bounds stand in the types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+__all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Name", "Rank", "Size", "Tokens"]
+
+MAX_RANKS = 65_536
+MAX_GROUPS = 64
+MAX_RUNS = 1 << 20
+MAX_TOKENS = 1 << 40
+MAX_BLOCK_ID = (1 << 31) - 1
+
+NULL = -1
+"""A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
+
+Name = Annotated[str, Meta(max_length=512)]
+Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
+Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
+
+
+class BlockRuns(Struct, frozen=True, array_like=True, gc=False):
+    """The blocks of one group as runs of consecutive ids, and the tokens they cover.
+
+    Attributes:
+        first_token: First token that the list is valid for. The first block of the list is the one
+            that holds it, so `first_token` need not be a multiple of the block size.
+        runs: `(first block id, number of blocks)` in token order; a first id of `NULL` stands for so
+            many placeholders.
+    """
+
+    first_token: Tokens
+    runs: Annotated[tuple[tuple[BlockId, Count], ...], Meta(max_length=MAX_RUNS)]
