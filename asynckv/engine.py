@@ -710,7 +710,7 @@ class Engine:
             core.decode.cancel(pull, self._clock.now())
             self._soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while not pull.is_published and not self._life.is_shut and self._core_or_none is core:
+            while pull.reason is None and not self._life.is_shut and self._core_or_none is core:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
             if ask.is_last and pull.reason in pull.retryable:
@@ -905,7 +905,8 @@ class Engine:
         return self._core_or_none
 
     def _on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
-        core = self._core
+        core = self._core_or_none
+        assert core is not None
         try:
             core.receive(origin, data, self._clock.now())
         except Exception as exc:  # a bug that one packet meets must not take others with it
@@ -987,7 +988,8 @@ class Engine:
             if self._life.state is LifeState.STUCK:
                 self._watch_held(self._core)
             return
-        core = self._core
+        core = self._core_or_none
+        assert core is not None
         try:
             self._work(core)
             is_serving = bool(core.prefill.leases)
@@ -1176,7 +1178,7 @@ class Engine:
     # -- inside ------------------------------------------------------------------------------------
 
     async def _outcome(self, pull: Pull, waiting: _Waiting) -> None:
-        while not pull.is_published:
+        while pull.reason is None:
             waiting.outcome = asyncio.get_running_loop().create_future()
             await waiting.outcome
 

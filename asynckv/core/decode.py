@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
@@ -60,7 +61,7 @@ from asynckv.core.wire import (
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.layout import Layout, check_layout, decode_layout
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, Plan, plan_read
 
 __all__ = ["DecodeSide", "News"]
 
@@ -116,6 +117,8 @@ class DecodeSide:
         self._watch = watch
         self._hellos: dict[int, Peer] = {}
         """Handshakes under way, by nonce."""
+        self._num_changes = 0
+        """Changes of any peer."""
         self._arrivals = itertools.count()
         self._transfer_ids = itertools.count(1)
 
@@ -136,11 +139,38 @@ class DecodeSide:
             deadline: When its caller waits no longer.
             now: The time.
         """
+        ready = pull.route.ready.get(lists.wanted)
+        if ready is not None and ready[0] == self._num_changes and not lists.is_empty:
+            self._begin_at_once(pull, lists, blocks, deadline, ready[1], now)
+            return
         self._add(pull, now)
         if pull.failure is None:
             self.start(pull, lists, blocks, deadline, now)
 
-    def _add(self, pull: Pull, now: float) -> None:
+    def _begin_at_once(
+        self,
+        pull: Pull,
+        lists: BlockLists,
+        blocks: Mapping[int, Int64s],
+        deadline: float,
+        ready: tuple[tuple[Peer, PeerTables | None], ...],
+        now: float,
+    ) -> None:
+        """Begin a pull whose ranks are ready, and of which it is known what is read: nobody need be met."""
+        self._register(pull)
+        self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
+        self.started.add(pull.pull_id)
+        for peer, _ in ready:
+            peer.attach(pull.pull_id, now)
+            if now + self._config.heartbeat_s < peer.scheduled_at:
+                self._wake(peer)
+        effects = pull.start(lists, deadline, now)
+        pull.chosen([tables for _, tables in ready], now)
+        effects += pull.routed(now)
+        effects.remove(Effect.EXPECT)
+        self._carry_out(pull, effects, now, at_once=True)
+
+    def _register(self, pull: Pull) -> None:
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
@@ -149,6 +179,9 @@ class DecodeSide:
         pull.arrival = next(self._arrivals)
         if not pull.is_discharge:
             self._outbox.counters["pulls.started"] += 1
+
+    def _add(self, pull: Pull, now: float) -> None:
+        self._register(pull)
         # All first: who is not attached to a peer takes it for gone.
         for source in pull.sources:
             self._attach(pull, source, now)
@@ -225,17 +258,16 @@ class DecodeSide:
             counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[news.transfer_id]
-            peer.transfer_ended(news.transfer_id)
             counters["transfers.done" if news.ok else "transfers.failed"] += 1
-        peer.moved(now)
+        peer.transfer_ended(news.transfer_id, news.in_doubt, now)
         if peer.line.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
         if news.ok:
-            pull.landed(source, transfer.num_bytes, min(detect_s, now - transfer.posted_at))
             counters["bytes.read"] += transfer.num_bytes
         if news.peer_lost:
             pull.could_not_meet(now + self._config.backoff_s)
-        self._carry_out(pull, pull.ended(source, news, now), now)
+        detect_s = min(detect_s, now - transfer.posted_at)
+        self._carry_out(pull, pull.ended(source, news, transfer.num_bytes, detect_s, now), now)
         if news.peer_lost:
             self._lose(peer, Reason.PEER_LOST, news.cause, now)
         self.posting.take_turn(peer.line)
@@ -480,14 +512,14 @@ class DecodeSide:
                         if source.next_read is not None:
                             self.posting.offer(self.peers[source.rank.place].line, source)
                 case Effect.QUEUE:
-                    if at_once and self.can_read(pull) and self.admission.enter(pull.flow, pull.pull_id):
+                    if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
                         self._read(pull, now)
                     else:
                         self._queue(pull)
                 case Effect.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case Effect.EXPECT:
-                    self.admission.expect(pull.flow, pull.pull_id)
+                    self.admission.expect(pull.route.flow, pull.pull_id)
                 case Effect.TELL:
                     self._tell(pull, now)
                 case Effect.RETURN:
@@ -507,19 +539,21 @@ class DecodeSide:
         """Give a pull its place in the queue, unless one of its ranks has fallen silent: then when it is heard of."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.leave(pull.pull_id)
-            self.admission.ask(pull.flow, pull.pull_id, pull.priority, pull.arrival)
+            self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
 
     def _read(self, pull: Pull, now: float) -> None:
         """Make the plan of a pull that was admitted, and let it read."""
         if self._is_aside(pull):
             self.admission.discount(pull.pull_id)
         pull.turn_came(now)
-        if self._plan(pull, now):
-            self._carry_out(pull, pull.admitted(now), now)
+        plans = self._plans(pull, now)
+        if plans is not None:
+            self._carry_out(pull, pull.admitted(plans, now), now)
 
-    def _plan(self, pull: Pull, now: float) -> bool:
-        """Decide which descriptors are read of every rank; False if it cannot be done, and the pull has failed."""
+    def _plans(self, pull: Pull, now: float) -> list[tuple[Source, Plan]] | None:
+        """Decide which descriptors are read of every rank; None if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
+        plans = list[tuple[Source, Plan]]()
         for source in pull.sources:
             if source.role is not Role.READ or source.plan is not None:
                 continue
@@ -528,17 +562,18 @@ class DecodeSide:
                 plan = plan_read(source.tables, pull.lists)
             except RemoteTooShort as exc:
                 self.fail(pull, Reason.REMOTE_TOO_SHORT, str(exc), now)
-                return False
+                return None
             except (PlanRefused, LayoutError) as exc:
                 self.fail(pull, Reason.UNPLANNABLE, str(exc), now)
-                return False
+                return None
             peer = self.peers[source.rank.place]
             for section in plan.sections:
                 self._add_table(peer, section.table)
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
-            pull.planned(source, plan)
-            self._evict(peer, source.tables)
-        return True
+            plans.append((source, plan))
+            if source.tables.is_full:
+                self._evict(peer, source.tables, plan)
+        return plans
 
     def _tell(self, pull: Pull, now: float) -> None:
         """Hand a pull's outcome over."""
@@ -583,8 +618,8 @@ class DecodeSide:
             self._drop(peer)
         elif peer.state is S.GONE:
             self._reap(peer)
-        elif not peer.pulls:
-            self._wake(peer)
+        elif not peer.pulls and peer.scheduled_at == math.inf:
+            self._wake(peer)  # else it is woken earlier, and finds out
 
     def _is_gone(self, source: Source) -> bool:
         """A rank that was not told yet will not hear anything any more."""
@@ -598,7 +633,7 @@ class DecodeSide:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
-        if source.incarnation != sender and not restarted:
+        if source.rank.place[1] != sender and not restarted:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
@@ -619,13 +654,13 @@ class DecodeSide:
     def _acked(self, answer: Ack | Refused, address: Address, sender: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
         source = _source_at(pull, address)
-        is_ours = (
-            pull is not None
-            and source is not None
-            and (answer.key, sender) == (pull.params.key, source.incarnation)
-            and source.release is not ReleaseState.UNSENT
-        )
-        if pull is None or source is None or not is_ours:
+        if (
+            pull is None
+            or source is None
+            or source.rank.place[1] != sender
+            or source.release is ReleaseState.UNSENT
+            or answer.key != pull.params.key
+        ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         self._carry_out(pull, pull.settled(source, note, now), now)
@@ -663,10 +698,23 @@ class DecodeSide:
                     if not self._widen(pull, now):
                         self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {chosen}")), now)
                     continue
-                pull.chosen(zip(known, chosen, strict=True))
+                read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
+                pull.chosen([read_of.get(source.rank.place) for source in pull.sources], now)
+                self._remember(pull, pull.lists.wanted)
             self._carry_out(pull, pull.routed(now), now, at_once=at_once)
             return
         self._carry_out(pull, pull.effects(), now)
+
+    def _remember(self, pull: Pull, wanted: tuple[int, ...]) -> None:
+        """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
+        ready = []
+        for source in pull.sources:
+            peer = self.peers[source.rank.place]
+            is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
+            if not is_same or (source.tables is not None and not peer.line.is_open):
+                return
+            ready.append((peer, source.tables))
+        pull.route.ready[wanted] = self._num_changes, tuple(ready)
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""
@@ -689,12 +737,11 @@ class DecodeSide:
             peer.loaded_tables.add(table.table_id)
             self._outbox.commands.append(AddTable(peer, table))
 
-    def _evict(self, peer: Peer, known: PeerTables) -> None:
-        """Forget the tables of spans that have not been seen for long."""
-        if not known.is_full:
-            return
-        sources = [s for p in peer.pulls for s in self.pulls[p].sources if s.tables is known and s.plan is not None]
-        in_use = {section.table.table_id for s in sources if s.plan for section in s.plan.sections}
+    def _evict(self, peer: Peer, known: PeerTables, newest: Plan) -> None:
+        """Forget the tables of spans that have not been seen for long, and that no plan uses."""
+        sources = [s for p in peer.pulls for s in self.pulls[p].sources if s.tables is known]
+        plans = [newest, *(s.plan for s in sources if s.plan is not None)]
+        in_use = {section.table.table_id for plan in plans for section in plan.sections}
         for table in known.evict(in_use):
             peer.loaded_tables.discard(table.table_id)
             self._outbox.commands.append(RemoveTable(peer, table.table_id))
@@ -716,6 +763,7 @@ class DecodeSide:
             line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
             peer = Peer(pull.params.engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             self.peers[rank.place] = peer
+            self._num_changes += 1
         return peer
 
     def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
@@ -725,7 +773,7 @@ class DecodeSide:
             peer = self._peer(pull, source.rank, now)
         if pull.pull_id not in peer.pulls:
             peer.attach(pull.pull_id, now)
-            if len(peer.pulls) == 1:
+            if now + self._config.heartbeat_s < peer.scheduled_at:
                 self._wake(peer)
         return peer
 
@@ -813,6 +861,7 @@ class DecodeSide:
 
     def _changed(self, peer: Peer, before: PeerState) -> None:
         if peer.state is not before:
+            self._num_changes += 1
             self._outbox.commands.append(PeerChanged(peer, before, peer.state))
 
     def _wake(self, peer: Peer) -> None:
@@ -882,6 +931,7 @@ class DecodeSide:
     def _drop(self, peer: Peer) -> None:
         """Forget a peer."""
         self._timers.forget(peer)
+        self._num_changes += 1
         self.peers.pop(peer.place, None)
         if not any(p.address == peer.address for p in self.peers.values()):
             self._outbox.commands.append(Disconnect(peer.address))

@@ -240,12 +240,11 @@ class Outbox:
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""
         by_target, self.messages, self.is_urgent = self.messages, {}, False
-        return [
-            (to, packet)
-            for (to, target), messages in by_target.items()
-            for i in range(0, len(messages), MAX_MESSAGES)
-            for packet in self._packets(target, messages[i : i + MAX_MESSAGES])
-        ]
+        packets = list[tuple[Address | ReplyTo, bytes]]()
+        for (to, target), messages in by_target.items():
+            for i in range(0, len(messages), MAX_MESSAGES):
+                packets += zip(itertools.repeat(to), self._packets(target, messages[i : i + MAX_MESSAGES]))
+        return packets
 
     def _packets(self, target: str, messages: list[Message]) -> list[bytes]:
         """Encode, halving what is too long for the listener's taste."""

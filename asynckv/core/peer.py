@@ -289,13 +289,11 @@ class Peer:
         if not self.line.in_flight:
             self.moved_at = now
 
-    def transfer_ended(self, transfer_id: TransferId) -> None:
-        """Nothing is written by a transfer any more."""
-        self.transfers.discard(transfer_id)
-
-    def moved(self, now: float) -> None:
-        """Something of it arrived, or fell in doubt."""
+    def transfer_ended(self, transfer_id: TransferId, in_doubt: bool, now: float) -> None:
+        """A transfer of it ended, or fell in doubt and may still write."""
         self.moved_at = now
+        if not in_doubt:
+            self.transfers.discard(transfer_id)
 
     def removed(self) -> None:
         """The data plane is told to forget it."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from asynckv.core.flow import FlowKey
+from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, ReleaseState, Role, Source
 from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
@@ -61,8 +61,6 @@ class PullEvent(enum.StrEnum):
     """The caller gave the blocks to fill."""
     ROUTED = "routed"
     """Every rank to read is ready, and it is known what is read of which."""
-    PLANNED = "planned"
-    """It is known which descriptors are read of a rank."""
     ADMITTED = "admitted"
     """There is room: it may read now."""
     POSTED = "posted"
@@ -72,7 +70,7 @@ class PullEvent(enum.StrEnum):
     ENDED = "ended"
     """A transfer ended, or fell in doubt."""
     FAILED = "failed"
-    """A plan was refused, a peer is lost, ..."""
+    """A transfer failed, a claim or a plan was refused, a peer is lost, ..."""
     CANCELLED = "cancelled"
     TIME_UP = "time_up"
     """The deadline has passed."""
@@ -108,7 +106,7 @@ _FAILS = dict.fromkeys((E.FAILED, E.CANCELLED, E.TIME_UP), S.DRAINING)
 ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.ANNOUNCED: {**_FAILS, E.ANSWERED: S.ANNOUNCED, E.STARTED: S.CONNECTING},
     S.CONNECTING: {**_FAILS, E.ANSWERED: S.CONNECTING, E.ROUTED: S.QUEUED},
-    S.QUEUED: {**_FAILS, E.ANSWERED: S.QUEUED, E.PLANNED: S.QUEUED, E.ADMITTED: S.READING},
+    S.QUEUED: {**_FAILS, E.ANSWERED: S.QUEUED, E.ADMITTED: S.READING},
     S.READING: {**_FAILS, E.ANSWERED: S.READING, E.POSTED: S.READING, E.ENDED: S.READING},
     S.CONFIRMING: {**_FAILS, E.ANSWERED: S.CONFIRMING},
     S.DRAINING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING, E.ANSWERED: S.DRAINING, E.ENDED: S.DRAINING},
@@ -117,11 +115,6 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.RELEASED: {},
 }
 """What each state takes. Most events only add to what is known: `WHEN` decides what follows. Late ones are normal."""
-
-
-def has_failed(pull: Pull, now: float) -> bool:
-    """It has failed."""
-    return pull.failure is not None
 
 
 def has_nothing_to_read(pull: Pull, now: float) -> bool:
@@ -140,7 +133,12 @@ def has_landed(pull: Pull, now: float) -> bool:
 def waits_to_be_lent(pull: Pull, now: float) -> bool:
     """It is not lent yet, and nothing runs."""
     # Others may be lent already, and nobody lends anything while they wait behind this one.
-    return pull.not_lent_yet and not pull.is_running
+    waits = False
+    for source in pull.sources:
+        if source.running:
+            return False
+        waits = waits or (source.not_lent_yet and source.role is Role.READ)
+    return waits
 
 
 def is_proven(pull: Pull, now: float) -> bool:
@@ -153,12 +151,15 @@ def is_proven(pull: Pull, now: float) -> bool:
 
 def read_too_early(pull: Pull, now: float) -> bool:
     """A read began before the request was lent."""
-    return any(source.reads and not source.proven and source.is_early for source in pull.sources)
+    for source in pull.sources:
+        if source.role is Role.READ and not source.proven and source.is_early:
+            return True
+    return False
 
 
 def has_drained(pull: Pull, now: float) -> bool:
     """Nothing runs, or the time is up."""
-    return now >= pull.drain_by or not pull.is_running
+    return now >= pull.drain_by or not any(source.running for source in pull.sources)
 
 
 def is_everybody_told(pull: Pull, now: float) -> bool:
@@ -171,7 +172,10 @@ def is_everybody_told(pull: Pull, now: float) -> bool:
 
 def is_all_over(pull: Pull, now: float) -> bool:
     """Every rank is told, and nothing can write the blocks."""
-    return is_everybody_told(pull, now) and not pull.holds_blocks
+    for source in pull.sources:
+        if source.release is not ReleaseState.SETTLED or source.running or source.doubtful:
+            return False
+    return True
 
 
 def is_out_of_quarantine(pull: Pull, now: float) -> bool:
@@ -181,11 +185,11 @@ def is_out_of_quarantine(pull: Pull, now: float) -> bool:
 
 Condition = Callable[["Pull", float], bool]
 WHEN: Mapping[PullState, tuple[tuple[Condition, PullState], ...]] = {
-    S.ANNOUNCED: ((has_failed, S.DRAINING),),
-    S.CONNECTING: ((has_failed, S.DRAINING), (has_nothing_to_read, S.NOTIFYING)),
-    S.QUEUED: ((has_failed, S.DRAINING),),
-    S.READING: ((has_failed, S.DRAINING), (has_landed, S.CONFIRMING), (waits_to_be_lent, S.QUEUED)),
-    S.CONFIRMING: ((has_failed, S.DRAINING), (is_proven, S.NOTIFYING), (read_too_early, S.QUEUED)),
+    S.ANNOUNCED: (),
+    S.CONNECTING: ((has_nothing_to_read, S.NOTIFYING),),
+    S.QUEUED: (),
+    S.READING: ((has_landed, S.CONFIRMING), (waits_to_be_lent, S.QUEUED)),
+    S.CONFIRMING: ((is_proven, S.NOTIFYING), (read_too_early, S.QUEUED)),
     S.DRAINING: ((has_drained, S.NOTIFYING),),
     S.NOTIFYING: ((is_all_over, S.RELEASED), (is_everybody_told, S.QUARANTINED)),
     S.QUARANTINED: ((is_out_of_quarantine, S.RELEASED),),
@@ -254,8 +258,8 @@ class Pull:
     cohort: Cohort
     digest: bytes
     sources: list[Source]
-    flow: FlowKey
-    """Whose budget it takes, and in whose queue it waits."""
+    route: Route
+    """Of its prefill group: whose budget it takes, and in whose queue it waits."""
     limits: PullLimits
     called_at: float
     deadline: float
@@ -310,6 +314,10 @@ class Pull:
     """When to look whether it has been in one state for too long."""
     post_s: float = 0.0
     detect_s: float = 0.0
+    num_bytes: int = 0
+    """That the plans cover."""
+    num_descriptors: int = 0
+    """Of the plans, before merging."""
     num_posted: int = 0
     num_descriptors_posted: int = 0
     rereads: int = 0
@@ -355,30 +363,12 @@ class Pull:
         return all(source.covered_until > -math.inf for source in self.sources if source.reads)
 
     @property
-    def is_running(self) -> bool:
-        """Transfers run that nobody doubts."""
-        for source in self.sources:
-            if source.running:
-                return True
-        return False
-
-    @property
     def holds_blocks(self) -> bool:
         """Some transfer may still write our blocks."""
         for source in self.sources:
             if source.running or source.doubtful:
                 return True
         return False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the plans cover."""
-        return sum([source.plan.num_bytes for source in self.sources if source.plan is not None])
-
-    @property
-    def num_descriptors(self) -> int:
-        """Descriptors before merging."""
-        return sum([source.plan.num_descriptors for source in self.sources if source.plan is not None])
 
     @property
     def wake_at(self) -> float:
@@ -452,7 +442,7 @@ class Pull:
 
     def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
         """Attach the blocks to fill; from here on the caller waits."""
-        after = self._allow(E.STARTED)
+        after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
         self.is_announced = False
@@ -464,19 +454,18 @@ class Pull:
 
     def routed(self, now: float) -> list[Effect]:
         """Every rank to read is ready, and it is known what is read of which."""
-        after = self._allow(E.ROUTED)
+        after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
         self.ready_at = min(self.ready_at, now)
         return self._settle(after, now)
 
-    def chosen(self, tables: Iterable[tuple[Source, PeerTables | None]]) -> None:
-        """What is read of which rank has been decided; ranks that are not listed are not read."""
-        for source in self.sources:
-            if source.role is Role.READ:
-                source.not_wanted()
-        for source, read in tables:
+    def chosen(self, tables: Sequence[PeerTables | None], now: float) -> None:
+        """It has been decided what is read of each of its sources: these are claimed at once, beside the read."""
+        for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
-                source.wanted()
-                source.tables = read
+                source.role, source.tables = Role.READ, read
+                self.want_claim(source, now)
+            elif source.role is Role.READ:
+                source.not_wanted()
 
     def could_not_meet(self, not_before: float) -> None:
         """A rank could not be met, and not before a certain time again."""
@@ -487,25 +476,25 @@ class Pull:
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail)
 
-    def turn_came(self, now: float) -> None:
-        """There is room; its plan is made now."""
-        self.admitted_at = min(self.admitted_at, now)
-
     def plan_took(self, now: float) -> None:
         """Its plan was made by now."""
         self.planned_at = now
 
-    def planned(self, source: Source, plan: Plan) -> None:
-        """These descriptors are read of a rank."""
-        self._allow(E.PLANNED)
-        source.start(plan, self.limits.max_post_bytes, self.limits.max_post_descriptors)
-        if source.next_read is None:
-            source.claim_at = math.inf
-            source.prove()
+    def turn_came(self, now: float) -> None:
+        """There is room for it, and its plan is made now; `admitted` follows, unless it cannot be made."""
+        if now < self.admitted_at:
+            self.admitted_at = now
 
-    def admitted(self, now: float) -> list[Effect]:
-        """There is room; every rank to read is planned."""
-        after = self._allow(E.ADMITTED)
+    def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
+        """It may read, according to these plans of sources that have none yet."""
+        after = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED)
+        for source, plan in plans:
+            source.start(plan, self.limits.max_post_bytes, self.limits.max_post_descriptors)
+            self.num_bytes += plan.num_bytes
+            self.num_descriptors += plan.num_descriptors
+            if source.next_read is None:
+                source.claim_at = math.inf
+                source.prove()
         self.planned_at = min(self.planned_at, now)
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
@@ -523,7 +512,7 @@ class Pull:
 
     def answered(self, source: Source, answer: Granted | NotYet | Refused, now: float) -> list[Effect] | None:
         """Take an answer to a claim or renewal; None if it changes nothing (stale, repeated, forged)."""
-        after = self._allow(E.ANSWERED)
+        after = ON_EVENT[self.state].get(E.ANSWERED) or self._impossible(E.ANSWERED)
         if answer.nonce not in source.nonces or self.reason is not None:
             return None
         waited = source.not_lent_yet
@@ -531,13 +520,14 @@ class Pull:
             case Granted():
                 source.granted(answer, self.params.written, self.params.renew_s, now)
                 source.prove()
-                self._note(now, f"{source.name} granted {answer.seconds:g} s")
+                self._note(now, f"{source.rank.name} granted {answer.seconds:g} s")
             case NotYet():
                 source.not_lent_yet, source.not_lent_yet_at = source.covered_until == -math.inf, now
                 self._note(now, f"{source.name} not yet")
             case Refused():
                 if failure := source.refused(answer, now):
                     self._fail(*failure, now)
+                    after = ON_EVENT[self.state][E.FAILED]
                 elif source.claim_at == math.inf:
                     self._note(now, f"{source.name} grants no more: {answer.reason}")
             case _:
@@ -553,7 +543,8 @@ class Pull:
 
     def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
         """Take the next read of a source, which is about to be posted; `before` was read before that."""
-        self._allow(E.POSTED)
+        if E.POSTED not in ON_EVENT[self.state]:
+            self._impossible(E.POSTED)
         read = source.take_read(transfer_id, before)
         if not self.num_posted:
             self.posted_at = before
@@ -565,15 +556,20 @@ class Pull:
         """So long the call took that posted one of its transfers."""
         self.post_s += seconds
 
-    def landed(self, source: Source, num_bytes: int, detect_s: float) -> None:
-        """A transfer ended well, and was found to have after so long at most; `ended` follows."""
-        source.bytes_read += num_bytes
-        self.detect_s = max(self.detect_s, detect_s)
+    def ended(self, source: Source, news: News, num_bytes: int, detect_s: float, now: float) -> list[Effect]:
+        """Take the end of a transfer.
 
-    def ended(self, source: Source, news: News, now: float) -> list[Effect]:
-        """Take the end of a transfer; `now` was read after it was observed."""
-        after = self._allow(E.ENDED)
-        if source.transfer_ended(news.transfer_id, news.ok, news.in_doubt, now):
+        Args:
+            source: What it read from.
+            news: How it ended.
+            num_bytes: Of the transfer.
+            detect_s: At most so long after it ended this was found.
+            now: Read after it was observed.
+        """
+        after = ON_EVENT[self.state].get(E.ENDED) or self._impossible(E.ENDED)
+        if news.ok:
+            self.detect_s = max(self.detect_s, detect_s)
+        if source.transfer_ended(news.transfer_id, num_bytes if news.ok else -1, news.in_doubt, now):
             self.read_at = now
             source.prove()
         if not news.ok:
@@ -581,25 +577,27 @@ class Pull:
             self._fail(reason, f"a transfer from {source.where} failed: {news.cause}", now)
         if self.reason is not None:
             self._return()
+        elif not news.ok:
+            after = ON_EVENT[self.state][E.FAILED]
         return self._settle(after, now)
 
     def fail(self, reason: Reason, detail: str, now: float) -> list[Effect]:
         """Something else went wrong; the first cause is the one that counts."""
-        after = self._allow(E.FAILED)
+        after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
         self._fail(reason, detail, now)
         return self._settle(after, now)
 
     def cancel(self, now: float) -> list[Effect]:
         """The caller wants it no more."""
-        after = self._allow(E.CANCELLED)
+        after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
         self._fail(Reason.CANCELLED, "cancelled", now)
         return self._settle(after, now)
 
     def settled(self, source: Source, note: str, now: float) -> list[Effect]:
         """One rank needs no release any more: acknowledged, refused, or gone."""
-        after = self._allow(E.SETTLED)
+        after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
         if source.release is not ReleaseState.SETTLED:
-            self._note(now, f"release {source.name}: {note}")
+            self._note(now, f"release {source.rank.name}: {note}")
         source.settled()
         return self._settle(after, now)
 
@@ -615,7 +613,7 @@ class Pull:
                     source.settled()
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
-            after = self._allow(E.TIME_UP)
+            after = ON_EVENT[self.state].get(E.TIME_UP) or self._impossible(E.TIME_UP)
             reason, waiting = self._waiting_for(now)
             self._fail(reason, f"{waiting} when the deadline passed", now)
         self._effects.append(Effect.SEND)
@@ -667,12 +665,9 @@ class Pull:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _allow(self, event: PullEvent) -> PullState:
-        """Return where an event leads; raise, before anything has changed, if it cannot happen here."""
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
-        return after
+    def _impossible(self, event: PullEvent) -> PullState:
+        """Refuse an event that the table does not list, before anything has changed."""
+        raise LocalProtocolError(f"{event.name} while pull {self.pull_id} is {self.state.name}")
 
     def _settle(self, after: PullState, now: float) -> list[Effect]:
         """Go where an event leads, and on from there until nothing more holds; return what that brings about."""

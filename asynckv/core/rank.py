@@ -252,7 +252,7 @@ class RankCore:
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        ranks, flow = self.decode.routes.answered_for(request.request_id, params)
+        route = self.decode.routes.answered_for(request.request_id, params)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         predicted, other = (Role.READ, Role.UNKNOWN) if reads else (Role.RELEASE_ONLY, Role.RELEASE_ONLY)
@@ -262,8 +262,8 @@ class RankCore:
             params=params,
             cohort=msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort,
             digest=blocks_digest(params.groups, params.num_tokens, params.written),
-            sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in ranks],
-            flow=flow,
+            sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in route.ranks],
+            route=route,
             limits=self._pull_limits,
             called_at=now,
             deadline=now + wait_s,
@@ -388,10 +388,10 @@ class RankCore:
     def would_block(self, params: Params) -> bool:
         """Whether a pull of this request would have to wait for others, if it came now."""
         try:
-            key = self.decode.routes.answered_for(params.request_id, params).key
+            flow = self.decode.routes.answered_for(params.request_id, params).flow
         except PlanRefused:
             return False  # it would be refused at once
-        return self.decode.admission.would_block(key)
+        return self.decode.admission.would_block(flow)
 
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""

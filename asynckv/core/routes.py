@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from asynckv.core.flow import FlowKey
 from asynckv.core.peer import Peer
@@ -21,7 +21,7 @@ from asynckv.geometry.match import NotCovered, assign, predicted
 from asynckv.geometry.plan import PeerTables
 from asynckv.geometry.topology import remote_ranks
 
-__all__ = ["PrefillGroupRanks", "Routes"]
+__all__ = ["Route", "Routes"]
 
 MAX_ENDPOINTS = 65_536
 """Endpoints of prefill groups that are remembered."""
@@ -34,15 +34,19 @@ MAX_CHOICES = 4096
 Chosen = tuple[PeerTables | None, ...]
 
 
-class PrefillGroupRanks(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Route:
     """The ranks of a prefill group that this reader answers for, by stage and rank.
 
     Attributes:
-        key: Who reads from the same waits in the same queue.
+        flow: Who reads from the same waits in the same queue.
+        ready: Groups of which something is wanted -> for every rank its peer and what is read of it, and when this was
+            worked out (`DecodeSide`): while nothing has changed since, a request need not find out again.
     """
 
     ranks: tuple[RemoteRank, ...]
-    key: FlowKey
+    flow: FlowKey
+    ready: dict[tuple[int, ...], tuple[int, tuple[tuple[Peer, PeerTables | None], ...]]] = field(default_factory=dict)
 
 
 class Routes:
@@ -57,7 +61,7 @@ class Routes:
         self._layout, self._on_tables = layout, on_tables
         self._table_ids = itertools.count(1)
         # One for all peers: two of them may be one process under two addresses.
-        self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], PrefillGroupRanks] = {}
+        self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._predicted: dict[int, Sequence[int]] = {}
         """Group size -> ranks; at most as many as there are sizes."""
@@ -65,7 +69,7 @@ class Routes:
         """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why these
         ranks are not enough."""
 
-    def answered_for(self, request_id: str, params: Params) -> PrefillGroupRanks:
+    def answered_for(self, request_id: str, params: Params) -> Route:
         """Return the remote ranks that this one answers for.
 
         Raises:
@@ -82,7 +86,7 @@ class Routes:
             self._groups[group] = found
         return found
 
-    def _answered_for(self, request_id: str, params: Params) -> PrefillGroupRanks:
+    def _answered_for(self, request_id: str, params: Params) -> Route:
         listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
         whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
         if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):
@@ -115,7 +119,7 @@ class Routes:
             for e in sorted(params.endpoints, key=lambda e: (e.pp_stage, e.tp_rank))
             if e.tp_rank in ranks
         )
-        return PrefillGroupRanks(mine, tuple([rank.place for rank in mine]))
+        return Route(mine, tuple([rank.place for rank in mine]))
 
     def choose_sources(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> Chosen | str:
         """Say what is read of each of these ranks, or why they are not enough."""

@@ -217,15 +217,25 @@ class Source:
             self.first_posted_at = before
         return read
 
-    def transfer_ended(self, transfer_id: TransferId, is_done: bool, in_doubt: bool, now: float) -> bool:
-        """A transfer ended, or fell in doubt, which `now` was read after; True if with it everything has landed."""
+    def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
+        """A transfer ended, or fell in doubt; True if with it everything has landed.
+
+        Args:
+            transfer_id: Which.
+            num_bytes: That it has landed; -1 if it failed.
+            in_doubt: It failed, and may still write.
+            now: Read after that was observed.
+        """
         if in_doubt:
             self.doubtful.add(transfer_id)
         else:
             self.doubtful.discard(transfer_id)
         self.running.discard(transfer_id)
         self.has_landed = self.next_read is None and not self.running and not self.doubtful
-        if not (is_done and self.has_landed):
+        if num_bytes < 0:
+            return False
+        self.bytes_read += num_bytes
+        if not self.has_landed:
             return False
         self.done_at = now
         self.nonce_when_done = max(self.nonces, default=0)
