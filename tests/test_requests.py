@@ -17,10 +17,10 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import wire as m
+from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.lease import LeaseState
 from asynckv.core.outbox import Timers
 from asynckv.core.pull import News, PullRequest, PullState
-from asynckv.core.retry import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
