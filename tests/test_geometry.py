@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
-from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, check_layout
-from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, check_blocks, common_prefix, plan_read
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.blocks import check_block_ids, check_blocks
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import ONE_PER_REQUEST, Layout
+from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
+from asynckv.geometry.pairing import common_prefix
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
 
@@ -203,7 +205,7 @@ def pairs(plan: Any, group: int = 0) -> list[tuple[int, int]]:
     return [
         (a, b)
         for s in plan.sections
-        if s.table.cut.group == group
+        if s.table.span.group == group
         for a, b in zip(s.local.tolist(), s.remote.tolist(), strict=True)
     ]
 

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
-from asynckv.geometry import plan as plans
+from asynckv.geometry import tables
+from asynckv.geometry.blocks import check_block_ids, check_covers, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import PeerTables, Plan, check_block_ids, check_covers, plan_read
+from asynckv.geometry.plan import PeerTables, Plan, plan_read
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -281,7 +283,7 @@ def test_strides_that_differ_in_every_layer_and_block_sizes_that_do_not_meet_are
         return Layout(memories=(Memory(base, at),), groups=(Group("g", tokens, 8),), views=tuple(views))
 
     cut: list[int] = []
-    monkeypatch.setattr(plans, "strided_pieces", lambda *_: cut.append(1))
+    monkeypatch.setattr(tables, "strided_descriptors", lambda *_: cut.append(1))
     ours = layout(16, 0, 0)
     for theirs, message in (
         (layout(17, 2, 1 << 44), "32 kinds of cuts of 256 differently shaped parts, more than 4096"),
