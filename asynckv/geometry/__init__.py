@@ -29,6 +29,6 @@ Beneath these, `bounds` has the numbers that nothing may exceed, `strides` folds
 `overlap` proves that no byte belongs to two things.
 
 **What it refuses to know**: messages, leases, peers that come and go, clocks, NIXL. It is pure, and imports nothing of
-the rooms around it. It trusts nobody: a layout or a list of blocks may come from a stranger, so costs are bounded before
-they arise. What it cannot plan it refuses with both numbers and a remedy, at the handshake if it can be seen there.
+the rooms around it. It trusts nobody: a layout or a list of blocks may come from a stranger, so costs are bounded
+before they arise. What it cannot plan it refuses with both numbers and a remedy, at the handshake if it is seen there.
 """

@@ -277,8 +277,8 @@ def _check_memories(layout: Layout) -> None:
 def _check_views(layout: Layout) -> list[Spot]:
     """Check every view by itself, and say where its parts are."""
     out = []
-    known: set[tuple[int, Part]] = set()
-    """Layers are much alike: what was checked for one is known of the others."""
+    known: dict[tuple[int, Part], int] = {}
+    """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""
     for view in layout.views:
         if view.memory >= len(layout.memories):
             raise LayoutError(
@@ -289,10 +289,10 @@ def _check_views(layout: Layout) -> list[Spot]:
         group, memory = layout.groups[view.group], layout.memories[view.memory]
         blocks = group.num_kernel_blocks
         for part in view.parts:
-            if (view.group, part) not in known:
+            if (length := known.get((view.group, part))) is None:
                 _check_part(f"layer {view.layer!r}, part {part.name!r}", part, group)
-                known.add((view.group, part))
-            found = spot(view, part, blocks)
+                length = known[view.group, part] = part_bytes(part)
+            found = spot(view, part, blocks, length)
             if found.hi > memory.length:
                 raise LayoutError(
                     f"layer {view.layer!r}, part {part.name!r}: {blocks} kernel blocks of stride {view.stride} end at "

@@ -54,14 +54,14 @@ def part_bytes(part: Part) -> int:
     return part.itemsize + sum([d.stride * (d.size - 1) for d in part.dims])
 
 
-def spot(view: View, part: Part, blocks: int) -> Spot:
-    """Say where a part is in its memory, over so many kernel blocks."""
+def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
+    """Say where a part that has `length` bytes in a block is in its memory, over so many kernel blocks."""
     lo = view.offset + part.offset
     steps = [(d.stride, d.size, False) for d in part.dims if d.size > 1]
     if blocks > 1:
         steps.append((view.stride, blocks, True))
     steps.sort(reverse=True)
-    return Spot(lo, lo + view.stride * (blocks - 1) + part_bytes(part), view, part, tuple(steps))
+    return Spot(lo, lo + view.stride * (blocks - 1) + length, view, part, tuple(steps))
 
 
 def check_overlap(spots: Sequence[Spot]) -> None:
@@ -178,9 +178,9 @@ def pools(layout: Layout) -> tuple[int, ...]:
 
     Groups of one pool see the same pages, so that a block id means the same memory in each.
     """
+    blocks = [group.num_kernel_blocks for group in layout.groups]
     return check_pools(
-        layout,
-        [spot(view, part, layout.groups[view.group].num_kernel_blocks) for view in layout.views for part in view.parts],
+        layout, [spot(view, p, blocks[view.group], part_bytes(p)) for view in layout.views for p in view.parts]
     )
 
 
