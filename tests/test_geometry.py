@@ -692,6 +692,26 @@ def test_hashes_end_the_prefix_where_they_first_differ() -> None:
     assert common_prefix(ours[:1], ours[:1], 4, 9) == 4
 
 
+@given(
+    agreed=st.integers(0, 6),
+    more=st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1), (0, 3)]),
+    hash_tokens=st.integers(1, 6),
+    tail=st.integers(-3, 7),
+)
+def test_tokens_after_the_last_hash_are_trusted_only_between_chains_that_say_the_same(
+    agreed: int, more: tuple[int, int], hash_tokens: int, tail: int
+) -> None:
+    both = [str(i) for i in range(agreed)]
+    ours, theirs = both + ["a"] * more[0], both + ["b"] * more[1]
+    hashed = agreed * hash_tokens
+    num_tokens = max(hashed + tail, 0)
+    # A hash that one side has alone covers tokens of which the other has said nothing, or something else.
+    is_trusted = more == (0, 0) and 0 < tail < hash_tokens
+    assert common_prefix(ours, theirs, hash_tokens, num_tokens) == (
+        num_tokens if is_trusted else min(hashed, num_tokens)
+    )
+
+
 # -- layers that share their KV ----------------------------------------------------------------------------
 
 ALIASES = [None, ("b", "a"), ("a", "b")]

@@ -19,6 +19,7 @@ from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
 from asynckv.geometry.plan import PeerTables, Plan, plan_read
+from asynckv.geometry.tables import Span
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -315,3 +316,60 @@ def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.
         assert f"{len(ids)} blocks of {group.block_size} tokens from token {first}" in str(exc)  # noqa: PT017
     nothing = kind == "state" or all(b is None for b in ids)
     assert refused == (not nothing and not needed <= places and bool(needed))
+
+
+# -- which tables are kept ---------------------------------------------------------------------------------
+
+
+def tables_of(plan: Plan) -> set[int]:
+    return {section.table.table_id for section in plan.sections}
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, most: int, spans: int) -> tuple[PeerTables, list[int]]:
+    """A peer that keeps `most` tables, after as many requests with a first token of their own; their tables' ids."""
+    monkeypatch.setattr(tables, "MAX_TABLES", most)
+    here, there = (make_layout(num_blocks=8, block_size=64, layers=1, base=(i + 1) << 40) for i in range(2))
+    peer = peer_map(here, there)
+    assert len(peer.regular) == 1
+    made = []
+    for first in range(1, spans + 1):
+        [section] = read(peer, first, [1], [2], 64).sections
+        made.append(section.table.table_id)
+    return peer, made
+
+
+def test_the_tables_used_longest_ago_go_first_and_regular_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, made = crowded(monkeypatch, 8, 12)
+    assert peer.is_full
+    assert tables_of(read(peer, 1, [1], [2], 64)) == {made[0]}  # used again: the youngest now
+    gone = [table.table_id for table in peer.evict(set())]
+    assert gone == made[1:6]
+    assert not peer.is_full
+    assert peer.evict(set()) == []
+    assert tables_of(read(peer, 0, [1], [2], 64)) == {peer.regular[0].table_id}
+    # What is kept is known still, and what went is made anew, under an id that was never used.
+    assert [tables_of(read(peer, first, [1], [2], 64)) for first in (1, 7, 12)] == [{made[i]} for i in (0, 6, 11)]
+    assert tables_of(read(peer, 2, [1], [2], 64)).isdisjoint(made)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_table_in_use_is_evicted(data: st.DataObject) -> None:
+    """Whoever planned with a table has yet to post with it: its indices would mean another table's rows, or none."""
+    with pytest.MonkeyPatch.context() as patch:
+        peer, made = crowded(patch, data.draw(st.integers(1, 8)), data.draw(st.integers(0, 12)))
+        in_use = set(data.draw(st.lists(st.sampled_from(made)))) if made else set()
+        gone = {table.table_id for table in peer.evict(in_use)}
+        kept = {1 + i: name for i, name in enumerate(made) if name not in gone}
+        assert gone.isdisjoint(in_use | {peer.regular[0].table_id})
+        # No more go than have to, and no fewer: all that are in use may be more than are kept.
+        assert len(kept) + 1 == max(min(tables.MAX_TABLES, len(made) + 1), 1 + len(in_use))
+        for first, name in kept.items():
+            assert peer.table(Span(0, 0, first, first, 64 - first)).table_id == name
+
+
+def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spans, full in ((6, False), (7, False), (8, True)):
+        peer, _ = crowded(monkeypatch, 8, spans)
+        assert peer.is_full is full
+        assert bool(peer.evict(set())) is full
