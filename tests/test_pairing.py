@@ -67,6 +67,19 @@ def test_the_usual_pairing_is_the_general_one(case: dict[str, Any]) -> None:
         assert usual == outcome(case)
 
 
+def test_a_first_block_that_is_filled_in_part_comes_last_either_way() -> None:
+    group = Group("g", 4, 200, 2)
+    case = {"here": group, "there": group, "lists": ((1, [1, 4]), BlockRuns(0, ((0, 2),)), 8)}
+    assert [(span, local) for span, local, *_ in outcome(case)] == [
+        ((0, 0, 0, 0, 2), [3, 8, 9]),
+        ((0, 0, 1, 1, 1), [2]),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        usual = outcome(case)
+        patch.setattr(BlockLists, "_pair_aligned", lambda self, *args: ())
+        assert usual == outcome(case)
+
+
 def test_a_window_of_one_token_needs_nothing() -> None:
     here, there = (Group("g", 16, n, window=1) for n in (200, 40))
     assert outcome({"here": here, "there": there, "lists": ((80, [1]), BlockRuns(0, ()), 96)}) == []

@@ -206,17 +206,16 @@ class BlockLists:
             return ()
         if (most := int(theirs[-1] if lent.is_one_run else np.maximum.reduce(theirs))) >= pair.remote_blocks:
             raise _no_such_block(pair, most // pair.there.ratio)
-        out = []
+        partly = []
         if head := first % size:
-            span = Span(pair.local, pair.remote, head, head, size - head)
-            out.append(Pairs(span, mine[:1], theirs[:1]))
+            partly.append(Pairs(Span(pair.local, pair.remote, head, head, size - head), mine[:1], theirs[:1]))
             mine, theirs = mine[1:], theirs[1:]
-        if len(mine):
-            if not lent.is_one_run:
-                order = theirs.argsort(kind="stable")
-                mine, theirs = mine[order], theirs[order]
-            out.append(Pairs(pair.whole, mine, theirs))
-        return out
+            if not len(mine):
+                return partly
+        if not lent.is_one_run:
+            order = theirs.argsort(kind="stable")
+            mine, theirs = mine[order], theirs[order]
+        return [Pairs(pair.whole, mine, theirs), *partly]
 
     def _pair_states(self, pair: GroupPair) -> Sequence[Pairs]:
         (first, ids), lent, tokens = self.local[pair.local], self._lent[pair.remote], self.num_tokens
