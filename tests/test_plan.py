@@ -18,8 +18,9 @@ from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import PeerTables, Plan, plan_read
+from asynckv.geometry.plan import DescTable, PeerTables, Plan, plan_read
 from asynckv.geometry.tables import Span
+from asynckv.testing.simulation import simulate
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -373,3 +374,19 @@ def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.M
         peer, _ = crowded(monkeypatch, 8, spans)
         assert peer.is_full is full
         assert bool(peer.evict(set())) is full
+
+
+def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_TABLES", 1)
+    evicted: list[int] = []
+    honest = PeerTables.evict
+
+    def evict(self: PeerTables, in_use: set[int]) -> list[DescTable]:
+        gone = honest(self, in_use)
+        evicted.extend(table.table_id for table in gone)
+        return gone
+
+    monkeypatch.setattr(PeerTables, "evict", evict)
+    for seed in range(14, 34):
+        assert not simulate(seed).violation
+    assert evicted
