@@ -83,6 +83,8 @@ OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
+LARGEST = 64
+"""Numbers above it stay: they are limits that somebody chose, and one more or less is no bug."""
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)
 
@@ -159,7 +161,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
                 yield node, "sign", operand
             case ast.Constant(value=bool(value)):
                 yield node, "constant", ast.Constant(not value)
-            case ast.Constant(value=int(value)):
+            case ast.Constant(value=int(value)) if value <= LARGEST:
                 yield node, "constant", ast.Constant(value + 1)
                 if value > 0:
                     yield node, "constant", ast.Constant(value - 1)

@@ -483,6 +483,7 @@ def test_the_remote_may_group_layers_otherwise() -> None:
         (mamba2(rows=3), mamba2(rows=4), "dims of part 'conv_x'", ("dim=2, head, row=3", "dim=2, head, row=4")),
         (attention(4), attention(8), "sharded axis", ("'head' of 4", "'head' of 8")),
         (attention(4, dim=2), attention(4, dim=3), "dims", ("dim=2, head, token", "dim=3, head, token")),
+        (attention(4, dim=1), attention(4, dim=2), "dims", ("dim=1, head, token", "dim=2, head, token")),
         (attention(4, window=0), attention(4, window=8), "window", ("none", "8")),
         (attention(4, window=9), attention(4, window=8), "window", ("9", "8")),
         (attention(4), LayerSpec("attn", attention(4).parts, "state"), "kind", ("tokens", "state")),

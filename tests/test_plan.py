@@ -263,6 +263,47 @@ def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> No
     assert total == plan.num_bytes
 
 
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_plan_that_fits_is_posted_as_it_would_be_cut(data: st.DataObject) -> None:
+    orders = data.draw(st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS)))
+    here, there = (
+        make_layout(num_blocks=8, layers=1, base=(i + 1) << 40, order=order, num_heads=2)
+        for i, order in enumerate(orders)
+    )
+    mine, theirs = (data.draw(st.permutations(range(8))) for _ in "ab")
+    if data.draw(st.booleans()):
+        mine, theirs = sorted(mine), sorted(theirs)
+    count = data.draw(st.integers(1, 6))
+    plan = read(peer_map(here, there), data.draw(st.integers(0, 2)), mine[:count], theirs[:count], 4 * count)
+    whole = list(plan.posts(plan.num_bytes, plan.num_descriptors))
+    assert len(whole) == len(plan.sections)
+    assert sum(post.num_bytes for post in whole) == plan.num_bytes
+    assert sum(len(post.local) for post in whole) == plan.num_descriptors
+    assert (len(whole), sum(p.num_descriptors for p in whole)) == plan.count_posts(1 << 40, 1 << 30)
+    for post, section in zip(whole, plan.sections, strict=True):
+        rows, blocks = section.table.num_rows, len(section.local)
+        assert post.table_id == section.table.table_id
+        for ids, each, size in (
+            (post.local, section.local, section.table.local_blocks),
+            (post.remote, section.remote, section.table.remote_blocks),
+        ):
+            assert ids.tolist() == [row * size + block for row in range(rows) for block in each.tolist()]
+        merges = (np.diff(post.local) == 1) & (np.diff(post.remote) == 1)
+        dense = np.repeat(section.table.dense, blocks)
+        assert post.num_descriptors == len(post.local) - np.count_nonzero(
+            merges & dense[1:] & (np.arange(1, rows * blocks) % blocks > 0)
+        )
+    # One byte or one descriptor less, and it is cut: the same indices in the same order.
+    for limits in ((plan.num_bytes - 1, 1 << 30), (1 << 40, plan.num_descriptors - 1)):
+        if min(limits) > 0:
+            posts = list(plan.posts(*limits))
+            for side in ("local", "remote"):
+                cut, kept = (np.concatenate([getattr(p, side) for p in each]).tolist() for each in (posts, whole))
+                assert cut == kept
+            assert all(p.num_bytes <= limits[0] or len(p.local) == 1 for p in posts)
+
+
 def test_one_long_run_beside_scattered_blocks_is_cut_like_any_other() -> None:
     here, there = make_layout(num_blocks=40_000, layers=1), make_layout(num_blocks=40_000, layers=1, base=1 << 44)
     ids = [*range(20_000), *range(20_000, 32_000, 2)]
