@@ -254,9 +254,7 @@ class PeerTables:
 
 
 def _entry(share: Share, here: Group) -> int:
-    """Tokens that one entry of a part covers."""
-    if here.kind == "state":
-        return 1
+    """Tokens that one entry of a part covers. Of states nobody asks: they are read whole."""
     return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
 
 
