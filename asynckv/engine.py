@@ -89,10 +89,10 @@ from asynckv.errors import (
 )
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, phases
 from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
-from asynckv.registration import Registration
 from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]

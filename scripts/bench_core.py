@@ -45,10 +45,11 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Layout, runs_of
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model

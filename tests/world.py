@@ -32,10 +32,11 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
+from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, check_block_ids
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables
 from asynckv.scheduler import PrefillGroup
 
 NUM_BLOCKS = 12

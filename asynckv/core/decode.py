@@ -59,7 +59,8 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
-from asynckv.geometry.layout import Layout, check_layout, decode_layout
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import compare
 from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, Plan, plan_read
 

@@ -56,8 +56,12 @@ from asynckv.errors import (
     RemoteProtocolError,
     RemoteTooShort,
 )
-from asynckv.geometry.layout import Layout, check_layout, pools
-from asynckv.geometry.plan import BlockLists, check_block_ids, common_prefix
+from asynckv.geometry.blocks import check_block_ids
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.pairing import common_prefix
+from asynckv.geometry.plan import BlockLists
 
 __all__ = ["Hold", "Identity", "RankCore"]
 

@@ -27,10 +27,10 @@ from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.geometry.topology import owed_readers
+from asynckv.geometry.match import owed_readers
 from asynckv.ports import Ending
-from asynckv.registration import Registration
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
