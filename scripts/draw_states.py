@@ -29,7 +29,8 @@ def table(title: str, intro: str, on_event: Any, when: Any) -> str:
                 edges[state, after].append(name.replace("_", " ").upper())
     for state, row in when.items():
         for condition, after in row.items():
-            edges[state, after].append(f"*{condition}*")
+            words = condition.__name__.replace("_", " ") if callable(condition) else condition
+            edges[state, after].append(f"*{words}*")
     lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
     lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
     lines += ["", "```mermaid", "stateDiagram-v2"]
@@ -51,9 +52,9 @@ def page() -> str:
             ),
             table(
                 "Lease",
-                "One lent request on a prefill rank. In ENDING nothing is granted any more, but promises are kept.",
+                "One lent request on a prefill rank. In ENDING nothing is granted any more; what was granted is kept.",
                 lease.ON_EVENT,
-                lease.WHEN_SETTLED,
+                lease.WHEN,
             ),
             table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
         )

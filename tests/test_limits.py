@@ -6,7 +6,7 @@ import pytest
 
 from asynckv import ConfigError, LimitsConfig
 from asynckv.config import EngineConfig
-from asynckv.core.limits import MAX_SENDERS, Limiter
+from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, encode_packet
 from tests.world import World, make_layout
@@ -30,9 +30,9 @@ def test_what_is_dear_makes_debts_that_end() -> None:
 
 def test_only_so_many_senders_are_remembered() -> None:
     limiter = Limiter(1.0, 1.0)
-    for i in range(2 * MAX_SENDERS):
+    for i in range(2 * MAX_BUCKETS):
         limiter.take(i, 0.0)
-    assert len(limiter) == MAX_SENDERS
+    assert len(limiter) == MAX_BUCKETS
 
 
 def test_a_flood_is_dropped_and_others_are_served() -> None:

@@ -253,7 +253,8 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
     """What travels in one ZMQ frame."""
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
-    source: Annotated[str, Meta(min_length=1, max_length=64)]
+    sender: Annotated[str, Meta(min_length=1, max_length=64)]
+    """The start of the process that says it."""
     target: Incarnation
     """The start of the process that is meant; empty if any will do."""
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
@@ -270,9 +271,9 @@ _decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
 _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
-def encode_packet(source: str, target: str, messages: Sequence[Message]) -> bytes:
+def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> bytes:
     """Encode up to `MAX_MESSAGES` messages."""
-    return _encoder.encode(Packet(MAJOR, source, target, tuple(messages)))
+    return _encoder.encode(Packet(MAJOR, sender, target, tuple(messages)))
 
 
 def decode_packet(data: bytes) -> Packet:
