@@ -132,6 +132,16 @@ def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> No
     assert state_of(lease) is LeaseState.EXPIRED
 
 
+def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    reading.claim(8.0)
+    assert reading.release(8.5, Outcome.RETRY).wake_at == AT + 12.0
+    assert not lease.tick(AT + 11.9).has_ended
+    assert lease.tick(AT + 12.0).has_ended
+    assert state_of(lease) is LeaseState.EXPIRED
+
+
 def test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it() -> None:
     lease = lend()
     assert lease.revoke(AT + 1.0).has_ended

@@ -70,8 +70,8 @@ def everybody_has_released(lease: Lease, now: float) -> bool:
 
 
 def time_is_up(lease: Lease, now: float) -> bool:
-    """It was lent for `lease_s`, and no grant runs."""
-    return now >= lease.expires_at and not lease.grants
+    """It was lent for `lease_s`, and for as long as the last grant was to run."""
+    return now >= lease.expires_at
 
 
 def no_grant_runs(lease: Lease, now: float) -> bool:
@@ -212,7 +212,7 @@ class Lease:
         self.since = now
         """Since when it is in this state."""
         self.expires_at = now + lent.lease_s
-        """When its time is up, unless a grant runs longer."""
+        """When its time is up. A grant prolongs it, and who gives one back to try again finds it as it was."""
         self.warn_at = now + lent.warn_s
         """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
         self.cohorts: dict[str, BoundCohort] = {}
@@ -343,11 +343,11 @@ class Lease:
     @property
     def wake_at(self) -> float:
         """When `tick` has something to do."""
-        # Of several grants the last one matters: nothing follows from the others.
-        last = max([grant.until for grant in self.grants.values()], default=-math.inf)
         if self.state is L.LENT and self.is_owed():
-            last = max(last, self.expires_at)
-        return min(last, self.warn_at) if last > -math.inf else math.inf
+            return min(self.expires_at, self.warn_at)
+        # Of several grants the last one matters: nothing follows from the others.
+        last = [grant.until for grant in self.grants.values()]
+        return min(max(last), self.warn_at) if last else math.inf
 
     @property
     def until(self) -> float:
@@ -466,6 +466,7 @@ class Lease:
         else:
             # A shorter one takes nothing back: its reader may go by the longer one still.
             grant.until, grant.asked_at = max(grant.until, now + seconds), now
+        self.expires_at = max(self.expires_at, now + seconds)
         return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
 
     def _release(self, release: Release, sender: str, now: float) -> Ack | Refused:
