@@ -66,6 +66,24 @@ def test_rubbish_costs_its_sender_a_hundredfold() -> None:
     assert node.outbox.counters["sent.pong"] == 1
 
 
+def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
+    node = world.add("p", make_layout(), engine_id="prefill").node
+    full = encode_packet("stranger", "", [Ping(i) for i in range(500)])
+    one = encode_packet("stranger", "", [Ping(1)])
+    for _ in range(2):
+        node.receive(ReplyTo(b"r"), full, 0.0)
+    assert node.outbox.counters["sent.pong"] == 1000
+    node.receive(ReplyTo(b"r"), one, 0.0)
+    assert node.outbox.counters["dropped.too_many"] == 1
+    # A last packet may be dearer than what was left, and its sender has to make up for it.
+    node.receive(ReplyTo(b"s"), one, 0.0)
+    node.receive(ReplyTo(b"s"), full, 0.0)
+    node.receive(ReplyTo(b"s"), full, 0.0)
+    node.receive(ReplyTo(b"s"), one, 0.0)
+    assert node.outbox.counters["dropped.too_many"] == 2
+
+
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:
     world = World(EngineConfig(engine_id="x"))
     node = world.add("p", make_layout(), engine_id="prefill").node
