@@ -292,8 +292,10 @@ class Lease:
         """Enter the state that an event leads to, and what follows by itself."""
         if after is not self.state:
             self._enter(after, now)
-        if self.grants:
-            self._lapse(now)
+        for grant in self.grants.values():
+            if grant.until <= now:
+                self._lapse(now)
+                break
         for _ in range(len(WHEN)):  # no state is entered twice
             for condition, follows in WHEN[self.state].items():
                 if condition(self, now):

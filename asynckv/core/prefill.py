@@ -140,7 +140,9 @@ class PrefillSide:
         lease = self.leases[key] = Lease(lent, now)
         self.spent.add(key)
         self._outbox.counters["leases.lent"] += 1
-        self._follow(lease, Effects(lease.wake_at), 0)
+        if self._outbox.trace:
+            self._outbox.commands.append(Traced(lease, tuple(lease.history)))
+        self._timers.wake(lease, lease.wake_at)
         if key in self._parked:
             for parked in self._take_parked(key):
                 if parked.until > now and not lease.is_over:
