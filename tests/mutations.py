@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from asynckv.core import lease as lease_module
 from asynckv.core import pull as pull_module
 from asynckv.core import rank as rank_module
 from asynckv.core.flow import Admission
-from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.lease import Discharge, Lease, Reader
 from asynckv.core.ledger import Ledger
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import News, Pull, PullState, Source
@@ -44,15 +43,16 @@ def release_by_count(patch: pytest.MonkeyPatch) -> None:
     """Any release strikes off any reader; a repeated one counts twice."""
 
     def release(self: Lease, message: Release, source: str, now: float) -> Any:
-        if refusal := self._bind(message):
+        speaker = Reader(message.cohort.id, message.cohort.tp_rank, message.cohort.pp_stage)
+        if refusal := self._bind(message, speaker):
             return refusal
-        self.held.pop(PullId(message.pull_id), None)
+        self.grants.pop(PullId(message.pull_id), None)
         self.final.add(PullId(message.pull_id))
         owed = self.cohorts[message.cohort.id].owed
         if owed:
             reader = sorted(owed)[0]
             owed.discard(reader)
-            self.outcomes.setdefault(reader, message.outcome)
+            self.discharged.setdefault(reader, Discharge(message.outcome, str(reader)))
         return Ack(message.key, message.pull_id)
 
     patch.setattr(Lease, "_release", release)
@@ -66,9 +66,9 @@ def strikes_off_all_attempts_of_a_rank(patch: pytest.MonkeyPatch) -> None:
     def release(self: Lease, message: Release, source: str, now: float) -> Any:
         answer = honest(self, message, source, now)
         if isinstance(answer, Ack):
-            reader = self._reader(message.cohort)
-            for pull_id in [p for p, hold in self.held.items() if hold.reader == reader]:
-                del self.held[pull_id]
+            reader = Reader(message.cohort.id, message.cohort.tp_rank, message.cohort.pp_stage)
+            for pull_id in [p for p, grant in self.grants.items() if grant.reader == reader]:
+                del self.grants[pull_id]
             if message.cohort.id in self.cohorts:
                 self.cohorts[message.cohort.id].owed.discard(reader)
         return answer
@@ -131,13 +131,13 @@ def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None
 @planted
 def revoking_breaks_promises(patch: pytest.MonkeyPatch) -> None:
     """What is revoked is free at once, whoever was promised it."""
-    honest = Lease._stop
+    honest = Lease.revoke
 
-    def stop(self: Lease, event: Any, cause: Any, now: float) -> None:
-        self.held.clear()
-        honest(self, event, cause, now)
+    def revoke(self: Lease, now: float) -> Any:
+        self.grants.clear()
+        return honest(self, now)
 
-    patch.setattr(Lease, "_stop", stop)
+    patch.setattr(Lease, "revoke", revoke)
 
 
 @planted
@@ -145,20 +145,13 @@ def expiry_breaks_promises(patch: pytest.MonkeyPatch) -> None:
     """A lease ends at its time, though a grant runs on."""
     honest = Lease._grant
 
-    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
+    def grant(self: Lease, ask: Any, reader: Any, sender: str, now: float) -> Any:
         until = self.expires_at
-        answer = honest(self, ask, reader, source, now)
+        answer = honest(self, ask, reader, sender, now)
         self.expires_at = until
         return answer
 
-    def settle(self: Lease, now: float) -> None:
-        if self.state is LeaseState.ENDING:
-            self.held.clear()
-        honest_settle(self, now)
-
-    honest_settle = Lease._settle
     patch.setattr(Lease, "_grant", grant)
-    patch.setattr(Lease, "_settle", settle)
 
 
 @planted
@@ -378,8 +371,8 @@ def anybody_may_release(patch: pytest.MonkeyPatch) -> None:
     honest = Lease._release
 
     def release(self: Lease, message: Release, source: str, now: float) -> Any:
-        hold = self.held.get(PullId(message.pull_id))
-        return honest(self, message, source if hold is None else hold.source, now)
+        hold = self.grants.get(PullId(message.pull_id))
+        return honest(self, message, source if hold is None else hold.sender, now)
 
     patch.setattr(Lease, "_release", release)
 
@@ -387,13 +380,13 @@ def anybody_may_release(patch: pytest.MonkeyPatch) -> None:
 @planted
 def anybody_may_renew(patch: pytest.MonkeyPatch) -> None:
     """A renewal counts for the pull that it names, whoever sends it."""
-    honest = Lease._answer
+    honest = Lease._renew
 
-    def answer(self: Lease, message: Any, source: str, now: float) -> Any:
-        hold = self.held.get(PullId(message.pull_id))
-        return honest(self, message, hold.source if hold and isinstance(message, Renew) else source, now)
+    def renew(self: Lease, message: Renew, sender: str, now: float) -> Any:
+        grant = self.grants.get(PullId(message.pull_id))
+        return honest(self, message, sender if grant is None else grant.sender, now)
 
-    patch.setattr(Lease, "_answer", answer)
+    patch.setattr(Lease, "_renew", renew)
 
 
 @planted
@@ -414,8 +407,8 @@ def request_ids_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     """Whoever knows a key may call the request what he likes."""
     honest = Lease._bind
 
-    def bind(self: Lease, message: Any) -> Any:
-        return honest(self, msgspec.structs.replace(message, request_id=self.lent.request_id))
+    def bind(self: Lease, message: Any, reader: Any) -> Any:
+        return honest(self, msgspec.structs.replace(message, request_id=self.lent.request_id), reader)
 
     patch.setattr(Lease, "_bind", bind)
 
@@ -425,10 +418,10 @@ def any_cohort_may_read(patch: pytest.MonkeyPatch) -> None:
     """A lease is bound to as many cohorts as speak up."""
     honest = Lease._bind
 
-    def bind(self: Lease, message: Any) -> Any:
+    def bind(self: Lease, message: Any, reader: Any) -> Any:
         if message.cohort.id not in self.cohorts and len(self.cohorts) >= self.lent.readers:
-            self.lent = replace(self.lent, readers=self.lent.readers + 1)
-        return honest(self, message)
+            self.lent = msgspec.structs.replace(self.lent, readers=self.lent.readers + 1)
+        return honest(self, message, reader)
 
     patch.setattr(Lease, "_bind", bind)
 
@@ -489,9 +482,8 @@ def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
     def close(self: rank_module.RankCore, now: float) -> None:
         honest(self, now)
         for lease in list(self.prefill.leases.values()):
-            lease.held.clear()
-            lease.tick(now)
-            self.prefill.after(lease, now)
+            lease.grants.clear()
+            self.prefill.tick_lease(lease, now)
 
     patch.setattr(rank_module.RankCore, "close", close)
 
@@ -499,31 +491,31 @@ def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_lease_is_cut_short(patch: pytest.MonkeyPatch) -> None:
     """What is lent comes back at half its time."""
-    honest = Lease.__post_init__
+    honest = Lease.__init__
 
-    def begin(self: Lease) -> None:
-        honest(self)
+    def begin(self: Lease, lent: Any, now: float) -> None:
+        honest(self, lent, now)
         self.expires_at = self.lent_at + self.lent.lease_s / 2
 
-    patch.setattr(Lease, "__post_init__", begin)
+    patch.setattr(Lease, "__init__", begin)
 
 
 @planted
 def a_lease_lasts_as_long_as_any_may(patch: pytest.MonkeyPatch) -> None:
     """What nobody asks for stays lent for `max_lease_s`."""
-    honest = Lease.__post_init__
+    honest = Lease.__init__
 
-    def begin(self: Lease) -> None:
-        honest(self)
+    def begin(self: Lease, lent: Any, now: float) -> None:
+        honest(self, lent, now)
         self.expires_at = self.lent_at + self.lent.max_lease_s
 
-    patch.setattr(Lease, "__post_init__", begin)
+    patch.setattr(Lease, "__init__", begin)
 
 
 @planted
 def revoking_does_nothing(patch: pytest.MonkeyPatch) -> None:
     """A lease that is revoked goes on as before."""
-    patch.setattr(Lease, "revoke", lambda self, now: None)
+    patch.setattr(Lease, "revoke", Lease.tick)
 
 
 @planted
@@ -865,7 +857,7 @@ def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
         if (lease := self.leases.get(key)) is not None:
-            lease.held.clear()
+            lease.grants.clear()
         honest(self, key, now)
 
     patch.setattr(prefill.PrefillSide, "withdraw", withdraw)

@@ -421,7 +421,7 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
-    prefill.node.prefill.receive(parked.message, parked.route, parked.source, world.time(prefill))
+    prefill.node.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
     assert prefill.node.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
@@ -441,8 +441,7 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
     world, prefill, decode = pair()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
-    world.lend(prefill, first).revoke(world.time(prefill))
-    prefill.node.prefill.after(prefill.node.prefill.leases[first.key], world.time(prefill))
+    prefill.node.prefill.revoke(world.lend(prefill, first), world.time(prefill))
     prefill.node.withdraw(second, world.time(prefill))
     prefill.node.prefill.spent = SpentKeys()  # as after very many other schedulers
     with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):

@@ -87,6 +87,7 @@ SLOW = {
     "closing_returns_blocks_too_soon": 1096,
     "completion_stamped_before_it_was_observed": 12,
     "deadline_from_another_transmission": 183,
+    "draining_revokes": 152,
     "failed_announcements_are_final": 159,
     "gaps_are_closed_by_forgetting_what_was_lent": 137,
     "no_pause_between_handshakes": 50,

@@ -184,16 +184,16 @@ def is_out_of_quarantine(pull: Pull, now: float) -> bool:
 
 
 Condition = Callable[["Pull", float], bool]
-WHEN: Mapping[PullState, tuple[tuple[Condition, PullState], ...]] = {
-    S.ANNOUNCED: (),
-    S.CONNECTING: ((has_nothing_to_read, S.NOTIFYING),),
-    S.QUEUED: (),
-    S.READING: ((has_landed, S.CONFIRMING), (waits_to_be_lent, S.QUEUED)),
-    S.CONFIRMING: ((is_proven, S.NOTIFYING), (read_too_early, S.QUEUED)),
-    S.DRAINING: ((has_drained, S.NOTIFYING),),
-    S.NOTIFYING: ((is_all_over, S.RELEASED), (is_everybody_told, S.QUARANTINED)),
-    S.QUARANTINED: ((is_out_of_quarantine, S.RELEASED),),
-    S.RELEASED: (),
+WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
+    S.ANNOUNCED: {},
+    S.CONNECTING: {has_nothing_to_read: S.NOTIFYING},
+    S.QUEUED: {},
+    S.READING: {has_landed: S.CONFIRMING, waits_to_be_lent: S.QUEUED},
+    S.CONFIRMING: {is_proven: S.NOTIFYING, read_too_early: S.QUEUED},
+    S.DRAINING: {has_drained: S.NOTIFYING},
+    S.NOTIFYING: {is_all_over: S.RELEASED, is_everybody_told: S.QUARANTINED},
+    S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
+    S.RELEASED: {},
 }
 """What is acted upon at once, whatever event led there: the first condition that holds, until none does."""
 
@@ -674,7 +674,7 @@ class Pull:
         if after is not self.state:
             self._enter(after, now)
         while True:
-            for condition, following in WHEN[self.state]:
+            for condition, following in WHEN[self.state].items():
                 if condition(self, now):
                     self._enter(following, now)
                     break
