@@ -19,12 +19,13 @@ import numpy.typing as npt
 import pytest
 
 from asynckv.config import NixlConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, Span
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.ports import AgentInfo
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -56,15 +57,14 @@ TABLES = (
 class Side:
     """A plane with two memories, polled whenever it asks to be."""
 
-    def __init__(self, name: str, seed: int, config: NixlConfig | None = None) -> None:
+    def __init__(self, name: str, seed: int, config: NixlConfig | None = None, lent: Sequence[Bytes] = ()) -> None:
         self.plane = NixlPlane(config or NixlConfig(), name)
         self.arrays: list[Bytes] = contents(seed)
-        self.memories = [Memory(a.ctypes.data, a.nbytes) for a in self.arrays]
-        self.news: list[Ended] = []
+        self.memories = [Memory(a.ctypes.data, a.nbytes) for a in (*self.arrays, *lent)]
+        self.news: list[TransferEnded] = []
         self.calls = 0
         self._event = asyncio.Event()
-        self.plane.start(self._poll)
-        self.plane.register(self.memories)
+        self.agent = self.plane.start(self.memories, self._poll)
 
     def _poll(self) -> None:
         self.calls += 1
@@ -72,13 +72,13 @@ class Side:
             self.news += found
             self._event.set()
 
-    def read(self, transfer_id: int, name: str, table_id: int, local: Indices, remote: Indices) -> None:
+    def read(self, transfer_id: int, name: str, table: DescTable, local: Indices, remote: Indices) -> None:
         """Post, and file what is known at once under the news."""
-        ended = self.plane.post_read(TransferId(transfer_id), name, table_id, local, remote)
+        ended = self.plane.post_read(TransferId(transfer_id), name, request(table, local, remote))
         if ended is not None:
             self.news.append(ended)
 
-    async def heard(self, count: int) -> list[Ended]:
+    async def heard(self, count: int) -> list[TransferEnded]:
         """Wait for news of so many transfers."""
         with anyio.fail_after(PATIENCE_S):
             while len(self.news) < count:
@@ -86,6 +86,12 @@ class Side:
                 await self._event.wait()
         news, self.news = self.news, []
         return news
+
+
+def request(table: DescTable, local: Indices, remote: Indices) -> ReadRequest:
+    """What the core would ask for."""
+    rows = np.clip(local // table.local_blocks, 0, table.num_rows - 1)
+    return ReadRequest(table, local, remote, int(table.length[rows].sum()), len(local))
 
 
 def contents(seed: int) -> list[Bytes]:
@@ -116,19 +122,13 @@ def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: DescTable, local: 
         mine[memory][to : to + length] = theirs[from_memory][source : source + length]
 
 
-async def prepare(reader: Side, name: str, metadata: bytes, remote: Sequence[Memory]) -> None:
-    await reader.plane.prepare_peer(name, metadata)
-    for each in TABLES:
-        reader.plane.add_table(name, each, reader.memories, remote)
-
-
 async def check_reads(reader: Side, name: str, theirs: Sequence[Bytes]) -> None:
     """Read through every table, and compare every byte of memory with a naive copy."""
     want = [a.copy() for a in reader.arrays]
     for number, t in enumerate(TABLES):
         local, remote = pairs(t, number)
         copied(want, theirs, t, local, remote)
-        reader.read(number, name, t.table_id, local, remote)
+        reader.read(number, name, t, local, remote)
     news = await reader.heard(len(TABLES))
     assert {(e.transfer_id, e.ending) for e in news} == {(n, Ending.DONE) for n in range(len(TABLES))}
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
@@ -149,7 +149,7 @@ async def linked(sides: list[Side]) -> tuple[Side, Side]:
     reader, owner = Side("reader", 1), Side("owner", 2)
     sides += [reader, owner]
     owner.plane.watch(True)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     return reader, owner
 
 
@@ -162,7 +162,7 @@ async def test_strided_tables_read_what_they_name_and_nothing_else(linked: tuple
 @pytest.mark.parametrize(("local", "remote"), [(-1, 0), (0, -1), (HERE, 0), (0, THERE), (1 << 30, 0)])
 async def test_indices_outside_of_a_table_are_refused(linked: tuple[Side, Side], local: int, remote: int) -> None:
     reader, _ = linked
-    reader.read(1, "owner", 7, np.array([local], np.int32), np.array([remote], np.int32))
+    reader.read(1, "owner", TABLES[1], np.array([local], np.int32), np.array([remote], np.int32))
     (ended,) = reader.news
     assert (ended.ending, ended.peer_lost) == (Ending.FAILED, False)
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, contents(1), strict=True))
@@ -170,28 +170,33 @@ async def test_indices_outside_of_a_table_are_refused(linked: tuple[Side, Side],
 
 async def test_a_table_of_two_kinds_of_memory_is_refused(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
-    memories = [reader.memories[0], Memory(1 << 40, SIZE, "cuda")]
-    with pytest.raises(BackendError, match="mixes cpu and cuda memory"):
-        reader.plane.add_table("owner", TABLES[0], memories, owner.memories)
+    reader.plane.remove_remote_agent("owner")
+    mixed = [owner.memories[0], Memory(1 << 40, SIZE, "cuda")]
+    await reader.plane.add_remote_agent(owner.agent, mixed)
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    (ended,) = reader.news
+    assert ended.ending is Ending.REFUSED
+    assert "mixes cpu and cuda memory" in ended.cause
 
 
 async def test_metadata_under_another_name_is_not_kept(sides: list[Side]) -> None:
     reader, owner = Side("reader", 1), Side("owner", 2)
     sides += [reader, owner]
     with pytest.raises(BackendError, match="'owner', but 'somebody' was announced"):
-        await prepare(reader, "somebody", owner.plane.metadata(), owner.memories)
+        await reader.plane.add_remote_agent(AgentInfo("somebody", owner.agent.metadata), owner.memories)
     with pytest.raises(BackendError, match="refuses the metadata"):
-        await prepare(reader, "nobody", b"", owner.memories)
+        await reader.plane.add_remote_agent(AgentInfo("nobody", b""), owner.memories)
     assert reader.plane.statistics()["peers"] == 0
     owner.plane.watch(True)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     await check_reads(reader, "owner", owner.arrays)
 
 
 async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -> None:
     plane = NixlPlane(NixlConfig(backend="NOWHERE"), "nobody")
     with pytest.raises(BackendError, match=r"'NOWHERE' cannot be created.* plug-ins found: .*UCX"):
-        plane.start(lambda: None)
+        plane.start((), lambda: None)
     plane.close()
 
 
@@ -220,7 +225,7 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader, _ = linked
     local, remote = pairs(TABLES[0], 0)
     # The first read has to wait for the connection, which nobody can make before the loop turns.
-    assert reader.plane.post_read(TransferId(1), "owner", 0, local, remote) is None
+    assert reader.plane.post_read(TransferId(1), "owner", request(TABLES[0], local, remote)) is None
     assert reader.plane.statistics()["running"] == 1
     reader.plane.close()
     assert reader.plane.poll() == []
@@ -260,7 +265,7 @@ def test_the_death_of_an_owner_ends_what_reads_from_it(over_tcp: dict[str, Any])
 async def _owner() -> None:
     owner = Side("owner", 2)
     owner.plane.watch(True)
-    metadata = base64.b64encode(owner.plane.metadata()).decode()
+    metadata = base64.b64encode(owner.agent.metadata).decode()
     print(json.dumps([metadata, [m.base for m in owner.memories]]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     owner.plane.close()
@@ -275,7 +280,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             metadata, bases = json.loads(process.stdout.readline())
             reader = Side("reader", 1, NixlConfig(posting_threads=posting_threads, bulk_bytes=1))
             remote = [Memory(base, SIZE) for base in bases]
-            await prepare(reader, "owner", base64.b64decode(metadata), remote)
+            await reader.plane.add_remote_agent(AgentInfo("owner", base64.b64decode(metadata)), remote)
             await check_reads(reader, "owner", contents(2))
             found: dict[str, Any] = {**reader.plane.describe(), **reader.plane.statistics(), "exact": True}
 
@@ -284,7 +289,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             os.waitpid(process.pid, os.WUNTRACED)  # noqa: ASYNC222
             local, there = pairs(TABLES[0], 5)
             for transfer_id in range(10, 14):
-                reader.read(transfer_id, "owner", 0, local, there)
+                reader.read(transfer_id, "owner", TABLES[0], local, there)
             while (now := reader.plane.statistics())["posts_handed"] > sum(  # noqa: ASYNC110 - it has no event
                 now.get(f"poster{i}.posts", 0) for i in (1, 2)
             ):
@@ -296,10 +301,10 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             }
             process.kill()
             found["after_kill"] = [[e.ending.value, e.peer_lost] for e in await reader.heard(4)]
-            reader.read(20, "owner", 0, local, there)
+            reader.read(20, "owner", TABLES[0], local, there)
             (ended,) = await reader.heard(1)
             found["next_post"] = [ended.ending.value, ended.peer_lost]
-            reader.plane.remove_peer("owner")
+            reader.plane.remove_remote_agent("owner")
             found["left"] = {k: reader.plane.statistics()[k] for k in ("running", "in_doubt", "unreleased", "peers")}
             found["owner_stdout"] = process.stdout.read()
             reader.plane.close()

@@ -150,7 +150,7 @@ class DescTable:
 class ReadRequest(NamedTuple):
     """One transfer to post: equally long index arrays into one table, and what it amounts to."""
 
-    table_id: int
+    table: DescTable
     local: Int32s
     remote: Int32s
     num_bytes: int
@@ -272,7 +272,7 @@ def _expand(section: Section, piece: _Piece) -> ReadRequest:
     if piece.end > 1:  # the first row's indices are the blocks themselves
         local = (table.local_index[piece.row : piece.end] + local).ravel()
         remote = (table.remote_index[piece.row : piece.end] + remote).ravel()
-    return ReadRequest(table.table_id, local, remote, piece.num_bytes, piece.num_descriptors)
+    return ReadRequest(table, local, remote, piece.num_bytes, piece.num_descriptors)
 
 
 class PeerTables:

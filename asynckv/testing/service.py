@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.topology import owed_readers
-from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.hostile import Hostile
