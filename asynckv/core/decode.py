@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from asynckv.config import PullConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import Admission, LaneKey, Window
 from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Disconnect,
@@ -31,13 +31,13 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Timers,
     Traced,
 )
 from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
-from asynckv.core.pull import News, Pull, PullState, ReleaseState, Source
+from asynckv.core.pull import Pull, PullState, ReleaseState, Source
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
@@ -60,9 +60,9 @@ from asynckv.core.wire import (
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.layout import Layout, check_layout, decode_layout
 from asynckv.geometry.match import NotCovered, assign, compare
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 
-__all__ = ["DecodeSide", "News"]
+__all__ = ["DecodeSide"]
 
 E, S = PeerEvent, PeerState
 
@@ -262,7 +262,7 @@ class DecodeSide:
         if (transfer := self.transfers.get(transfer_id)) is not None:
             transfer.pull.post_s += post_s
 
-    def ended(self, news: News, detect_s: float, now: float) -> None:
+    def ended(self, news: TransferEnded, detect_s: float, now: float) -> None:
         """Take news of a transfer; `now` was read after it was observed."""
         transfer = self.transfers.get(news.transfer_id)
         if transfer is None:
@@ -272,19 +272,24 @@ class DecodeSide:
         # What is in doubt may stay so for ever: it must not take the window from others.
         peer.window.leave(news.transfer_id)
         self.window.leave(news.transfer_id)
-        if news.in_doubt:
+        is_done = news.ending is Ending.DONE
+        if news.ending is Ending.IN_DOUBT:
             self._outbox.counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[news.transfer_id]
             peer.transfers.discard(news.transfer_id)
-            self._outbox.counters["transfers.done" if news.ok else "transfers.failed"] += 1
+            self._outbox.counters["transfers.done" if is_done else "transfers.failed"] += 1
         peer.moved_at = now
         if peer.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
-        if news.ok:
+        if is_done:
             pull.detect_s = max(pull.detect_s, min(detect_s, now - transfer.posted_at))
             leg.bytes_read += transfer.num_bytes
             self._outbox.counters["bytes.read"] += transfer.num_bytes
+        if news.ending is Ending.REFUSED:
+            # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
+            self._outbox.commands.append(TableRefused(peer, news.cause))
+            self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {news.cause}", now)
         pull.ended(leg, news, now)
         if news.peer_lost:
             self._lose(peer, Reason.PEER_LOST, news.cause, now)
@@ -317,10 +322,6 @@ class DecodeSide:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
         self._wake(peer)
 
-    def table_failed(self, peer: Peer, cause: str, now: float) -> None:
-        """The data plane could not prepare a table."""
-        self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
-
     def unloaded(self, cause: str, now: float) -> None:
         """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
 
@@ -329,14 +330,12 @@ class DecodeSide:
         known = [p for p in self.peers.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
         detail = f"this side's data plane has lost its connections: {cause}"
         # What was to be done with what is lost must not be done with what follows.
-        lost = (AddTable, RemoveTable, RemovePeer)
-        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, lost)]
+        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
         self._routes.clear()
         for peer in known:
             if peer.is_set_aside:
                 self._take_back(peer)
             peer.loaded = False
-            peer.tables.clear()
             peer.maps.clear()
             peer.reason, peer.detail, peer.not_before = Reason.READ_FAILED, detail, now
             self._change(peer, E.UNLOADED)
@@ -411,7 +410,7 @@ class DecodeSide:
     def destroyed(self, now: float) -> None:
         """The data plane is gone: whatever was posted can write nothing any more."""
         for transfer_id in list(self.transfers):
-            self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
+            self.ended(TransferEnded(transfer_id, Ending.FAILED, "its agent was destroyed"), 0.0, now)
 
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
@@ -816,8 +815,6 @@ class DecodeSide:
                     peer.maps[key] = PeerTables(self._layout, _known(peer), shares, peer.table_ids)
                     for warning in peer.maps[key].warnings:
                         self._outbox.commands.append(SlowGeometry(peer, warning))
-                    for table in peer.maps[key].regular:
-                        self._add_table(peer, table)
                 found.append(peer.maps[key] if shares else None)
         except (NotCovered, LayoutError) as exc:
             route: tuple[PeerTables | None, ...] | str = str(exc)
@@ -843,38 +840,15 @@ class DecodeSide:
             except (PlanRefused, LayoutError) as exc:
                 pull.fail(Reason.UNPLANNABLE, str(exc), now)
                 return False
-            peer = self._source(leg)
-            for section in plan.sections:
-                self._add_table(peer, section.table)
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             pull.planned(leg, plan)
-            self._evict(peer, leg.map)
+            # A plan holds the tables that it reads with.
+            leg.map.evict(set())
         return True
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return who has something owed or held at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
-
-    def _source(self, leg: Source) -> Peer:
-        """The peer that a leg reads from."""
-        return self.peers[leg.address, leg.incarnation]
-
-    def _add_table(self, peer: Peer, table: DescTable) -> None:
-        if table.table_id not in peer.tables:
-            peer.tables.add(table.table_id)
-            self._outbox.commands.append(AddTable(peer, table))
-
-    def _evict(self, peer: Peer, known: PeerTables) -> None:
-        """Forget the tables of cuts that have not been seen for long."""
-        if not known.is_full:
-            return
-        sources = [
-            leg for p in peer.pulls for leg in self.pulls[p].sources if leg.map is known and leg.plan is not None
-        ]
-        in_use = {section.table.table_id for leg in sources if leg.plan for section in leg.plan.sections}
-        for table in known.evict(in_use):
-            peer.tables.discard(table.table_id)
-            self._outbox.commands.append(RemoveTable(peer, table.table_id))
 
     # -- inside: peers -----------------------------------------------------------------------------
 
@@ -963,8 +937,6 @@ class DecodeSide:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
         if peer.state is S.GONE and peer.loaded and not peer.transfers:
             peer.loaded = False
-            self._outbox.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.tables)]
-            peer.tables.clear()
             self._outbox.commands.append(RemovePeer(peer, peer.is_alive))
         if peer.state is S.GONE and peer.maps:
             peer.maps.clear()

@@ -109,8 +109,6 @@ class Peer:
     """Who has reads to post here, first come first served."""
     is_queued: bool = False
     """In the node's turn of peers that may post."""
-    tables: set[int] = field(default_factory=set)
-    """Piece tables that the data plane knows."""
     is_alive: bool = False
     """It is given up for another reason than its end."""
     is_orderly: bool = False

@@ -32,12 +32,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
-__all__ = ["News", "Pull", "PullEvent", "PullState", "Source"]
+__all__ = ["Pull", "PullEvent", "PullState", "Source"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -144,18 +145,6 @@ WHEN: Mapping[PullState, Mapping[str, PullState]] = {
     S.HELD: {"no block is held": S.RELEASED},
 }
 """State-triggered transitions: taken at once, to a fixed point, whatever event led there."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What the data plane says of one transfer."""
-
-    transfer_id: TransferId
-    ok: bool
-    in_doubt: bool
-    """It failed, but it may still write."""
-    cause: str = ""
-    peer_lost: bool = False
 
 
 class ReleaseState(enum.StrEnum):
@@ -534,21 +523,22 @@ class Pull:
         self.num_posted += 1
         self.num_descriptors_posted += num_descriptors
 
-    def ended(self, leg: Source, news: News, now: float) -> None:
+    def ended(self, leg: Source, news: TransferEnded, now: float) -> None:
         """News of a transfer; `now` was read after it was observed."""
         transfer_id = news.transfer_id
         after = self._allow(E.ENDED)
-        if news.in_doubt:
+        if news.ending is Ending.IN_DOUBT:
             leg.doubtful.add(transfer_id)
         else:
             leg.doubtful.discard(transfer_id)
         leg.running.discard(transfer_id)
         self._enter(after, now)
-        if news.ok and leg.is_done:
+        is_done = news.ending is Ending.DONE
+        if is_done and leg.is_done:
             leg.done_at = now
             leg.nonce_when_done = max(leg.nonces, default=0)
             self.read_at = now
-        elif not news.ok:
+        elif not is_done:
             reason = Reason.PEER_LOST if news.peer_lost else Reason.READ_FAILED
             self._fail(reason, f"a transfer from {leg.where} failed: {news.cause}", now)
         self._advance(now)
