@@ -440,6 +440,23 @@ async def test_what_waits_for_a_peer_that_was_lost_is_not_posted(
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
 
 
+async def test_what_is_dropped_is_dropped_by_every_thread(sides: list[Side]) -> None:
+    reader, owner = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
+    for _ in range(2):
+        await check_reads(reader, "owner", owner.arrays)
+    agents = [poster.agent for poster in reader.plane._posters]
+    assert [agent.knows("owner") for agent in agents] == [True, True]
+    reader.plane.remove_remote_agent("owner")
+    await until(lambda: not any(agent.knows("owner") for agent in agents))
+    assert not any(agent._agent.check_remote_metadata("owner") for agent in agents)
+    # What comes too late fails there, and whoever is met again is loaded again by all.
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    assert [(e.ending, e.cause) for e in await reader.heard(1)] == [(Ending.FAILED, "peer owner is not loaded")]
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from asynckv import (
     BackendError,
     Engine,
     EngineConfig,
+    GeometryRefused,
     LeaseConfig,
     NixlConfig,
     PrefillGroup,
@@ -107,6 +108,28 @@ async def test_our_own_agent_dies_in_mid_read_and_the_retry_meets_the_same_rank_
         end = await passing(sim, asyncio.create_task(lent.wait_released()))
         assert (end.cause, end.readers) == ("released", {"decode/tp0": "complete"})
         assert held(decode) == held(prefill) == []
+
+
+async def test_a_rank_whose_tables_cannot_be_prepared_is_not_read_and_says_why(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        refused = TransferEnded(TransferId(1), Ending.REFUSED, "no room for it")
+        monkeypatch.setattr(decode.data, "post_read", lambda number, *_: refused._replace(transfer_id=number))
+        pulls = []
+        for i in range(2):
+            params = group.make_params(f"r{i}", [(0, [1 + i])], 16, written=True)
+            prefill.engine.lend(params)
+            pulls.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params)))
+        for pull in pulls:
+            with pytest.raises(GeometryRefused, match=r"prefill/tp0@\w+ \(sim://1\) cannot be read: no room") as caught:
+                await passing(sim, pull)
+            assert not caught.value.is_retryable
+            assert not caught.value.held
+        assert state(decode) == "gone"
+        assert held(decode) == []
+        assert decode.engine.statistics().gauges["transfers"] == 0
 
 
 async def test_pulls_fail_as_retryable_when_our_own_agent_dies_whatever_they_were_at(sim: Bench) -> None:
