@@ -447,15 +447,18 @@ async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
     assert agent is not None
     released: list[Any] = []
     release = agent._agent.release_dlist_handle
-    monkeypatch.setattr(agent._agent, "release_dlist_handle", lambda each: (released.append(each), release(each)))
-    raw = meddle(
-        reader, getXferStatus=lambda handle: raw.getXferStatus(handle) if not doubt else 1 // 0, postXferReq=_runs
-    )
+
+    def note(handle: Any) -> None:
+        released.append(handle)
+        release(handle)
+
+    monkeypatch.setattr(agent._agent, "release_dlist_handle", note)
+    raw = meddle(reader, getXferStatus=lambda handle: 1 // 0 if doubt else 1, postXferReq=lambda handle, _: 1)
     local, remote = pairs(TABLES[0], 0)
     reader.read(1, "owner", TABLES[0], local, remote)
     if doubt:
         assert endings(reader.plane.poll()) == [(1, "in_doubt")]
-    (used,) = (*agent.running.values(), *agent.doubtful.values())
+    (used,) = (agent.doubtful if doubt else agent.running).values()
     agent._raw = raw
     for number in range(10):
         each = replace(TABLES[1], table_id=number)
@@ -465,11 +468,6 @@ async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
     assert used.lists.local not in released
     assert used.lists.remote not in released
     assert len(released) == 2 * (12 - 3)
-
-
-def _runs(handle: int, _: bytes) -> int:
-    """A post that is under way, and stays so."""
-    return 1
 
 
 # -- two processes ---------------------------------------------------------------------------------
