@@ -16,16 +16,16 @@ from asynckv.core import decode, prefill
 from asynckv.core import lease as lease_module
 from asynckv.core import pull as pull_module
 from asynckv.core import rank as rank_module
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import Admission
 from asynckv.core.lease import Discharge, Lease, Reader
 from asynckv.core.ledger import Ledger
 from asynckv.core.peer import PeerState
-from asynckv.core.pull import News, Pull, PullState, Source
+from asynckv.core.pull import Pull, PullState, Source
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Outcome, PullId, Reason
 from asynckv.core.wire import Ack, Claim, Granted, Release, Renew
-from asynckv.engine import Engine, _news
-from asynckv.ports import Ended
+from asynckv.engine import Engine
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing import service
 
@@ -87,8 +87,9 @@ def trusts_an_exception(patch: pytest.MonkeyPatch) -> None:
     """A transfer that is in doubt is taken for ended."""
     honest = Pull.ended
 
-    def ended(self: Pull, leg: Source, news: News, now: float) -> None:
-        honest(self, leg, News(news.transfer_id, news.ok, False, news.cause, news.peer_lost), now)
+    def ended(self: Pull, leg: Source, news: TransferEnded, now: float) -> None:
+        ending = Ending.FAILED if news.ending is Ending.IN_DOUBT else news.ending
+        honest(self, leg, news._replace(ending=ending), now)
 
     patch.setattr(Pull, "ended", ended)
 
@@ -120,9 +121,9 @@ def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None
 
     def on_data(self: Engine) -> None:
         now = self._clock.now()
-        news = [each for each in self._data.poll() if isinstance(each, Ended)]
+        news = [each for each in self._data.poll() if isinstance(each, TransferEnded)]
         for ended in news:
-            self._core.decode.ended(_news(ended), 0.0, now)
+            self._core.decode.ended(ended, 0.0, now)
         self._soon()
 
     patch.setattr(Engine, "_on_data", on_data)

@@ -16,9 +16,9 @@ from asynckv.core.prefill import _blocks_of
 from asynckv.core.types import Cohort, Key, Outcome, Params, ReplyTo, RequestId
 from asynckv.core.wire import Ack, Claim, Granted, Message, NotYet, Release, Renew, blocks_digest, decode_packet
 from asynckv.errors import AsyncKVError, LocalProtocolError
+from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
 from asynckv.geometry.bounds import NULL, BlockRuns
-from asynckv.geometry.layout import Group, blocks_of
-from asynckv.geometry.blocks import check_blocks, check_covers
+from asynckv.geometry.layout import Group
 from tests.world import Rank, World, make_layout
 
 READER = Cohort("decode")

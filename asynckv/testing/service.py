@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
@@ -30,7 +31,6 @@ from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import owed_readers
-from asynckv.ports import Ending
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
