@@ -32,6 +32,7 @@ from asynckv.geometry.topology import owed_readers
 from asynckv.ports import Ending
 from asynckv.registration import Registration
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import BLOCK, LENT, MILD, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
@@ -170,13 +171,16 @@ class _Rank:
         data.on_post, data.on_land = self._posted, self._landing
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
-        self.engine = Engine(
-            self.config(),
-            Registration(self.layout),
-            data=data,
-            control=WorldControl(process, f"sim://{self.name}"),
-            clock=WorldClock(process),
-            token_hex=world.token(name),
+        doors = self.service.doors(process)
+        self.engine = doors.engine(
+            Engine(
+                doors.config(self.config()),
+                Registration(self.layout),
+                data=doors.data(data),
+                control=doors.control(WorldControl(process, f"sim://{self.name}")),
+                clock=doors.clock(WorldClock(process)),
+                token_hex=doors.token_hex(world.token(name)),
+            )
         )
         process.spawn(self.engine.start)
         world.note(self.name, "started", name)
@@ -265,10 +269,15 @@ class _Prefill:
 
 
 class Service:
-    """Prefill and decode engines, their schedulers and the router between them."""
+    """Prefill and decode engines, their schedulers and the router between them.
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    Args:
+        script: What is asked of them, and what goes wrong.
+        doors: What every rank is connected by, each time its process starts.
+    """
+
+    def __init__(self, script: Script, doors: Callable[[Process], Doors] = Doors) -> None:
+        self.script, self.doors = script, doors
         self.world = World(script.seed)
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
@@ -748,7 +757,7 @@ class Service:
             return
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
-        holder = _Lease(lent.ask.number, handle, lent, process, clock)
+        holder = _Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
         self.leases.append((rank, process, holder))
         self._spent(rank, lent)
 
@@ -946,6 +955,7 @@ class _Lease:
     lent: _Lent
     process: Process
     clock: Stopwatch
+    engine: Engine
     revoked: Stopwatch | None = None
     ended: str = ""
     ended_at: float = 0.0
@@ -955,7 +965,7 @@ class _Lease:
     def revoke(self) -> None:
         """Take it back: by its handle, or as a scheduler does that does not know whether it was lent."""
         if self.ask % 2:
-            self.handle._engine.withdraw(self.lent.params)
+            self.engine.withdraw(self.lent.params)
         else:
             self.handle.revoke()
         self.revoked = self.revoked or Stopwatch.start(self.process)
