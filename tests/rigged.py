@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asynckv.config import EngineConfig, PullConfig
+from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.types import Address, Key, ReplyTo, decode_params
 from asynckv.core.wire import (
     Ack,
@@ -95,6 +95,7 @@ class Rank:
         self.process = process
         self.engine, self.data, self.control, self.clock = Door(), Door(), Door(), Door()
         self.pull_config: Callable[[PullConfig], PullConfig] = lambda config: config
+        self.lease_config: Callable[[LeaseConfig], LeaseConfig] = lambda config: config
         self.token_hex: Callable[[Callable[[int], str]], Callable[[int], str]] = lambda honest: honest
         self._senders: list[Hook] = []
         self._hearers: list[Hook] = []
@@ -167,7 +168,8 @@ class Rigged(Doors):
         plant(self._rank)
 
     def config(self, config: EngineConfig) -> EngineConfig:
-        return replace(config, pull=self._rank.pull_config(config.pull))
+        rank = self._rank
+        return replace(config, pull=rank.pull_config(config.pull), lease=rank.lease_config(config.lease))
 
     def data(self, plane: Any) -> Any:
         return self._rank.data.open(plane)
