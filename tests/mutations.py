@@ -573,6 +573,15 @@ def answers_from_anybody_count(rank: Rank) -> None:
 
 
 @planted
+def claims_leave_after_the_reads(rank: Rank) -> None:
+    """Urgent words wait until everything is posted."""
+
+    @rank.sends(Claim)
+    def later(said: Said) -> None:
+        rank.process.loop.call_later(0.01, rank.say, said)
+
+
+@planted
 def promises_are_not_renewed(rank: Rank) -> None:
     """A promise is asked for again when it has run out."""
     rank.sends(Renew)(lambda said: None)
@@ -1164,6 +1173,12 @@ def a_place_is_never_given_back(rank: Rank) -> None:
             raise
 
     rank.engine.pull = pull
+
+
+@planted
+def bytes_in_flight_are_not_counted(rank: Rank) -> None:
+    """Whatever may be read is posted at once."""
+    rank.pull_config = lambda pull: replace(pull, window_bytes=1 << 40, total_bytes=1 << 40)
 
 
 @planted

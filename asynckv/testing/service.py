@@ -46,6 +46,9 @@ PROBE = 1_000_000
 HEARD = {"duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
 """Faults that make no process look dead."""
 
+COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
+"""Faults that make no rank fall silent, and no transfer take long: whatever runs takes room."""
+
 SERVES_ONLY = 0.3
 """Up to this likelihood an agent that dies takes no reads of its own rank with it."""
 
@@ -207,6 +210,11 @@ class _Rank:
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
+        owner = transfer.owner.process.name.split("#")[0]
+        if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
+            self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
+        if self.service.is_counted:
+            self._fits(transfer)
         for other in self.data.transfers.values():
             theirs = posted.get(other.transfer_id)
             if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
@@ -220,6 +228,17 @@ class _Rank:
                 self.service.world.violate(
                     f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed"
                 )
+
+    def _fits(self, transfer: Transfer) -> None:
+        """No more is in flight than may be, from each rank and in all."""
+        posted = self.engine._core.decode.transfers
+        known = [t for t in self.data.transfers.values() if not t.is_over and t.transfer_id in posted]
+        running = [t for t in known if posted[t.transfer_id].pull.reason is None]
+        same = [t for t in running if t.owner is transfer.owner]
+        for others, most in ((same, PULL.window_bytes), (running, PULL.total_bytes)):
+            num_bytes = sum(length for t in (*others, transfer) for _, _, length in t.spots)
+            if others and num_bytes > most:
+                self.service.world.violate(f"{self.process.name} has {num_bytes} bytes in flight, {most} are allowed")
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
         """Nothing lands in a block that was given back, nor in memory that was let go."""
@@ -293,6 +312,7 @@ class Service:
         self.spared = script.spared
         self.is_heard = {f.kind for f in script.faults} <= HEARD
         """No process falls silent."""
+        self.is_counted = {f.kind for f in script.faults} <= COUNTED
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
             self._faults.setdefault(fault.kind, []).append(fault)
