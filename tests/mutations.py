@@ -81,16 +81,28 @@ def rewording(rank: Rank, reword: Callable[[Release], Outcome]) -> None:
     rank.sends(Release)(lambda said: said.but(outcome=reword(said.message)))
 
 
-def lends(rank: Rank) -> dict[Key, EarlyEnd]:
-    """Remember what is lent, so that it can be given back before its time."""
+def lends(rank: Rank, begin: Callable[[Any, EarlyEnd], None] = lambda params, handle: None) -> dict[Key, EarlyEnd]:
+    """Remember what is lent, so that it can be given back before its time; `begin` is told of each."""
     lent: dict[Key, EarlyEnd] = {}
 
     def lend(params: Any, **options: Any) -> EarlyEnd:
         handle = lent[key_of(params)] = EarlyEnd(rank.engine.honest.lend(params, **options))
+        begin(params, handle)
         return handle
 
     rank.engine.lend = lend
     return lent
+
+
+def withdrawal_frees(rank: Rank, lent: Mapping[Key, EarlyEnd]) -> None:
+    """Give back at once what is withdrawn though it is lent."""
+
+    def withdraw(params: Any) -> None:
+        rank.engine.honest.withdraw(params)
+        if (handle := lent.get(key_of(params))) is not None:
+            handle.give_back("revoked")
+
+    rank.engine.withdraw = withdraw
 
 
 def remembers(rank: Rank) -> tuple[dict[Key, Any], dict[Key, Any]]:
@@ -154,30 +166,13 @@ def unsaid(rank: Rank, said: Said) -> None:
     rank.imagine(Ack(said.message.key, said.message.pull_id), said.other, said.start)
 
 
-def refusing(rank: Rank, said: Said, reason: Reason) -> None:
-    """Refuse a claim at the door."""
-    message = said.message
-    rank.say(Said(Refused(message.key, message.pull_id, message.nonce, reason), said.other, said.start))
-
-
-def newest_of(rank: Rank) -> dict[str, int]:
-    """Remember the greatest number of each scheduler that was lent or withdrawn."""
-    newest: dict[str, int] = {}
-
-    def spend(key: Key) -> None:
-        newest[key.epoch] = max(newest.get(key.epoch, -1), key.sequence)
-
-    def lend(params: Any, **options: Any) -> Any:
-        handle = rank.engine.honest.lend(params, **options)
-        spend(key_of(params))
-        return handle
-
-    def withdraw(params: Any) -> None:
-        rank.engine.honest.withdraw(params)
-        spend(key_of(params))
-
-    rank.engine.lend, rank.engine.withdraw = lend, withdraw
-    return newest
+def passing_over(rank: Rank) -> Callable[[Key], bool]:
+    """Say of a key that it is not lent, though a later one of its scheduler was lent or withdrawn."""
+    lent, withdrawn = remembers(rank)
+    return lambda key: (
+        key not in lent
+        and any(key.epoch == other.epoch and key.sequence <= other.sequence for other in (*lent, *withdrawn))
+    )
 
 
 def retrying(rank: Rank, *, is_patient: bool = True) -> None:
@@ -277,44 +272,33 @@ def strikes_off_all_attempts_of_a_rank(rank: Rank) -> None:
 @planted
 def revoking_breaks_promises(rank: Rank) -> None:
     """What is revoked is free at once, whoever was promised it."""
-    lent = lends(rank)
-    lend = rank.engine.lend
 
-    def lend_freely(params: Any, **options: Any) -> EarlyEnd:
-        handle: EarlyEnd = lend(params, **options)
-
+    def begin(params: Any, handle: EarlyEnd) -> None:
         def revoke() -> None:
             handle.honest.revoke()
             handle.give_back("revoked")
 
         handle.revoke = revoke
-        return handle
 
-    def withdraw(params: Any) -> None:
-        rank.engine.honest.withdraw(params)
-        if (handle := lent.get(key_of(params))) is not None:
-            handle.give_back("revoked")
+    lent = lends(rank, begin)
+    withdrawal_frees(rank, lent)
 
     async def aclose() -> None:
         for handle in lent.values():
             handle.revoke()
         await rank.engine.honest.aclose()
 
-    rank.engine.lend, rank.engine.withdraw, rank.engine.aclose = lend_freely, withdraw, aclose
+    rank.engine.aclose = aclose
 
 
 @planted
 def expiry_breaks_promises(rank: Rank) -> None:
     """A lease ends at its time, though a grant runs on."""
-    lends(rank)
-    lend = rank.engine.lend
 
-    def lend_briefly(params: Any, **options: Any) -> EarlyEnd:
-        handle: EarlyEnd = lend(params, **options)
+    def begin(params: Any, handle: EarlyEnd) -> None:
         rank.clock.call_at(rank.now + params["lease_s"], partial(handle.give_back, "expired"))
-        return handle
 
-    rank.engine.lend = lend_briefly
+    lends(rank, begin)
 
 
 @planted
@@ -417,8 +401,6 @@ def closing_breaks_promises(rank: Rank) -> None:
 @planted
 def a_lease_is_cut_short(rank: Rank) -> None:
     """What is lent comes back at half its time."""
-    lends(rank)
-    lend = rank.engine.lend
     promised: dict[Key, float] = {}
 
     @rank.sends(Granted)
@@ -427,20 +409,17 @@ def a_lease_is_cut_short(rank: Rank) -> None:
         promised[key] = max(promised.get(key, 0.0), rank.now + said.message.seconds)
         return said
 
-    def lend_briefly(params: Any, **options: Any) -> EarlyEnd:
-        handle: EarlyEnd = lend(params, **options)
+    def end(key: Key, handle: EarlyEnd) -> None:
+        if promised.get(key, 0.0) > rank.now:
+            rank.clock.call_at(promised[key], partial(end, key, handle))
+        elif handle.is_open:
+            handle.give_back("expired")
+            handle.honest.revoke()
 
-        def end() -> None:
-            if promised.get(key_of(params), 0.0) > rank.now:
-                rank.clock.call_at(promised[key_of(params)], end)
-            elif handle.is_open:
-                handle.give_back("expired")
-                handle.honest.revoke()
+    def begin(params: Any, handle: EarlyEnd) -> None:
+        rank.clock.call_at(rank.now + params["lease_s"] / 2, partial(end, key_of(params), handle))
 
-        rank.clock.call_at(rank.now + params["lease_s"] / 2, end)
-        return handle
-
-    rank.engine.lend = lend_briefly
+    lends(rank, begin)
 
 
 @planted
@@ -456,15 +435,11 @@ def a_lease_lasts_as_long_as_any_may(rank: Rank) -> None:
 @planted
 def revoking_does_nothing(rank: Rank) -> None:
     """A lease that is revoked goes on as before."""
-    lends(rank)
-    lend = rank.engine.lend
 
-    def lend_for_good(params: Any, **options: Any) -> EarlyEnd:
-        handle: EarlyEnd = lend(params, **options)
+    def begin(params: Any, handle: EarlyEnd) -> None:
         handle.revoke = lambda: None
-        return handle
 
-    rank.engine.lend = lend_for_good
+    lends(rank, begin)
 
 
 # -- the proof ---------------------------------------------------------------------------------------------------------
@@ -1233,58 +1208,39 @@ def whoever_floods_fills_the_memory_for_early_claims(rank: Rank) -> None:
 @planted
 def claims_below_the_newest_are_refused(rank: Rank) -> None:
     """A request is taken for ended because a later one was lent before it."""
-    newest = newest_of(rank)
-    lend = rank.engine.lend
-    lent = set[Key]()
-
-    def lend_and_note(params: Any, **options: Any) -> Any:
-        handle = lend(params, **options)
-        lent.add(key_of(params))
-        return handle
-
-    rank.engine.lend = lend_and_note
+    is_passed_over = passing_over(rank)
 
     @rank.hears(Claim)
     def refuse(said: Said) -> Said | None:
-        key = said.message.key
-        if key in lent or key.sequence > newest.get(key.epoch, -1):
+        message = said.message
+        if not is_passed_over(message.key):
             return said
-        refusing(rank, said, Reason.UNKNOWN)
+        refused = Refused(message.key, message.pull_id, message.nonce, Reason.UNKNOWN)
+        rank.say(Said(refused, said.other, said.start))
         return None
 
 
 @planted
 def early_releases_below_the_newest_are_lost(rank: Rank) -> None:
     """A release that comes before its request is lent is taken for one that comes after its end."""
-    newest = newest_of(rank)
-    lend = rank.engine.lend
-    lent = set[Key]()
-
-    def lend_and_note(params: Any, **options: Any) -> Any:
-        handle = lend(params, **options)
-        lent.add(key_of(params))
-        return handle
-
-    rank.engine.lend = lend_and_note
+    is_passed_over = passing_over(rank)
 
     @rank.hears(Release)
     def lose(said: Said) -> Said | None:
-        key = said.message.key
-        if key in lent or key.sequence > newest.get(key.epoch, -1):
+        if not is_passed_over(said.message.key):
             return said
-        rank.say(Said(Ack(key, said.message.pull_id), said.other, said.start))
+        rank.say(Said(Ack(said.message.key, said.message.pull_id), said.other, said.start))
         return None
 
 
 @planted
 def lending_one_spends_all_before_it(rank: Rank) -> None:
     """Requests have to be lent in the order in which their params were made."""
-    newest = newest_of(rank)
+    is_passed_over = passing_over(rank)
     lend = rank.engine.lend
 
     def lend_in_order(params: Any, **options: Any) -> Any:
-        key = key_of(params)
-        if key.sequence <= newest.get(key.epoch, -1):
+        if is_passed_over(key_of(params)):
             raise LocalProtocolError(f"request {params['request_id']!r} was lent or withdrawn before")
         return lend(params, **options)
 
@@ -1363,14 +1319,7 @@ def withdrawing_what_is_lent_does_nothing(rank: Rank) -> None:
 @planted
 def withdrawing_frees_at_once(rank: Rank) -> None:
     """A request that is lent is taken back although promises run."""
-    lent = lends(rank)
-
-    def withdraw(params: Any) -> None:
-        rank.engine.honest.withdraw(params)
-        if (handle := lent.get(key_of(params))) is not None:
-            handle.give_back("revoked")
-
-    rank.engine.withdraw = withdraw
+    withdrawal_frees(rank, lends(rank))
 
 
 @planted
@@ -1399,24 +1348,15 @@ def wait(rank: Rank, said: Said) -> None:
 @planted
 def gaps_are_closed_by_forgetting_what_was_lent(rank: Rank) -> None:
     """Where memory runs out, it is what was spent that is forgotten, not what is open."""
-    lent, withdrawn = remembers(rank)
 
-    def is_forgotten(key: Key) -> bool:
+    def is_forgotten(key: Key, lent: dict[Key, Any], withdrawn: dict[Key, Any]) -> bool:
         """Of each scheduler two runs of spent numbers are remembered: the first ones, and the newest."""
         numbers = {k.sequence for k in (*lent, *withdrawn) if k.epoch == key.epoch}
         first = next(n for n in range(len(numbers) + 1) if n not in numbers)
-        newest = max(numbers, default=-1)
-        begin = next(n for n in range(newest, -2, -1) if n not in numbers)
+        begin = next(n for n in range(max(numbers, default=-1), -2, -1) if n not in numbers)
         return first <= key.sequence <= begin
 
-    lend, aliases = rank.engine.lend, Aliases(rank)
-
-    def lend_again(params: Any, **options: Any) -> Any:
-        key = key_of(params)
-        is_spent = key in withdrawn or (key in lent and lent[key].is_over)
-        return (aliases.lend if is_spent and is_forgotten(key) else lend)(params, **options)
-
-    rank.engine.lend = lend_again
+    lending_again(rank, is_forgotten)
 
 
 @planted

@@ -86,8 +86,32 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
     assert runs[0].split() == [digest(seed) for seed in range(30)]
 
 
-SLOW = {
+SEEN = {
     "cancelling_does_nothing": 113,
+    "closing_breaks_promises": 81,
+    "draining_forgets_who_is_left": 36,
+    "draining_lends": 32,
+    "draining_revokes": 29,
+    "early_releases_below_the_newest_are_lost": 26,
+    "failed_announcements_are_final": 50,
+    "gaps_are_closed_by_forgetting_what_was_lent": 77,
+    "grants_are_used_to_their_last_moment": 22,
+    "more_is_promised_than_is_kept": 22,
+    "more_read_than_are_admitted": 75,
+    "one_handshake_at_a_time": 40,
+    "rates_are_equal": 22,
+    "retries_have_time_without_end": 29,
+    "revoking_breaks_promises": 27,
+    "revoking_does_nothing": 127,
+    "what_has_ended_long_ago_is_not_lent_yet": 109,
+    "whoever_is_late_was_told_to_wait": 27,
+    "withdrawing_frees_at_once": 96,
+    "withdrawing_leaves_early_claims_waiting": 47,
+    "withdrawing_what_is_lent_does_nothing": 96,
+}
+"""The first seeds that were seen to catch a bug, of those within 150: they are tried first, which saves time."""
+
+SLOW = {
     "closing_returns_blocks_too_soon": 1096,
     "completion_stamped_before_it_was_observed": 803,
     "deadline_from_another_transmission": 879,
@@ -95,10 +119,8 @@ SLOW = {
     "one_queue_for_all": 1126,
     "one_window_for_all_peers": 740,
     "releases_are_sent_once": 468,
-    "revoking_does_nothing": 127,
     "sleep_does_not_end_the_agent": 991,
     "the_queue_lets_leases_run_out": 287,
-    "what_has_ended_long_ago_is_not_lent_yet": 109,
     "withdrawing_tells_one_reader": 221,
 }
 """They take more than a few seeds. One that was seen to do is tried first, then all from the beginning."""
@@ -123,7 +145,7 @@ def planted(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", planted(PLANTED.keys() - SLOW.keys()))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors(name, monkeypatch)
-    assert any(simulate(seed, doors=rigged).violation for seed in range(150))
+    assert any(simulate(seed, doors=rigged).violation for seed in (SEEN.get(name, 0), *range(150)))
 
 
 @pytest.mark.slow
