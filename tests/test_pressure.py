@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import pressure
-from scripts.chaos import Arena
+from scripts.arena import Arena
 from scripts.pressure import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
@@ -81,16 +81,11 @@ def test_a_ratio_compares_medians_and_has_an_interval() -> None:
     ],
 )
 def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        pressure.main(arguments)
-    assert raised.value.code == 2
+    assert pressure.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        pressure.main(["--help"])
+    assert pressure.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert raised.value.code == 0
-    assert all(f"\n  {name} " in text for name in pressure.SCENARIOS)
-    assert "--role" not in text
+    assert all(f"{name}: {work.__doc__[:20]}" in text for name, work in pressure.SCENARIOS.items() if work.__doc__)
