@@ -129,8 +129,8 @@ class Link:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._listening = asyncio.create_task(self._listen(reader))
 
-    async def ask(self, what: str, within_s: float = ANSWER_S, /, **fields: Any) -> Any:
-        """Have a method called, and wait for its answer.
+    async def ask(self, what: str, within_s: float | None = ANSWER_S, /, **fields: Any) -> Any:
+        """Have a method called, and wait for its answer; without end where `within_s` is None.
 
         Raises:
             Refused: It raised an exception.
