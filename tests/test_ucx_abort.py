@@ -57,19 +57,15 @@ def test_who_is_not_read_over_tcp_survives(arguments: list[str]) -> None:
         (["--trials", "0"], "--trials 0 is outside"),
         (["--moment-s", "-1"], "--moment-s -1 is outside"),
         (["--ucx", "UCX_TLS"], "'UCX_TLS' is not KEY=VALUE"),
-        (["--fault", "flood"], "invalid choice: 'flood'"),
+        (["--fault", "flood"], "'flood' is not one of"),
     ],
 )
 def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        ucx_abort.main(arguments)
-    assert raised.value.code == 2
+    assert ucx_abort.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_says_who_survives_what(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        ucx_abort.main(["--help"])
+    assert ucx_abort.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert raised.value.code == 0
-    assert all(f"\n  {name} " in text for name in (*ucx_abort.ROLES, *ucx_abort.FAULTS))
+    assert all(f"{name}: {what[:20]}" in text for name, what in (ucx_abort.ROLES | ucx_abort.FAULTS).items())
