@@ -19,8 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -62,20 +61,6 @@ def load_nixl() -> Any:
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{variant}._api")
     raise ConfigError("NIXL is not installed; `pip install nixl` brings it")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What is tried."""
-
-    survivor: Survivor
-    fault: Fault
-    operation: Operation
-    posts: int
-    post_bytes: int
-    moment_s: float
-    keep: bool
-    nixl: dict[str, str]
 
 
 class Side:
@@ -191,39 +176,20 @@ class Side:
 class Player:
     """The driver's view of a process."""
 
-    def __init__(self, name: str, process: Process, ended: SharedNumber) -> None:
-        self.name, self.process, self._ended = name, process, ended
-        self.place: dict[str, Any] = {}
+    def __init__(self, name: str, process: Process, ended: SharedNumber, place: dict[str, Any]) -> None:
+        self.name, self.process, self.place, self._ended = name, process, place, ended
 
     @classmethod
-    async def start(cls, name: str, fleet: Fleet, options: Options) -> Player:
+    async def start(cls, name: str, fleet: Fleet, setup: Mapping[str, Any]) -> Player:
         """Start a process, and hear where it is."""
         ended = fleet.folder / f"{name}.ended"
-        process = await fleet.start(
-            name,
-            "scripts.ucx_abort:Side",
-            name=name,
-            ended=str(ended),
-            fault=options.fault,
-            operation=options.operation,
-            posts=options.posts,
-            post_bytes=options.post_bytes,
-            keep=options.keep,
-            nixl=options.nixl,
-        )
-        player = cls(name, process, SharedNumber(ended))
-        player.place = await process.ask("place")
-        return player
+        process = await fleet.start(name, "scripts.ucx_abort:Side", name=name, ended=str(ended), **setup)
+        return cls(name, process, SharedNumber(ended), await process.ask("place"))
 
     @property
     def num_ended(self) -> int:
         """Transfers of its own that ended well."""
         return self._ended.value
-
-    async def end(self) -> None:
-        """Let it end its agent in order; killed if it does not."""
-        with contextlib.suppress(Failure):
-            await self.process.end(5.0)
 
     async def death(self) -> str:
         """Say how it died by itself: the signal, and UCX's words."""
@@ -239,7 +205,8 @@ class Player:
 async def hurt(survivor: Player, victim: Player, fault: Fault) -> None:
     """End the victim."""
     if fault == "close":
-        await victim.end()
+        with contextlib.suppress(Failure):  # late, and killed
+            await victim.process.end(5.0)
         return
     if fault == "stop-kill":
         victim.process.signal(signal.SIGSTOP)
@@ -252,41 +219,48 @@ async def hurt(survivor: Player, victim: Player, fault: Fault) -> None:
         survivor.process.signal(signal.SIGCONT)
 
 
-async def trial(survivor: Player, victim: Player, options: Options, rng: random.Random) -> None:
+async def trial(players: tuple[Player, Player], who: Survivor, fault: Fault, moment_s: float) -> None:
     """Connect, work, end the victim at a random moment, and see whether the survivor answers."""
-    meetings = [(victim, survivor)] * (options.survivor != "initiator") + [(survivor, victim)] * (
-        options.survivor != "owner"
-    )
+    survivor, victim = players
+    meetings = [(victim, survivor)] * (who != "initiator") + [(survivor, victim)] * (who != "owner")
     for mover, owner in meetings:
         before = mover.num_ended
         await mover.process.ask("meet", name=owner.name, **owner.place)
         deadline = time.monotonic() + ANSWER_S
         # Connecting takes a while; the fault is to come in the middle of transfers.
-        is_seen = options.fault != "connect-kill"
+        is_seen = fault != "connect-kill"
         while is_seen and mover.num_ended == before and time.monotonic() < deadline:  # noqa: ASYNC110 - it rings no bell
             await asyncio.sleep(0.0005)
-    await asyncio.sleep(rng.uniform(0, options.moment_s))
-    await hurt(survivor, victim, options.fault)
+    await asyncio.sleep(moment_s)
+    await hurt(survivor, victim, fault)
     await asyncio.sleep(SETTLE_S)
     await survivor.process.ask("forget")
 
 
 async def run(
-    options: Options, *, trials: int, seconds: float, seed: int, ucx: dict[str, str], verbose: bool
+    who: Survivor,
+    setup: Mapping[str, Any],
+    *,
+    trials: int,
+    seconds: float,
+    moment_s: float,
+    seed: int,
+    ucx: Mapping[str, str],
+    verbose: bool,
 ) -> dict[str, Any]:
     """Do all trials, each with a new victim, and with the same survivor until it dies."""
     rng, began = random.Random(seed), time.monotonic()
     deaths, done, ended = Counter[str](), 0, 0
     survivor: Player | None = None
-    async with Fleet(SETTINGS | ucx) as fleet:
+    async with Fleet(SETTINGS | dict(ucx)) as fleet:
         while done < trials and time.monotonic() - began < seconds:
             if survivor is None:
-                survivor = await Player.start(f"survivor-{done}", fleet, options)
-            victim, before = await Player.start(f"victim-{done}", fleet, options), survivor.num_ended
+                survivor = await Player.start(f"survivor-{done}", fleet, setup)
+            victim, before = await Player.start(f"victim-{done}", fleet, setup), survivor.num_ended
             done += 1
             died = False
             try:
-                await trial(survivor, victim, options, rng)
+                await trial((survivor, victim), who, setup["fault"], rng.uniform(0, moment_s))
             except Failure:
                 died = True
             await victim.process.kill()
@@ -297,10 +271,11 @@ async def run(
                 if verbose and deaths[death] == 1:
                     print(f"{death}\n{survivor.process.log.read_text(errors='replace')[-6000:]}", file=sys.stderr)
                 survivor = None
-    said = ("survivor", "fault", "operation", "posts", "post_bytes")
-    return {key: getattr(options, key) for key in said} | {
+    return {
+        "survivor": who,
+        **{key: setup[key] for key in ("fault", "operation", "posts", "post_bytes")},
         "ucx": [f"{k}={v}" for k, v in ucx.items()],
-        "nixl": [f"{k}={v}" for k, v in options.nixl.items()],
+        "nixl": [f"{k}={v}" for k, v in setup["nixl"].items()],
         "seed": seed,
         "trials": done,
         "died": deaths.total(),
@@ -348,20 +323,28 @@ def abort(
     for name, value in numbers.items():
         command.check(0 < value <= 1 << 30, f"{name} {value:g} is outside [1, {1 << 30}]")
     command.check(0 <= moment_s <= 60, f"--moment-s {moment_s:g} is outside [0, 60]")
-    options = Options(
-        survivor=survivor,
-        fault=fault,
-        operation=operation,
-        posts=posts,
-        post_bytes=post_bytes,
-        moment_s=moment_s,
-        keep=keep,
-        nixl=pairs(nixl),
-    )
+    setup: dict[str, Any] = {
+        "fault": fault,
+        "operation": operation,
+        "posts": posts,
+        "post_bytes": post_bytes,
+        "keep": keep,
+    }
+    setup |= {"nixl": pairs(nixl)}
     environment = pairs(ucx)
     load_nixl()
-    work = run(options, trials=trials, seconds=seconds, seed=seed, ucx=environment, verbose=verbose)
-    record = asyncio.run(work)
+    record = asyncio.run(
+        run(
+            survivor,
+            setup,
+            trials=trials,
+            seconds=seconds,
+            moment_s=moment_s,
+            seed=seed,
+            ucx=environment,
+            verbose=verbose,
+        )
+    )
     print(json.dumps(record))
     return int(record["died"] > 0)
 

@@ -52,11 +52,3 @@ async def test_a_stranger_that_is_answered_would_be_found(tmp_path: Path, monkey
     assert any("(unlisted_key) was sent" in x for x in place.problems)
     assert any("(unlisted_key) was not counted" in x for x in place.problems)
     assert not any("(no_key)" in x for x in place.problems)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"), [(["--frames", "1"], "--frames 1 is outside"), (["--json", "/nowhere/x"], "No such file")]
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert attack.main(arguments) == 2
-    assert says in capsys.readouterr().err

@@ -65,24 +65,3 @@ def test_wrong_bytes_end_a_run_with_status_1(
     record = json.loads(capsys.readouterr().out)
     assert record["problems"] == ["prefill: wrong bytes were published"]
     assert record["pulls"]["prefill"]["bytes_wrong"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["kil"], "unknown scenario 'kil'; choose from kill, restart,"),
-        (["kill", "--seconds", "0"], "--seconds 0 is outside"),
-        (["survive", "--cycles", "0"], "--cycles 0 is outside"),
-        (["--seconds", "nan"], "--seconds nan is outside"),
-        (["--json", "/nowhere/file"], "--json /nowhere/file: No such file"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chaos.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"{name}: {work.__doc__[:20]}" in text for name, work in chaos.SCENARIOS.items() if work.__doc__)

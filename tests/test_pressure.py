@@ -68,24 +68,3 @@ def test_a_ratio_compares_medians_and_has_an_interval() -> None:
     assert found == {"median": 4.0, "alone": 2.0, "ratio": 2.0, "low": 2.0, "high": 2.0}
     wide = pressure.ratio([1.0, 1.0, 9.0], [1.0, 1.0, 1.0])
     assert (wide["ratio"], wide["low"], wide["high"]) == (1.0, 1.0, 9.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lode"], "unknown scenario 'lode'; choose from load, isolate,"),
-        (["load", "--pulls", "100"], "--pulls 100 is not at least 1300"),
-        (["isolate", "--round-s", "nan"], "--round-s nan is not a positive, finite number"),
-        (["sleep", "--cycles", "0"], "--cycles 0 is not a positive"),
-        (["--json", "/nowhere/file"], "--json /nowhere/file: No such file"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pressure.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pressure.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(f"{name}: {work.__doc__[:20]}" in text for name, work in pressure.SCENARIOS.items() if work.__doc__)

@@ -107,19 +107,3 @@ def test_both_sides_draw_the_same_requests_and_all_faults() -> None:
     assert 25 < sum(it.fault != "" for it in drawn) < 85
     assert {-(-it.tokens // soak.BLOCK_SIZE) for it in drawn} == {1, 2, 3, 4}
     assert not any(soak.request(7, n, 0.0).fault for n in range(1000))
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["--transfers", "0"], ["--faults", "80%"], ["--faults", "x"], ["--seed", "-1"], ["--json", "/no/such/file"]],
-)
-def test_bad_input_is_refused_before_anything_starts(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(argv) == 2
-    assert argv[0] in capsys.readouterr().err
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    assert soak.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    for part in ("--transfers", "hostile", "Exit status", "UCX_TLS"):
-        assert part in said
