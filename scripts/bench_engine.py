@@ -21,13 +21,12 @@ import gc
 import io
 import json
 import statistics
-import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
@@ -39,6 +38,7 @@ from asynckv.bench import garbage
 from asynckv.config import LimitsConfig, PullConfig
 from asynckv.observe import log
 from asynckv.testing import SimControl, SimData, SimNetwork
+from asynckv.testing.fleet import Failure, Fleet
 from asynckv.tools.layouts import model_layout, with_addresses
 from asynckv.tools.models import Heads, Model
 from scripts import command
@@ -81,6 +81,8 @@ class Pair:
     decode: Engine
     prefill: list[Engine]
     groups: list[PrefillGroup]
+    data: SimData | None = None
+    """Of the decode engine, if it is simulated."""
     numbers: int = 0
 
     async def requests(self, total: int, in_flight: int, of: Sequence[int]) -> float:
@@ -121,14 +123,16 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
     network = SimNetwork()
 
     def engine(name: str) -> Engine:
-        return Engine(_config(name), _memory(num_blocks), data=SimData(network, name), control=SimControl(network))
+        return Engine(_config(name), _memory(num_blocks), data=planes[name], control=SimControl(network))
 
-    decode, prefill = engine("decode"), [engine(f"prefill-{i}") for i in range(peers)]
+    names = [f"prefill-{i}" for i in range(peers)]
+    planes = {name: SimData(network, name) for name in ("decode", *names)}
+    decode, prefill = engine("decode"), [engine(name) for name in names]
     for each in (decode, *prefill):
         await each.start()
     groups = [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
     try:
-        return await work(Pair(decode, prefill, groups))
+        return await work(Pair(decode, prefill, groups, planes["decode"]))
     finally:
         for each in (decode, *prefill):
             await each.aclose()
@@ -187,8 +191,8 @@ async def memory() -> Figures:
     """Start reads that do not end, and look at what they take."""
 
     async def work(pair: Pair) -> Figures:
-        data = pair.decode._data
-        assert isinstance(data, SimData)
+        data = pair.data
+        assert data is not None
         await pair.requests(64, 8, [0])
         data.deferred = True
         number = 4000
@@ -288,13 +292,36 @@ CASES: Mapping[str, Callable[[], Awaitable[Figures]]] = {
 # -- the command -----------------------------------------------------------------------------------
 
 
-def _run_alone(case: str) -> Figures:
-    """Run a case in a fresh process: what one leaves behind is not another's cost."""
-    command = [sys.executable, "-m", "scripts.bench_engine", "--inside", case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"case {case} failed with status {done.returncode}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+class Alone:
+    """A fresh process for one case: what one leaves behind is not another's cost."""
+
+    def __init__(self, *, case: str) -> None:
+        self._case = case
+        log.configure("error")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def figures(self) -> Figures:
+        return await CASES[self._case]()
+
+
+async def _run(cases: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    async with Fleet() as fleet:
+        for case in cases:
+            with Console(stderr=True).status(f"{case} ..."):
+                process = await fleet.start(case, "scripts.bench_engine:Alone", case=case)
+                try:
+                    figures = await process.ask("figures", None)
+                except Failure as exc:
+                    raise Failure("\n".join([str(exc), *process.last_words()])) from exc
+                await process.end()
+            found |= {f"{case}.{name}": value for name, value in figures.items()}
+    return found
 
 
 def _table(figures: Mapping[str, float]) -> Table:
@@ -312,24 +339,20 @@ def measure(
         str | None,
         typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
     ] = None,
-    inside: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> int:
     """Measure what whole engines cost beside the bytes they move, next to the goals they are held to.
 
     Every case runs in a process of its own. CPU is that process's, so that other load on the host shows less; ratios
     are made within one run.
     """
-    if inside:
-        print(json.dumps(asyncio.run(_inside(inside))))
-        return 0
     chosen = cases.split(",")
     unknown = [case for case in chosen if case not in CASES]
     command.check(not unknown, f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
-    console = Console(stderr=True)
-    figures: dict[str, float] = {}
-    for case in chosen:
-        with console.status(f"{case} ..."):
-            figures |= {f"{case}.{name}": value for name, value in _run_alone(case).items()}
+    try:
+        figures = asyncio.run(_run(chosen))
+    except Failure as exc:
+        print(f"bench_engine: {exc}", file=sys.stderr)
+        return 1
     report: dict[str, Any] = {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}}
     if json_to != "-":
         Console().print(_table(figures))
@@ -338,11 +361,6 @@ def measure(
             json.dump(report, out, indent=2)
             out.write("\n")
     return 0
-
-
-async def _inside(case: str) -> Figures:
-    log.configure("error")
-    return await CASES[case]()
 
 
 EPILOG = f"""

@@ -302,14 +302,18 @@ class Fleet:
         ours, theirs = socket.socketpair()
         log = self.folder / f"{name}.log"
         with theirs, log.open("ab") as out:
-            process = await asyncio.create_subprocess_exec(
-                *(python, "-c", CHILD, target, str(theirs.fileno())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=self._env,
-                pass_fds=(theirs.fileno(),),
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(python, "-c", CHILD, target, str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    env=self._env,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except BaseException:
+                ours.close()
+                raise
         streams = await asyncio.open_unix_connection(sock=ours, limit=LIMIT)
         self.processes.append(Process(name, process, streams, log, on_abort))
         streams[1].write(_line(setup))
