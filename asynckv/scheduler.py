@@ -18,8 +18,8 @@ from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, 
 from asynckv.config import MAX_NAME, LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.blocks import as_block_ids, runs_of
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL, BlockRuns
-from asynckv.geometry.layout import as_block_ids, runs_of
 
 __all__ = ["PrefillGroup"]
 

@@ -74,22 +74,24 @@ class Order:
     @contextlib.contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
         """Listen to an engine's admission, which tells nobody of its order."""
-        admission: Any = engine._core.decode.admission
+        decode: Any = engine._core.decode
+        admission = decode.admission
         before_next, before_enter = admission.next, admission.enter
 
-        def admitted(pull: Any) -> None:
-            self.names.append(pull.request_id)
+        def admitted(pull_id: str) -> None:
+            self.names.append(decode.pulls[pull_id].request_id)
             self.most = max(self.most, admission.num_admitted)
 
-        def following() -> Any:
-            if (pull := before_next()) is not None:
-                admitted(pull)
-            return pull
+        def following() -> str | None:
+            pull_id: str | None = before_next()
+            if pull_id is not None:
+                admitted(pull_id)
+            return pull_id
 
-        def enter(key: Any, pull: Any) -> bool:
-            is_in: bool = before_enter(key, pull)
+        def enter(key: Any, pull_id: str) -> bool:
+            is_in: bool = before_enter(key, pull_id)
             if is_in:
-                admitted(pull)
+                admitted(pull_id)
             return is_in
 
         admission.next, admission.enter = following, enter

@@ -30,7 +30,7 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.decode import News
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.match import remote_ranks
 from asynckv.observe.log import phases
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 

@@ -34,9 +34,10 @@ from asynckv.bench.rounds import median_of
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError, BackendError
+from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
 if TYPE_CHECKING:
     from asynckv.edges.nixl_raw import RawLoop

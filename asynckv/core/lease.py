@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from asynckv.core.types import Cohort, Key, Outcome, PullId, Reason, RequestId, rank_name
 from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.topology import owed_readers
+from asynckv.geometry.match import owed_readers
 
 __all__ = ["Lease", "LeaseState", "Lent", "Reader"]
 

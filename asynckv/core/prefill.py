@@ -20,9 +20,9 @@ from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, PullId, Reason, ReplyTo
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
 from asynckv.geometry.bounds import NULL
-from asynckv.geometry.layout import Layout, blocks_of
-from asynckv.geometry.plan import check_blocks, check_covers
+from asynckv.geometry.layout import Layout
 
 __all__ = ["PrefillSide"]
 

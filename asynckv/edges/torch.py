@@ -18,8 +18,8 @@ from asynckv.config import MAX_NAME
 from asynckv.core.types import sendable
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
+from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
-from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:
     import torch
