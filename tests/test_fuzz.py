@@ -24,8 +24,7 @@ from asynckv.keys import AllowList, _parse, decode_z85, encode_z85, read_pair, r
 from asynckv.tools.layout_file import dump_layouts, load_layouts
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import PRESETS, read_hf_config
-from scripts.attack import every_message
-from scripts.chaos import mutate
+from scripts.strangers import every_message, mutate
 
 LAYOUT = model_layout(PRESETS["nemotron-h-8b"].resized(layers=4), tp_rank=0, tp_size=2, num_blocks=8)
 LAYOUT_TEXT = dump_layouts([LAYOUT])
