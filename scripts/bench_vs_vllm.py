@@ -44,7 +44,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from asynckv.bench.rounds import Interval, median_of
+from asynckv.bench.noise import Interval, median_of
 from scripts.versus.vllm_side import write_config
 from scripts.versus.workload import Board, Setup, Window
 

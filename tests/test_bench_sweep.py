@@ -21,8 +21,10 @@ from rich.console import Console
 
 from asynckv import cli
 from asynckv.bench import figures, grid, journal, report, summary, sweep
-from asynckv.bench.driver import Measured, Options
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
 from asynckv.bench.journal import Head, Journal, Place, Row
+from asynckv.bench.options import Options
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
 from asynckv.tools.models import Heads, Model
@@ -64,8 +66,8 @@ def row(key: str, number: int = 1, status: Any = "good", **changes: Any) -> Row:
 
 
 def made(*options: str) -> dict[str, Any]:
-    options_ = Options(model=Model("tiny", (Heads(4, 16),)), workload=Workload("fixed 32", (32,)))
-    return {**report.make(options_, Measured()), "interrupted": "interrupted" in options}
+    wanted = Experiment(Options(), Model("tiny", (Heads(4, 16),)), Workload("fixed 32", (32,)))
+    return {**report.make(wanted, Measured()), "interrupted": "interrupted" in options}
 
 
 # -- the grid --------------------------------------------------------------------------------------
