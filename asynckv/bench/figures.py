@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asynckv.bench.noise import LEVEL
 from asynckv.errors import ConfigError
 
 __all__ = ["DEFAULT", "FIGURES", "Figure", "leaves", "named"]
 
 Report = Mapping[str, Any]
-SURE = 0.95
-"""The level that an interval of a run must have to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def _at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
 def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
     def get(report: Report) -> tuple[float, float] | None:
         value = _find(report, path)
-        if not isinstance(value, Mapping) or value.get("level", 0.0) < SURE:
+        if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
             return None
         return value["low"], value["high"]
 

@@ -19,7 +19,9 @@ from asynckv.bench.summary import SHOWN, Summary, summarise
 __all__ = ["REMEDY", "is_installed", "make"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
-HINT = "Points are medians of their rounds, bars reach from the lowest to the highest."
+HINT = (
+    "Points are medians of their rounds, bars their 95 % intervals: of fewer than nine from the lowest to the highest."
+)
 ONCE = "Every point was run once: the noise is not known."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
@@ -98,8 +100,8 @@ def _lines(found: Sequence[Summary], axis: str, figure: Figure) -> list[Line]:
     out: dict[str, list[tuple[Any, float, float, float]]] = {}
     for point in found:
         line = out.setdefault(_series(point, axis), [])
-        if (spread := point.spread(figure)) is not None:
-            line.append((_x(point, axis), spread.median, spread.low, spread.high))
+        if (interval := point.interval(figure)) is not None:
+            line.append((_x(point, axis), interval.median, interval.low, interval.high))
     return list(out.items())
 
 
@@ -311,12 +313,12 @@ def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
         cells = [f'<th scope="row">{escape(point.axes[name])}</th>' for name in sweep.head.axes]
         cells.append(f"<td>{point.runs}</td>")
         for figure in shown:
-            spread = point.spread(figure)
-            if spread is None:
+            interval = point.interval(figure)
+            if interval is None:
                 cells.append("<td>–</td>")
                 continue
-            noise = f"<small>{spread.low:,.4g} … {spread.high:,.4g}</small>" if spread.low < spread.high else ""
-            cells.append(f"<td>{spread.median:,.4g}{noise}</td>")
+            noise = f"<small>{interval.low:,.4g} … {interval.high:,.4g}</small>" if interval.low < interval.high else ""
+            cells.append(f"<td>{interval.median:,.4g}{noise}</td>")
         rows.append(f"<tr{' class=bad' if point.faults else ''}>{''.join(cells)}</tr>")
         if point.faults:
             width = len(heads)
