@@ -108,7 +108,6 @@ def layout(
     from asynckv.registration import register_memory
     from asynckv.tools import models
     from asynckv.tools.layout_file import dump_layouts
-    from asynckv.tools.layouts import model_layout
 
     chosen = models.chosen(model, hf_config, o.DEFAULT_MODEL).resized(
         layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype
@@ -132,20 +131,10 @@ def layout(
         raise ConfigError(
             f"--ratio {ratio} does not divide --block-size {block_size}; a block is so many kernel blocks of equal size"
         )
+    shape = o.Shape(tp=tp, pp=pp, block_size=block_size, ratio=ratio, order=order, conv_order=conv_order)
     try:
         made = [
-            model_layout(
-                chosen,
-                tp_rank=r,
-                tp_size=tp,
-                pp_stage=s,
-                pp_size=pp,
-                block_size=block_size,
-                ratio=ratio,
-                num_blocks=num_blocks,
-                order=order,
-                conv_order=conv_order,
-            )
+            shape.layout(chosen, r, s, num_blocks)
             for s in (range(pp) if stage is None else [stage])
             for r in (range(tp) if rank is None else [rank])
         ]

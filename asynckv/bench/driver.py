@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace as replace_struct
 
 from asynckv.bench import protocol as p
 from asynckv.bench.blocks import Allocation, Allocator
@@ -34,6 +35,7 @@ from asynckv.tools.models import State
 
 __all__ = ["Driver", "Measured"]
 
+T = TypeVar("T")
 Groups = dict[Place, PrefillGroup]
 
 START_S = 120.0
@@ -97,6 +99,7 @@ class Driver:
         self._num_blocks, self._progress, self._log = num_blocks, progress, log
         self._schedule = experiment.schedule()
         self._engines: dict[Place, Sequence[Worker]] = {}
+        self._roles: dict[Worker, str] = {}
         self._stop = asyncio.Event()
         self._rng = np.random.default_rng(self._options.seed)
         self._cpu_at: dict[str, float] = {}
@@ -121,6 +124,7 @@ class Driver:
             AsyncKVError: A worker cannot go on.
         """
         self._engines = {place: workers[place] for place in self._experiment.engines.places}
+        self._roles = {worker: place.role for place, ranks in self._engines.items() for worker in ranks}
         started = time.monotonic()
         try:
             groups = await self._ready()
@@ -137,7 +141,7 @@ class Driver:
         """Ctrl-C: stop pulling, then end in order."""
         self.found.interrupted = True
         self._stop.set()
-        for worker in self._alive(self._readers):
+        for worker in self._readers:
             worker.tell(p.Cancel())
 
     def _of(self, wanted: Callable[[Place], bool]) -> list[Worker]:
@@ -152,11 +156,6 @@ class Driver:
     def _readers(self) -> list[Worker]:
         """Ranks of the engines that pull."""
         return self._of(self._experiment.engines.pulls)
-
-    @property
-    def _workers(self) -> list[Worker]:
-        """All ranks."""
-        return self._of(lambda place: True)
 
     async def _ready(self) -> Groups:
         """Wait until all workers are up; returns the schedulers' views of the engines that lend."""
@@ -227,20 +226,10 @@ class Driver:
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         for r, lent, pulled in wave:
             params = groups[r.lender].make_params(f"prefill-{r.number}", lent, r.tokens, written=True)
-            chunks = list(r.chunks)
-            lend[r.lender].append(p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, chunks))
-            pull[r.reader].append(
-                p.Work(
-                    r.number,
-                    pulled,
-                    r.tokens,
-                    params,
-                    it.workload.chunk_tokens,
-                    chunks,
-                    r.arrival_s - clock_s if is_open else 0.0,
-                    r.cancel_s,
-                )
-            )
+            work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
+            lend[r.lender].append(work)
+            arrival_s = r.arrival_s - clock_s if is_open else 0.0
+            pull[r.reader].append(replace_struct(work, lists=pulled, arrival_s=arrival_s, cancel_s=r.cancel_s))
         patience = (
             GRACE_S
             + sum(
@@ -271,11 +260,10 @@ class Driver:
         found.submitted += len(wave)
         for request, _, _ in wave:
             found.outcomes[request.number] = []
-        for worker in self._readers:
-            worker.tell(p.Go(0 if is_open else options.concurrency))
         span_s = max(wave[-1].request.arrival_s - clock_s, 0.0) if is_open else 0.0
         rounds, cpu_s = 1 if is_open else -(-len(wave) // options.concurrency), found.cpu_s["decode"]
-        await self._collect(span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience)
+        longest_s = span_s + rounds * (options.timeout_s + GRACE_S) + options.timeout_s + patience
+        await self._pull(0 if is_open else options.concurrency, longest_s)
         cpu_s = found.cpu_s["decode"] - cpu_s
         await self._verify(wave, patience)
         await self._finish()
@@ -324,91 +312,79 @@ class Driver:
         self.found.shared_places += allocator.num_shared
         return out
 
-    async def _collect(self, patience_s: float) -> None:
+    async def _pull(self, concurrency: int, patience_s: float) -> None:
+        """Open the window on all readers, and wait until each has closed it."""
         found, windows = self.found, []
-        for place, workers in self._engines.items():
-            for worker in self._alive(workers) if self._experiment.engines.pulls(place) else ():
-                try:
-                    pulled = await worker.hear(p.Pulled, patience_s)
-                except WorkerLost as exc:
-                    self._lost(str(exc))
-                    continue
-                windows.append(pulled.window_s)
-                found.cpu_s[place.role] += pulled.cpu_s
-                found.lags += pulled.lags
-                found.decode_leaked += pulled.held
-                for outcome in pulled.outcomes:
-                    if outcome.number not in found.outcomes:
-                        self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
-                        continue
+        async for worker, pulled in self._ask(self._readers, p.Go(concurrency), p.Pulled, patience_s):
+            windows.append(pulled.window_s)
+            found.cpu_s[self._roles[worker]] += pulled.cpu_s
+            found.lags += pulled.lags
+            found.decode_leaked += pulled.held
+            for outcome in pulled.outcomes:
+                if outcome.number in found.outcomes:
                     found.outcomes[outcome.number].append(outcome)
+                else:
+                    self._lost(f"{worker.name} answers for request {outcome.number}, which nobody gave it")
         found.windows_s.append(max(windows, default=0.0))
 
     async def _verify(self, wave: Sequence[Allocation], patience_s: float) -> None:
-        alive = self._alive(self._readers)
+        found = self.found
         # What one rank completed and another cancelled is nobody's request.
         cut = [
             a.request.number
             for a in wave
-            if a.request.cancel_s is not None and any(o.error for o in self.found.outcomes[a.request.number])
+            if a.request.cancel_s is not None and any(o.error for o in found.outcomes[a.request.number])
         ]
-        for worker in alive:
-            worker.tell(p.Verify(cut))
-        for worker in alive:
-            try:
-                verified = await worker.hear(p.Verified, patience_s)
-            except WorkerLost as exc:
-                self._lost(str(exc))
-                continue
-            self.found.bytes_verified += verified.num_bytes
-            self.found.bytes_wanted += verified.wanted
-            self.found.bytes_wrong += verified.wrong
-            self.found.wrong_requests += verified.wrong_requests
+        async for _, verified in self._ask(self._readers, p.Verify(cut), p.Verified, patience_s):
+            found.bytes_verified += verified.num_bytes
+            found.bytes_wanted += verified.wanted
+            found.bytes_wrong += verified.wrong
+            found.wrong_requests += verified.wrong_requests
 
     async def _finish(self) -> None:
-        found, alive = self.found, self._alive(self._lenders)
+        found, readers = self.found, self._readers
         # Where a reader never came, the lease has to run out first.
         patience = self._options.lease_s + 2 * min(10.0, self._options.lease_s) + 10.0
-        for child in alive:
-            child.tell(p.Finish(patience))
-        for child in alive:
-            try:
-                ended = await child.hear(p.Ended, patience + GRACE_S)
-            except WorkerLost as exc:
-                self._lost(str(exc))
-                continue
+        async for worker, ended in self._ask(self._lenders, p.Finish(patience), p.Ended, patience + GRACE_S):
             for cause, n in ended.causes.items():
                 found.lease_ends[cause] = found.lease_ends.get(cause, 0) + n
             found.prefill_leaked += ended.leaked_blocks
             found.lags += ended.lags
-            if child not in self._readers:
-                found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[child.name]
+            if worker not in readers:
+                found.cpu_s["prefill"] += ended.cpu_s - self._cpu_at[worker.name]
 
     async def _reports(self) -> None:
         """Ask every worker for its last words."""
-        found, alive = self.found, self._alive(self._workers)
-        for child in alive:
-            child.tell(p.Stop())
-        for child in alive:
-            try:
-                report = await child.hear(p.Report, self._options.timeout_s + 2 * GRACE_S)
-            except (WorkerLost, AsyncKVError) as exc:
-                self._lost(str(exc))
-                continue
-            found.peak_rss[child.name] = report.peak_rss_bytes
-            found.pool_bytes[child.name] = report.pool_bytes
+        found, lenders, readers = self.found, self._lenders, self._readers
+        patience = self._options.timeout_s + 2 * GRACE_S
+        async for worker, report in self._ask([*self._roles], p.Stop(), p.Report, patience, AsyncKVError):
+            found.peak_rss[worker.name] = report.peak_rss_bytes
+            found.pool_bytes[worker.name] = report.pool_bytes
             found.release_s += report.release_s
-            if child in self._lenders:
+            if worker in lenders:
                 found.prefill_leaked += report.gauges.get("blocks_lent", 0)
-            if child in self._readers:
+            if worker in readers:
                 quarantined = report.gauges.get("blocks_quarantined", 0)
                 found.quarantined += quarantined
                 found.decode_leaked += report.gauges.get("blocks_writing", 0) - quarantined
             if report.integrity:
-                found.problems.append(f"{child.name}: {report.integrity}")
+                found.problems.append(f"{worker.name}: {report.integrity}")
 
-    def _alive(self, workers: Sequence[Worker]) -> list[Worker]:
-        return [worker for worker in workers if not worker.is_lost]
+    async def _ask(
+        self, workers: Sequence[Worker], command: p.Command, kind: type[T], patience_s: float, *noted: type[Exception]
+    ) -> AsyncIterator[tuple[Worker, T]]:
+        """Tell all that are still there, and hear each; who is lost meanwhile, or fails as `noted`, ends the run."""
+        alive = [worker for worker in workers if not worker.is_lost]
+        errors: tuple[type[Exception], ...] = (WorkerLost, *noted)
+        for worker in alive:
+            worker.tell(command)
+        for worker in alive:
+            try:
+                answer = await worker.hear(kind, patience_s)
+            except errors as exc:
+                self._lost(str(exc))
+                continue
+            yield worker, answer
 
     def _lost(self, what: str) -> None:
         if what not in self.found.problems:

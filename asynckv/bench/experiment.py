@@ -16,7 +16,7 @@ from asynckv.bench.workload import Workload, cached_tokens, drawn, traced
 from asynckv.config import NixlConfig
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.layout import Layout
-from asynckv.tools.layouts import model_groups, model_layout
+from asynckv.tools.layouts import model_groups
 from asynckv.tools.models import Model, State, chosen
 
 __all__ = ["Experiment", "memory_available"]
@@ -159,22 +159,11 @@ class Experiment:
         Raises:
             ConfigError: The sizes do not fit the model.
         """
-        side = self.sides[role]
+        shape = self.sides[role]
         try:
-            return model_layout(
-                self.model,
-                tp_rank=tp_rank,
-                tp_size=side.tp,
-                pp_stage=pp_stage,
-                pp_size=side.pp,
-                block_size=side.block_size,
-                ratio=side.ratio,
-                num_blocks=num_blocks,
-                order=side.order,
-                conv_order=side.conv_order,
-            )
+            return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
         except LayoutError as exc:
-            raise ConfigError(f"--{role}-tp {side.tp}: {exc}") from exc
+            raise ConfigError(f"--{role}-tp {shape.tp}: {exc}") from exc
 
     def block_bytes(self, role: str) -> list[int]:
         """Bytes of one block of each group, on the rank that holds most of it."""

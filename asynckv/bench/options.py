@@ -17,16 +17,20 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Struct
 
 from asynckv.config import MIN_LEASE_S, KeysConfig
 from asynckv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asynckv.geometry.layout import Layout
+    from asynckv.tools.models import Model
 
 __all__ = ["DEFAULT_MODEL", "MOST", "Option", "Options", "Shape", "declared", "flag", "share_of"]
 
@@ -115,6 +119,27 @@ class Shape(Struct, frozen=True, kw_only=True):
     ratio: int = 1
     order: str = "nhd"
     conv_order: str = "channel"
+
+    def layout(self, model: Model, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
+        """One rank's layout.
+
+        Raises:
+            LayoutError: The sizes do not fit the model.
+        """
+        from asynckv.tools.layouts import model_layout
+
+        return model_layout(
+            model,
+            tp_rank=tp_rank,
+            tp_size=self.tp,
+            pp_stage=pp_stage,
+            pp_size=self.pp,
+            block_size=self.block_size,
+            ratio=self.ratio,
+            num_blocks=num_blocks,
+            order=self.order,
+            conv_order=self.conv_order,
+        )
 
 
 # The record has the model, the two shapes and the engines that these make.

@@ -30,7 +30,6 @@ from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
-from asynckv.tools.layouts import model_layout
 
 __all__ = ["main"]
 
@@ -301,22 +300,11 @@ async def _run(pipe: p.Pipe) -> None:
     setup = await pipe.read()
     if not isinstance(setup, p.Setup):
         return
-    options, shape = setup.options, setup.shape
+    options = setup.options
     stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
     log.configure(options.level, form="json", stream=stream)
     try:
-        layout = model_layout(
-            setup.model,
-            tp_rank=setup.tp_rank,
-            tp_size=shape.tp,
-            pp_stage=setup.pp_stage,
-            pp_size=shape.pp,
-            block_size=shape.block_size,
-            ratio=shape.ratio,
-            num_blocks=setup.num_blocks,
-            order=shape.order,
-            conv_order=shape.conv_order,
-        )
+        layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
             EngineConfig(

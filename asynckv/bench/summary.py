@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,22 +45,20 @@ class Summary:
 
 def summarise(sweep: Sweep) -> list[Summary]:
     """Gather the rows of every point that has any, in the grid's order."""
-    return list(_summaries(sweep))
-
-
-def _summaries(sweep: Sweep) -> Iterator[Summary]:
     rows = sorted(sweep.latest().values(), key=lambda row: row.round)
-    for place in sweep.head.points:
-        mine = [row for row in rows if row.key == place.key]
-        if mine:
-            yield Summary(
-                place.axes,
-                mine[0].params,
-                [row.report for row in mine if row.report is not None],
-                list(dict.fromkeys(f"{row.status}: {row.reason}" for row in mine if row.status != "good")),
-                len(mine),
-                list(dict.fromkeys(row.command for row in mine)),
-            )
+    by_key = {place.key: [row for row in rows if row.key == place.key] for place in sweep.head.points}
+    return [
+        Summary(
+            place.axes,
+            mine[0].params,
+            [row.report for row in mine if row.report is not None],
+            list(dict.fromkeys(f"{row.status}: {row.reason}" for row in mine if row.status != "good")),
+            len(mine),
+            list(dict.fromkeys(row.command for row in mine)),
+        )
+        for place in sweep.head.points
+        if (mine := by_key[place.key])
+    ]
 
 
 def show(sweep: Sweep, console: Console) -> None:
