@@ -32,7 +32,6 @@ from asynckv.tools.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4", "--lease-s", "3"]
-SESSION = bytes(16)
 
 
 def experiment(**changes: Any) -> Experiment:
@@ -109,7 +108,7 @@ class Wire:
 
 def pieces(stream: str, data: bytes) -> list[remote.Piece]:
     wire = Wire()
-    Link(wire.send, SESSION).write(stream, data)
+    Link(wire.send).write(stream, data)
     return [remote._pieces.decode(packet) for packet in wire.sent]
 
 
@@ -125,7 +124,7 @@ LONG = bytes(range(32, 128)) * 5000 + b"\n"
 async def test_a_long_line_arrives_whole_and_in_small_pieces() -> None:
     cut = pieces("prefill/tp0", LONG)
     assert len(cut) == 5
-    listener = Link(Wire().send, SESSION)
+    listener = Link(Wire().send)
     lines = listener.open("prefill/tp0")
     for piece in cut:
         listener.take(piece)
@@ -142,7 +141,7 @@ DEEP_JSON = b'{"type":"Stop","z":' + b"[" * 200_000 + b"\n"
 
 @pytest.mark.anyio
 async def test_what_is_nested_too_deep_ends_the_conversation_and_nothing_else() -> None:
-    listener = Link(Wire().send, SESSION)
+    listener = Link(Wire().send)
     for piece in pieces(HALF, DEEP_JSON):
         listener.take(piece)
     with pytest.raises(remote.Broken, match="a message is malformed"):
@@ -152,8 +151,8 @@ async def test_what_is_nested_too_deep_ends_the_conversation_and_nothing_else() 
 @pytest.mark.anyio
 async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() -> None:
     follower = remote._Follower(experiment(), waiting(), lambda *a: True, lambda text: None)
-    good = msgspec.msgpack.encode([SESSION, 0, HALF, b""])
-    follower.on_packet(ReplyTo(b"x"), b"\x95" + good[1:] + nested())
+    good = msgspec.msgpack.encode([0, HALF, b""])
+    follower.on_packet(ReplyTo(b"x"), b"\x94" + good[1:] + nested())
     piece = said(remote.Hello({}, "decode"))
     deep = msgspec.structs.replace(piece, data=b'{"type":"hello","x":' + b"[" * 90_000)
     follower.on_packet(ReplyTo(b"x"), msgspec.msgpack.encode(deep))
@@ -166,7 +165,7 @@ async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() ->
 async def test_a_nested_command_or_answer_is_a_broken_half_not_a_traceback() -> None:
     with pytest.raises(remote.Broken, match="a command is malformed"):
         remote._admitted(DEEP_JSON)
-    link = Link(Wire().send, SESSION)
+    link = Link(Wire().send)
     worker = remote.Remote("prefill/tp0", link)
     for piece in pieces("prefill/tp0", DEEP_JSON):
         link.take(piece)
@@ -177,9 +176,9 @@ async def test_a_nested_command_or_answer_is_a_broken_half_not_a_traceback() -> 
 
 @pytest.mark.anyio
 async def test_empty_pieces_are_signs_of_life_and_pile_up_nowhere() -> None:
-    listener = Link(Wire().send, SESSION)
+    listener = Link(Wire().send)
     for number in range(1000):
-        listener.take(remote.Piece(SESSION, number, f"nobody {number}", b""))
+        listener.take(remote.Piece(number, f"nobody {number}", b""))
     assert list(listener._streams) == [HALF]
     listener.take(msgspec.structs.replace(said(remote.Interrupted()), number=1000))
     assert await listener.hear(5) == remote.Interrupted()
@@ -187,15 +186,15 @@ async def test_empty_pieces_are_signs_of_life_and_pile_up_nowhere() -> None:
 
 @pytest.mark.anyio
 async def test_a_line_for_nobody_ends_the_conversation() -> None:
-    listener = Link(Wire().send, SESSION)
-    listener.take(remote.Piece(SESSION, 0, "prefill/tp7", b"{}\n"))
+    listener = Link(Wire().send)
+    listener.take(remote.Piece(0, "prefill/tp7", b"{}\n"))
     with pytest.raises(remote.Broken, match="it speaks to 'prefill/tp7', which is not there"):
         await listener.hear(5)
 
 
 @pytest.mark.anyio
 async def test_who_is_gone_is_lost_once_and_says_how() -> None:
-    link = Link(Wire().send, SESSION)
+    link = Link(Wire().send)
     worker = remote.Remote("prefill/tp0", link)
     worker.gone("prefill/tp0 was killed")
     worker.gone("the other half is gone")
@@ -208,7 +207,7 @@ async def test_who_is_gone_is_lost_once_and_says_how() -> None:
 @pytest.mark.anyio
 async def test_what_finds_no_room_goes_when_there_is_some() -> None:
     wire = Wire(room=2)
-    talk = Link(wire.send, SESSION)
+    talk = Link(wire.send)
     talk.write("prefill/tp0", bytes(500_000))
     assert len(wire.sent) == 2
     wire.room = 100
@@ -221,7 +220,7 @@ async def test_what_finds_no_room_goes_when_there_is_some() -> None:
 @pytest.mark.parametrize("lost", [0, 3])
 async def test_a_lost_piece_ends_the_conversation(lost: int) -> None:
     cut = pieces("prefill/tp0", LONG)
-    listener = Link(Wire().send, SESSION)
+    listener = Link(Wire().send)
     listener.open("prefill/tp0")
     for piece in cut[:lost] + cut[lost + 1 :]:
         listener.take(piece)
@@ -244,8 +243,8 @@ async def test_mutated_messages_break_the_conversation_or_are_messages() -> None
         data = bytearray(msgspec.json.encode(rng.choice(samples)))
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        listener = Link(Wire().send, SESSION)
-        listener.take(remote.Piece(SESSION, 0, HALF, bytes(data) + b"\n"))
+        listener = Link(Wire().send)
+        listener.take(remote.Piece(0, HALF, bytes(data) + b"\n"))
         try:
             await listener.hear(5)
         except remote.Broken:
@@ -257,7 +256,7 @@ async def test_mutated_messages_break_the_conversation_or_are_messages() -> None
 async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
     wire = Wire()
     follower = remote._Follower(experiment(), waiting(), lambda to, packet: wire.send(packet), lambda text: None)
-    for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(SESSION, 0, HALF, b"junk"))):
+    for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(0, HALF, b"junk"))):
         follower.on_packet(ReplyTo(b"a"), data)
     for piece in (said(remote.Bye(0, "")), *pieces("prefill/tp0", b"{}\n")):
         follower.on_packet(ReplyTo(b"a"), remote._encoder.encode(piece))
@@ -291,7 +290,7 @@ def test_the_waiting_half_measures_no_floor() -> None:
 
 @pytest.mark.anyio
 async def test_what_is_not_admitted_ends_the_conversation() -> None:
-    link = Link(Wire().send, SESSION)
+    link = Link(Wire().send)
     half = remote._Follower(experiment(), waiting(), lambda *a: True, lambda text: None)
     lines = asyncio.StreamReader()
     lines.feed_data(encode(Open()))

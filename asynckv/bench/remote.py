@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import hashlib
 import ipaddress
-import secrets
 import signal
 import socket
 from collections import deque
@@ -103,7 +102,6 @@ Message = Hello | Welcome | Begin | Gone | Interrupted | Bye
 class Piece(Struct, frozen=True, array_like=True):
     """Some bytes of a stream, or none: a sign of life."""
 
-    session: Annotated[bytes, Meta(min_length=16, max_length=16)]
     number: Count
     stream: Name
     data: Annotated[bytes, Meta(max_length=PIECE)]
@@ -234,11 +232,9 @@ class Link:
 
     Args:
         send: Sends a packet to the other half, or returns False if there is no room.
-        session: Sixteen bytes that no other conversation has.
     """
 
-    def __init__(self, send: Callable[[bytes], bool], session: bytes) -> None:
-        self.session = session
+    def __init__(self, send: Callable[[bytes], bool]) -> None:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self._sent = self._taken = 0
@@ -273,7 +269,7 @@ class Link:
     def write(self, stream: str, data: bytes) -> None:
         """Send as soon as there is room."""
         for at in range(0, max(len(data), 1), PIECE):
-            self._unsent.append(_encoder.encode(Piece(self.session, self._sent, stream, data[at : at + PIECE])))
+            self._unsent.append(_encoder.encode(Piece(self._sent, stream, data[at : at + PIECE])))
             self._sent += 1
         self._flush()
 
@@ -431,35 +427,28 @@ async def lead(experiment: Experiment, half: Half, say: Callable[[str], None]) -
     plane = ZmqPlane("tcp://127.0.0.1:0", keys=half.options.keys())
     if refusal := plane.refusal(target):
         raise ConfigError(f"--connect {where}: {refusal}")
-    session = secrets.token_bytes(16)
-    link: Link | None = None
-    trouble = ""
+    link = Link(partial(plane.send, target))
 
     def on_packet(origin: Address | ReplyTo, data: bytes) -> None:
         with contextlib.suppress(*p.MALFORMED):
-            piece = _pieces.decode(data)
-            if link is not None and origin == target and piece.session == session:
-                link.take(piece)
+            if origin == target:
+                link.take(_pieces.decode(data))
 
     def on_refused(cause: str, who: str) -> None:
-        nonlocal trouble
-        if cause == "turned_away" and link is not None:
-            trouble = (
+        if cause == "turned_away":
+            link.break_off(
                 "it turns this half's connection away: this half's .key file has to be in its --authorized directory"
             )
-            link.break_off(trouble)
 
     await plane.start(on_packet, on_refused)
     try:
-        link = Link(partial(plane.send, target), session)
         link.tell(Hello(facts(experiment), half.role))
         say(f"waiting for the other half at {where}")
         memory = await _welcomed(link, where)
         link.begin()
         yield Leader(half.role, where, link, memory)
     finally:
-        if link is not None:
-            link.end()
+        link.end()
         await plane.aclose()
 
 
@@ -537,7 +526,10 @@ class _Follower:
         self._is_interrupted = False
 
     def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
-        """Take a piece; whatever does not belong to the one conversation is dropped."""
+        """Take a piece; whatever does not belong to the one conversation is dropped.
+
+        An origin is one connection, which has proven its key: who comes again is a stranger.
+        """
         if isinstance(origin, str):
             return
         try:
@@ -545,12 +537,12 @@ class _Follower:
         except p.MALFORMED:
             return
         if self._link is not None:
-            if origin == self._peer and piece.session == self._link.session:
+            if origin == self._peer:
                 self._link.take(piece)
             elif piece.number == 0:
                 # Once, whether or not there is room: whoever asks often costs no more.
                 busy = msgspec.json.encode(Bye(2, "it serves somebody else already")) + b"\n"
-                self._send(origin, _encoder.encode(Piece(piece.session, 0, HALF, busy)))
+                self._send(origin, _encoder.encode(Piece(0, HALF, busy)))
             return
         # Who begins has to say who he is, in one piece.
         try:
@@ -559,7 +551,7 @@ class _Follower:
             return
         if isinstance(message, Hello):
             self._peer = origin
-            self._link = Link(partial(self._send, origin), piece.session)
+            self._link = Link(partial(self._send, origin))
             self._link.take(piece)
             if not self._came.done():
                 self._came.set_result(message)
