@@ -41,6 +41,7 @@ from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
 from asynckv.core.decode import News
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
+from asynckv.core.pull import PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
@@ -147,7 +148,9 @@ class Pulls:
             params = self._firsts[i]
             side.node.lend(params, 1, self._time())
             self._slot_of[f"first{i}"] = 0
-            self.decode.node.pull(f"first{i}", [(0, self._slots[0][0][1][:1])], params, "", 3600.0, self._time())
+            self.decode.node.pull(
+                PullRequest(f"first{i}", [(0, self._slots[0][0][1][:1])], params), 3600.0, self._time()
+            )
             while self.decode.node.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
@@ -181,7 +184,7 @@ class Pulls:
             self.counts["events"] += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
-        node.pull(params.request_id, self._slots[slot], params, "", 3600.0, self._time())
+        node.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
         self.counts["events"] += 1
         self._next += 1
 
@@ -209,7 +212,7 @@ class Pulls:
         self._do(side)
         if side is self.decode:
             for _ in range(TURN):
-                if (read := decode.next_post(self._time())) is not None:
+                if (read := decode.next_read(self._time())) is not None:
                     decode.ended(News(read.transfer_id, True, False), 0.0, self._time())
                     self.counts["events"] += 2
                 elif decode.admit(self._time()) is not None:
@@ -227,7 +230,8 @@ class Pulls:
                 self.decode.inbox.append((side.address, data))
             else:
                 self._by_address[to].inbox.append((self.decode.route, data))
-        while commands := node.outbox.take_commands():
+        while commands := node.outbox.commands:
+            node.outbox.commands = []
             for command in commands:
                 match command:
                     case LoadPeer(peer, _):

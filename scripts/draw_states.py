@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,21 @@ def table(title: str, intro: str, on_event: Any, when: Any) -> str:
                 name = event.name if isinstance(event, Enum) else event.__name__
                 edges[state, after].append(name.replace("_", " ").upper())
     for state, row in when.items():
-        for condition, after in row.items():
-            edges[state, after].append(f"*{condition}*")
+        for condition, after in row.items() if isinstance(row, Mapping) else row:
+            edges[state, after].append(f"*{_words(condition)}*")
     lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
     lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
     lines += ["", "```mermaid", "stateDiagram-v2"]
     lines += [f"    {a.name} --> {b.name}: {', '.join(why).replace('*', '')}" for (a, b), why in edges.items()]
     return "\n".join([*lines, "```", ""])
+
+
+def _words(condition: Any) -> str:
+    """What a condition says: the first line of its function."""
+    if not callable(condition):
+        return str(condition)
+    words = (condition.__doc__ or "").splitlines()[0].rstrip(".")
+    return words[0].lower() + words[1:]
 
 
 def page() -> str:
@@ -45,7 +54,7 @@ def page() -> str:
             table(
                 "Pull",
                 "One request on the decode side. The outcome is given on entering NOTIFYING; the blocks are the "
-                "caller's when nothing can write them, which HELD waits for.",
+                "caller's when nothing can write them, which QUARANTINED waits for.",
                 pull.ON_EVENT,
                 pull.WHEN,
             ),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig
-from asynckv.core import rank as rank_module
+from asynckv.core import routes
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Endpoint, Key, Params
 from asynckv.errors import PlanRefused, RemoteTooShort
@@ -133,11 +133,11 @@ def test_endpoints_may_be_a_list() -> None:
 
 
 def test_endpoints_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_module, "MAX_ENDPOINTS", 8)
+    monkeypatch.setattr(routes, "MAX_ENDPOINTS", 8)
     node = make_node()
     for number in range(20):
         places(node, number, endpoints(3, 1000 + 10 * number))
-        assert sum(len(endpoints) for _, endpoints, _, _ in node._endpoints) <= 8
+        assert sum(len(listed) for _, listed, _, _ in node.decode.routes._groups) <= 8
 
 
 def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
@@ -158,9 +158,9 @@ def test_only_releases_wait_for_company() -> None:
     key, to = Key("epoch", 0, 1, "f" * 32), ReplyTo(b"r")
     outbox = Outbox("b" * 32)
     outbox.send(to, "", Release(key, "r", Cohort("d"), "pull", Outcome.COMPLETE))
-    assert (outbox.has_messages, outbox.is_urgent) == (True, False)
+    assert (bool(outbox.messages), outbox.is_urgent) == (True, False)
     for message in (Ping(1), Ack(key, "pull")):
         outbox.send(to, "", message)
         assert outbox.is_urgent
         assert len(list(outbox.take_packets())) == 1
-        assert (outbox.has_messages, outbox.is_urgent) == (False, False)
+        assert (bool(outbox.messages), outbox.is_urgent) == (False, False)

@@ -11,7 +11,7 @@ import pytest
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.decode import News
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
 from asynckv.geometry.bounds import BlockRuns
@@ -370,7 +370,7 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
     for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
         params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
         world.lend(prefill[0], params)
-        pull = decode.node.pull(f"d{i}", wanted, params, "", 30.0, world.time(decode))
+        pull = decode.node.pull(PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
         world.settle(decode)
         world.run()
         # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.

@@ -143,7 +143,7 @@ def state(engine: Engine) -> tuple[Any, ...]:
         len(engine.holds()),
         node.is_closed,
         node.next_at,
-        outbox.has_messages,
+        bool(outbox.messages),
         len(outbox.commands),
     )
     own = engine._is_due, dict(engine._waiting), dict(engine._retrying), dict(engine._lent), set(engine._tasks)

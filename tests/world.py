@@ -29,7 +29,7 @@ from asynckv.core.outbox import (
     RemoveTable,
 )
 from asynckv.core.peer import Peer
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
 from asynckv.geometry.bounds import BlockRuns
@@ -228,7 +228,7 @@ class World:
     def pull(
         self, rank: Rank, request_id: str, blocks: Sequence[int], params: Params, *, first: int = 0, timeout: float = 30
     ) -> Pull:
-        pull = rank.node.pull(request_id, [(first, blocks)], params, "", timeout, self.time(rank))
+        pull = rank.node.pull(PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)
         return pull
 
@@ -241,7 +241,7 @@ class World:
             for to, data in node.outbox.take_packets():
                 answer = isinstance(to, bytes)
                 self.letters.append(Letter(rank, to.decode() if isinstance(to, bytes) else str(to), data, answer))
-            commands = node.outbox.take_commands()
+            commands, node.outbox.commands = node.outbox.commands, []
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
@@ -253,7 +253,7 @@ class World:
                     case AddTable(peer, table):
                         rank.peers[peer.agent_name][1][table.table_id] = table
                     case RemoveTable(peer, table_id):
-                        running = [t for t, r in rank.reads.items() if r.post.table_id == table_id]
+                        running = [t for t, r in rank.reads.items() if r.read.table_id == table_id]
                         assert not running, "a table was removed under a running transfer"
                         del rank.peers[peer.agent_name][1][table_id]
                     case RemovePeer(peer):
@@ -282,7 +282,7 @@ class World:
                     case _:
                         pass
             posts = False
-            while (read := node.decode.next_post(self.time(rank))) is not None:
+            while (read := node.decode.next_read(self.time(rank))) is not None:
                 posts = True
                 rank.reads[read.transfer_id] = read
             posts = node.decode.admit(self.time(rank)) is not None or posts
@@ -314,8 +314,8 @@ class World:
         """Copy a read's bytes, as they are now."""
         read = rank.reads[transfer_id]
         remote, tables = rank.peers[read.agent_name]
-        table = tables[read.post.table_id]
-        for a, b in zip(read.post.local.tolist(), read.post.remote.tolist(), strict=True):
+        table = tables[read.read.table_id]
+        for a, b in zip(read.read.local.tolist(), read.read.remote.tolist(), strict=True):
             row, mine = divmod(a, table.local_blocks)
             other, theirs = divmod(b, table.remote_blocks)
             assert row == other

@@ -917,8 +917,9 @@ class Service:
                 world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
             for peer in node.decode.peers.values():
-                if not stuck and (len(peer.window) or peer.queue):
-                    world.violate(f"{rank.name} counts {peer.window.num_bytes} bytes in flight from {peer.name}")
+                if not stuck and (peer.line.in_flight or peer.line.readers):
+                    in_flight = peer.line.in_flight.num_bytes
+                    world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return
 
 
