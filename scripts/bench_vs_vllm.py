@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from asynckv.bench.rounds import Interval, median_of
+from asynckv.bench.noise import Interval, median_of
 from asynckv.errors import ConfigError
 from asynckv.testing.fleet import Failure, Fleet, Process
 from scripts import command

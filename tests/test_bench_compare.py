@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.bench import sides
+from asynckv.bench import noise, sides
 from asynckv.bench.compare import compare, judge, share
 from asynckv.bench.sides import Side
 from asynckv.errors import ConfigError
@@ -63,9 +64,8 @@ def verdicts(result: dict[str, Any], metric: str) -> list[str]:
 @given(RUNS, RUNS)
 def test_turning_the_sides_round_turns_the_verdict_round(a: list[float], b: list[float]) -> None:
     there, back = judge(a, b, "higher"), judge(b, a, "higher")
-    if min(len(a), len(b)) < 8:  # resampling is not symmetric to the last digit
-        turned = {"better": "worse", "worse": "better"}
-        assert back.verdict == turned.get(there.verdict, there.verdict)
+    turned = {"better": "worse", "worse": "better"}
+    assert back.verdict == turned.get(there.verdict, there.verdict)
     assert there.ratio is not None
     assert back.ratio == pytest.approx(1 / there.ratio)
 
@@ -80,7 +80,7 @@ def test_a_side_is_within_its_own_noise(runs: list[float]) -> None:
 @given(RUNS, RUNS)
 def test_the_interval_holds_the_ratio(a: list[float], b: list[float]) -> None:
     change = judge(a, b, "lower")
-    if change.low is not None and min(len(a), len(b)) < 8:
+    if change.low is not None:
         assert change.high is not None
         assert change.ratio is not None
         assert change.low <= change.ratio * (1 + 1e-9)
@@ -104,6 +104,31 @@ def test_without_a_change_hardly_one_in_ten_is_called_one(runs: int) -> None:
         for _ in range(100)
     )
     assert called <= 10
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 4), (5, 3), (6, 6)])
+def test_an_interval_of_ratios_is_worth_what_counting_all_deals_says(before: int, after: int) -> None:
+    wrong = [sum(place - i for i, place in enumerate(places)) for places in combinations(range(before + after), before)]
+    chances = np.bincount(wrong) / len(wrong)
+    assert np.allclose(noise._rank_sums(before, after), chances)
+    levels = [level for level in 1 - 2 * np.cumsum(chances) if level >= 0.95]
+    found = noise.ratio_of([float(i) for i in range(10, 10 + before)], [float(i) for i in range(20, 20 + after)])
+    ratios = sorted(b / a for a in range(10, 10 + before) for b in range(20, 20 + after))
+    cut = max(len(levels) - 1, 0)
+    assert (found.low, found.high) == (ratios[cut], ratios[-1 - cut])
+    assert found.level == pytest.approx(levels[-1] if levels else 1 - 2 * chances[0])
+
+
+@pytest.mark.parametrize("runs", [5, 12, 30])
+def test_where_counting_ends_the_interval_hardly_changes(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.lognormal(0, 0.1, (2, runs)).tolist()
+    exact = [noise._rank_sums.__wrapped__(runs, runs)]
+    monkeypatch.setattr(noise, "MOST_EXACT", 0 if runs * runs <= noise.MOST_EXACT else 1000)
+    exact.append(noise._rank_sums.__wrapped__(runs, runs))
+    half = runs * runs // 2
+    assert np.abs(np.cumsum(exact[0])[:half] - np.cumsum(exact[1])[:half]).max() < 0.02
+    assert noise.ratio_of(a, b).low < noise.ratio_of(a, b).median < noise.ratio_of(a, b).high
 
 
 def test_nothing_is_divided_by_zero() -> None:

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from asynckv.bench import floor, report
-from asynckv.bench.driver import Measured, Options
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
 from asynckv.bench.memory import Pool
-from asynckv.bench.protocol import Outcome, Sample, Side
-from asynckv.bench.rounds import median_of
-from asynckv.bench.schedule import Arrivals, Engines
+from asynckv.bench.noise import median_of
+from asynckv.bench.options import Options, Shape
+from asynckv.bench.protocol import Outcome, Sample
 from asynckv.bench.workload import Workload
 from asynckv.config import PullConfig
 from asynckv.errors import ConfigError
@@ -48,14 +49,14 @@ def a_round(engine_s: float, *samples: Sample) -> floor.Round:
 @pytest.mark.parametrize(
     ("theirs", "mine", "cached"),
     [
-        (Side(), Side(), 0),
-        (Side(order="hnd"), Side(order="block-hnd"), 37),
-        (Side(block_size=48, order="cross-nhd"), Side(block_size=16), 0),
-        (Side(block_size=16, ratio=4), Side(block_size=64, order="hnd"), 70),
+        (Shape(), Shape(), 0),
+        (Shape(order="hnd"), Shape(order="block-hnd"), 37),
+        (Shape(block_size=48, order="cross-nhd"), Shape(block_size=16), 0),
+        (Shape(block_size=16, ratio=4), Shape(block_size=64, order="hnd"), 70),
     ],
 )
 @pytest.mark.parametrize("most", [512, 3])
-def test_its_pieces_are_the_bytes_of_the_request(theirs: Side, mine: Side, cached: int, most: int) -> None:
+def test_its_pieces_are_the_bytes_of_the_request(theirs: Shape, mine: Shape, cached: int, most: int) -> None:
     tokens, pools = 150, []
     lists: list[list[tuple[int, list[int]]]] = []
     for side, first in ((theirs, 0), (mine, cached)):
@@ -172,7 +173,7 @@ def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -
         found = Measured(submitted=1, windows_s=[1.0], bytes_verified=100, bytes_wanted=100)
         found.outcomes = {0: [Outcome(0, seconds=0.1, num_bytes=100)]}
         found.floor = [a_round(1.0, *samples)]
-        return report.make(Options(model=MODEL, workload=Workload("fixed 32", (32,))), found)
+        return report.make(Experiment(Options(), MODEL, Workload("fixed 32", (32,))), found)
 
     assert report.is_good(judged(sample("raw_nixl", 0.5)))
     forbidden = judged(sample("raw_nixl", 0.5), Sample("process_vm_readv", [], 0, 0, 0, 0, "not permitted"))
@@ -186,9 +187,9 @@ def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"decode": Side(tp=2)}, "--floor compares one decode rank with one prefill rank"),
-        ({"engines": Engines(decode=2)}, "--floor compares one decode rank with one prefill rank"),
-        ({"arrivals": Arrivals("poisson", rate=5.0)}, "--floor compares closed loops in host memory"),
+        ({"decode_tp": 2}, "--floor compares one decode rank with one prefill rank"),
+        ({"decode_engines": 2}, "--floor compares one decode rank with one prefill rank"),
+        ({"rate": 5.0}, "--floor compares closed loops in host memory"),
         ({"cancel": 0.5}, "--floor compares closed loops in host memory"),
         ({"announced": True}, "--floor and --announced: claims that are granted before the window opens are not in it"),
         ({"rounds": 3}, "--rounds 3 is outside 1 ... 2 (--requests)"),
@@ -197,7 +198,7 @@ def test_a_floor_that_is_wrong_is_a_problem_and_one_that_is_forbidden_is_not() -
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), floor=True, **({"rounds": 2} | changes))
+        Experiment(Options(floor=True, **({"rounds": 2} | changes)), MODEL, Workload("fixed 32", (32, 32)))
     assert says in str(caught.value)
 
 

@@ -63,7 +63,7 @@ def test_the_page_loads_nothing_and_forbids_it() -> None:
     assert all("against pulls in flight per decode rank" in label for label in found.labels)
 
 
-def test_lines_are_medians_with_bars_from_lowest_to_highest() -> None:
+def test_lines_are_medians_with_bars_from_lowest_to_highest_of_few_rounds() -> None:
     rows = [row(k, n, report=made(rate + n)) for k, rate in (("1", 10), ("16", 100)) for n in (1, 2, 5)]
     (trace,) = traces(page.make(sweep(*rows, rounds=5), "s"), "requests/s").values()
     assert (trace["x"], trace["y"]) == ([1.0, 16.0], [12.0, 102.0])

@@ -20,10 +20,11 @@ import msgspec
 import pytest
 
 from asynckv.bench import remote
-from asynckv.bench.children import Reach, WorkerLost, setups
-from asynckv.bench.driver import Options
+from asynckv.bench.experiment import Experiment
+from asynckv.bench.options import Options
 from asynckv.bench.protocol import Connect, Measure, Open, Opened, Serve, encode
-from asynckv.bench.remote import Conversation, Half
+from asynckv.bench.remote import HALF, Half, Link
+from asynckv.bench.workers import WorkerLost, setups
 from asynckv.bench.workload import Workload
 from asynckv.core.types import ReplyTo
 from asynckv.errors import ConfigError
@@ -31,18 +32,21 @@ from asynckv.tools.models import Heads, Model
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4", "--lease-s", "3"]
-SESSION = bytes(16)
 
 
-def options(**changes: Any) -> Options:
-    return Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), **changes)
+def experiment(**changes: Any) -> Experiment:
+    return Experiment(Options(**changes), MODEL, Workload("fixed 32", (32, 32)))
+
+
+def waiting() -> Half:
+    return Half(Options(role="prefill", bind="127.0.0.1:9"))
 
 
 # -- what they agree on --------------------------------------------------------------------------------
 
 
 def test_equal_halves_agree() -> None:
-    assert remote.difference(remote.facts(options()), remote.facts(options()), "prefill", "decode") == ""
+    assert remote.difference(remote.facts(experiment()), remote.facts(experiment()), "prefill", "decode") == ""
 
 
 @pytest.mark.parametrize(
@@ -54,14 +58,16 @@ def test_equal_halves_agree() -> None:
     ],
 )
 def test_a_difference_names_both_values(theirs: dict[str, Any], says: str) -> None:
-    assert says in remote.difference(remote.facts(options()), remote.facts(options(**theirs)), "prefill", "decode")
+    assert says in remote.difference(
+        remote.facts(experiment()), remote.facts(experiment(**theirs)), "prefill", "decode"
+    )
 
 
 def test_another_version_or_workload_of_the_same_name_is_a_difference() -> None:
-    mine = remote.facts(options())
+    mine = remote.facts(experiment())
     assert "differ in version" in remote.difference(mine, mine | {"version": "0.0.1"}, "prefill", "decode")
     assert "differ in workload" in remote.difference(
-        mine, remote.facts(Options(model=MODEL, workload=Workload("fixed 32", (32, 33)))), "prefill", "decode"
+        mine, remote.facts(Experiment(Options(), MODEL, Workload("fixed 32", (32, 33)))), "prefill", "decode"
     )
     assert "differ in extra: nothing on the" in remote.difference(mine, mine | {"extra": "1"}, "prefill", "decode")
 
@@ -73,11 +79,11 @@ def test_a_key_may_be_named_by_its_file(tmp_path: Path) -> None:
     pair = make_pair()
     write_pair(tmp_path, "prefill-0", pair)
     half: dict[str, Any] = {"role": "decode", "secret": "x", "authorized": str(tmp_path)}
-    named = Half(connect="10.0.0.1:9000#prefill-0", **half)
-    assert named.target() == Half(connect=f"10.0.0.1:9000#{pair.public.hex()}", **half).target()
+    named = Half(Options(connect="10.0.0.1:9000#prefill-0", **half))
+    assert named.target() == Half(Options(connect=f"10.0.0.1:9000#{pair.public.hex()}", **half)).target()
     for key, says in (("", "names no key"), ("#none", "cannot be read"), ("#../prefill-0", "neither a key nor a name")):
         with pytest.raises(ConfigError, match=says):
-            Half(connect=f"10.0.0.1:9000{key}", **half).target()
+            Half(Options(connect=f"10.0.0.1:9000{key}", **half)).target()
 
 
 # -- what they do not believe --------------------------------------------------------------------------
@@ -100,21 +106,29 @@ class Wire:
         return True
 
 
-def pieces(message: remote.Message) -> list[remote.Piece]:
+def pieces(stream: str, data: bytes) -> list[remote.Piece]:
     wire = Wire()
-    Conversation(wire.send, SESSION).send(message)
+    Link(wire.send).write(stream, data)
     return [remote._pieces.decode(packet) for packet in wire.sent]
 
 
+def said(message: remote.Message) -> remote.Piece:
+    (piece,) = pieces(HALF, msgspec.json.encode(message) + b"\n")
+    return piece
+
+
+LONG = bytes(range(32, 128)) * 5000 + b"\n"
+
+
 @pytest.mark.anyio
-async def test_a_large_message_arrives_whole_and_in_small_pieces() -> None:
-    message = remote.Tell("prefill/tp0", bytes(range(256)) * 2000)
-    cut = pieces(message)
-    assert len(cut) == 6
-    listener = Conversation(Wire().send, SESSION)
+async def test_a_long_line_arrives_whole_and_in_small_pieces() -> None:
+    cut = pieces("prefill/tp0", LONG)
+    assert len(cut) == 5
+    listener = Link(Wire().send)
+    lines = listener.open("prefill/tp0")
     for piece in cut:
         listener.take(piece)
-    assert await listener.receive(5) == message
+    assert await asyncio.wait_for(lines.readline(), 5) == LONG
 
 
 def nested(depth: int = 50_000) -> bytes:
@@ -122,26 +136,25 @@ def nested(depth: int = 50_000) -> bytes:
     return b"\x91" * depth + b"\x00"
 
 
-DEEP_JSON = b'{"type":"Stop","z":' + b"[" * 200_000
+DEEP_JSON = b'{"type":"Stop","z":' + b"[" * 200_000 + b"\n"
 
 
 @pytest.mark.anyio
 async def test_what_is_nested_too_deep_ends_the_conversation_and_nothing_else() -> None:
-    listener = Conversation(Wire().send, SESSION)
-    listener.take(remote.Piece(SESSION, 0, True, b"\x82\xa4type\xa4tell\xa1x" + nested()))
-    listener.take(remote.Piece(SESSION, 1, True, msgspec.msgpack.encode(remote.Interrupted())))
+    listener = Link(Wire().send)
+    for piece in pieces(HALF, DEEP_JSON):
+        listener.take(piece)
     with pytest.raises(remote.Broken, match="a message is malformed"):
-        await listener.receive(5)
+        await listener.hear(5)
 
 
 @pytest.mark.anyio
 async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() -> None:
-    half = Half(role="prefill", bind="127.0.0.1:9")
-    follower = remote._Follower(options(), half, lambda *a: True, lambda text: None)
-    good = msgspec.msgpack.encode([SESSION, 0, True, b""])
-    follower.on_packet(ReplyTo(b"x"), b"\x95" + good[1:] + nested())
-    (piece,) = pieces(remote.Hello({}, "decode"))
-    deep = msgspec.structs.replace(piece, data=b"\x82\xa4type\xa5hello\xa1x" + nested())
+    follower = remote._Follower(experiment(), waiting(), lambda *a: True, lambda text: None)
+    good = msgspec.msgpack.encode([0, HALF, b""])
+    follower.on_packet(ReplyTo(b"x"), b"\x94" + good[1:] + nested())
+    piece = said(remote.Hello({}, "decode"))
+    deep = msgspec.structs.replace(piece, data=b'{"type":"hello","x":' + b"[" * 90_000)
     follower.on_packet(ReplyTo(b"x"), msgspec.msgpack.encode(deep))
     assert not follower._came.done()
     follower.on_packet(ReplyTo(b"y"), msgspec.msgpack.encode(piece))
@@ -150,29 +163,52 @@ async def test_a_strangers_nested_packet_is_dropped_and_a_hello_still_heard() ->
 
 @pytest.mark.anyio
 async def test_a_nested_command_or_answer_is_a_broken_half_not_a_traceback() -> None:
-    follower = remote._Follower(options(), Half(role="prefill", bind="127.0.0.1:9"), lambda *a: True, lambda text: None)
     with pytest.raises(remote.Broken, match="a command is malformed"):
-        follower._pass_on("prefill/tp0", DEEP_JSON)
-    worker = remote.Remote("prefill/tp0", Conversation(Wire().send, SESSION))
-    worker.heard(DEEP_JSON)
+        remote._admitted(DEEP_JSON)
+    link = Link(Wire().send)
+    worker = remote.Remote("prefill/tp0", link)
+    for piece in pieces("prefill/tp0", DEEP_JSON):
+        link.take(piece)
     with pytest.raises(WorkerLost, match="cannot be understood"):
-        await worker._next(5)
+        await worker.hear(Opened, 5)
+    assert worker.is_lost
 
 
 @pytest.mark.anyio
-async def test_empty_pieces_are_refused_before_they_pile_up() -> None:
-    listener = Conversation(Wire().send, SESSION)
-    listener.take(remote.Piece(SESSION, 0, False, b""))
-    assert listener._parts == []
-    with pytest.raises(remote.Broken, match="a piece is empty"):
-        await listener.receive(5)
+async def test_empty_pieces_are_signs_of_life_and_pile_up_nowhere() -> None:
+    listener = Link(Wire().send)
+    for number in range(1000):
+        listener.take(remote.Piece(number, f"nobody {number}", b""))
+    assert list(listener._streams) == [HALF]
+    listener.take(msgspec.structs.replace(said(remote.Interrupted()), number=1000))
+    assert await listener.hear(5) == remote.Interrupted()
+
+
+@pytest.mark.anyio
+async def test_a_line_for_nobody_ends_the_conversation() -> None:
+    listener = Link(Wire().send)
+    listener.take(remote.Piece(0, "prefill/tp7", b"{}\n"))
+    with pytest.raises(remote.Broken, match="it speaks to 'prefill/tp7', which is not there"):
+        await listener.hear(5)
+
+
+@pytest.mark.anyio
+async def test_who_is_gone_is_lost_once_and_says_how() -> None:
+    link = Link(Wire().send)
+    worker = remote.Remote("prefill/tp0", link)
+    worker.gone("prefill/tp0 was killed")
+    worker.gone("the other half is gone")
+    with pytest.raises(WorkerLost, match="prefill/tp0 was killed"):
+        await worker.hear(Opened, 5)
+    worker.tell(Open())
+    link.end()
 
 
 @pytest.mark.anyio
 async def test_what_finds_no_room_goes_when_there_is_some() -> None:
     wire = Wire(room=2)
-    talk = Conversation(wire.send, SESSION)
-    talk.send(remote.Tell("prefill/tp0", bytes(500_000)))
+    talk = Link(wire.send)
+    talk.write("prefill/tp0", bytes(500_000))
     assert len(wire.sent) == 2
     wire.room = 100
     await asyncio.wait_for(wire.has_six.wait(), 5)
@@ -183,34 +219,34 @@ async def test_what_finds_no_room_goes_when_there_is_some() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("lost", [0, 3])
 async def test_a_lost_piece_ends_the_conversation(lost: int) -> None:
-    cut = pieces(remote.Tell("prefill/tp0", bytes(500_000)))
-    listener = Conversation(Wire().send, SESSION)
+    cut = pieces("prefill/tp0", LONG)
+    listener = Link(Wire().send)
+    listener.open("prefill/tp0")
     for piece in cut[:lost] + cut[lost + 1 :]:
         listener.take(piece)
     for _ in range(2):  # and it stays so
         with pytest.raises(remote.Broken, match=f"piece {lost} of the conversation was lost"):
-            await listener.receive(5)
+            await listener.hear(5)
 
 
 @pytest.mark.anyio
 async def test_mutated_messages_break_the_conversation_or_are_messages() -> None:
     rng = random.Random(0)
     samples: list[remote.Message] = [
-        remote.Hello(remote.facts(options()), "decode"),
+        remote.Hello(remote.facts(experiment()), "decode"),
         remote.Begin({"prefill": [5, 6], "decode": [7]}),
-        remote.Tell("prefill/tp0", b"{}"),
         remote.Gone("prefill/tp0", "was killed"),
         remote.Bye(0, "all good"),
     ]
     broken = 0
     for _ in range(3000):
-        data = bytearray(remote._encoder.encode(rng.choice(samples)))
+        data = bytearray(msgspec.json.encode(rng.choice(samples)))
         for _ in range(rng.randint(1, 3)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        listener = Conversation(Wire().send, SESSION)
-        listener.take(remote.Piece(SESSION, 0, True, bytes(data)))
+        listener = Link(Wire().send)
+        listener.take(remote.Piece(0, HALF, bytes(data) + b"\n"))
         try:
-            await asyncio.wait_for(listener.receive(), 0.5) if not listener._inbox.empty() else None
+            await listener.hear(5)
         except remote.Broken:
             broken += 1
     assert broken > 500
@@ -219,15 +255,14 @@ async def test_mutated_messages_break_the_conversation_or_are_messages() -> None
 @pytest.mark.anyio
 async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
     wire = Wire()
-    half = Half(role="prefill", bind="127.0.0.1:0")
-    follower = remote._Follower(options(), half, lambda to, packet: wire.send(packet), lambda text: None)
-    for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(SESSION, 0, True, b"junk"))):
+    follower = remote._Follower(experiment(), waiting(), lambda to, packet: wire.send(packet), lambda text: None)
+    for data in (b"", b"\xff" * 50, remote._encoder.encode(remote.Piece(0, HALF, b"junk"))):
         follower.on_packet(ReplyTo(b"a"), data)
-    for piece in (*pieces(remote.Bye(0, "")), *pieces(remote.Tell("prefill/tp0", b"{}"))):
+    for piece in (said(remote.Bye(0, "")), *pieces("prefill/tp0", b"{}\n")):
         follower.on_packet(ReplyTo(b"a"), remote._encoder.encode(piece))
     assert not follower._came.done()
     assert wire.sent == []
-    (hello,) = pieces(remote.Hello(remote.facts(options()), "decode"))
+    hello = said(remote.Hello(remote.facts(experiment()), "decode"))
     follower.on_packet(ReplyTo(b"b"), remote._encoder.encode(hello))
     assert follower._came.done()
     follower.on_packet(ReplyTo(b"c"), remote._encoder.encode(hello))
@@ -237,26 +272,31 @@ async def test_a_stranger_is_not_heard_and_a_second_half_is_told_so() -> None:
     )
 
 
-@pytest.mark.anyio
-async def test_the_waiting_half_lets_nobody_set_its_workers_up() -> None:
-    half = Half(role="prefill", bind="127.0.0.1:0")
-    follower = remote._Follower(options(), half, lambda to, packet: True, lambda text: None)
-    ((name, _, setup),) = setups(options(), ("prefill",), {"prefill": [4], "decode": [4]}, Reach())
-    stranger = msgspec.structs.replace(setup, log_path="/etc/passwd", bind="tcp://0.0.0.0:1")
+def test_the_waiting_half_lets_nobody_set_its_workers_up() -> None:
+    ((_, _, setup),) = setups(experiment(), ("prefill",), {"prefill": [4], "decode": [4]})
+    stranger = msgspec.structs.replace(setup, options=Options(log="/etc/passwd"), bind="tcp://0.0.0.0:1")
     for line, says in ((encode(stranger), "tried to set a worker up"), (b"{", "malformed"), (b"\xff", "malformed")):
         with pytest.raises(remote.Broken, match=says):
-            follower._pass_on(name, line)
+            remote._admitted(line)
+
+
+def test_the_waiting_half_measures_no_floor() -> None:
+    # Those commands read the memory of whatever process they name.
+    opened = Opened(1, "agent", b"", experiment().layout("prefill", 0, 0), 1)
+    for command in (Open(), Connect(opened), Serve(True), Measure(["process_vm_readv"], 1)):
+        with pytest.raises(remote.Broken, match="the floor, which is for one machine"):
+            remote._admitted(encode(command))
 
 
 @pytest.mark.anyio
-async def test_the_waiting_half_measures_no_floor() -> None:
-    # Those commands read the memory of whatever process they name.
-    half = Half(role="prefill", bind="127.0.0.1:0")
-    follower = remote._Follower(options(), half, lambda to, packet: True, lambda text: None)
-    opened = Opened(1, "agent", b"", options().layout("prefill", 0, 0), 1)
-    for command in (Open(), Connect(opened), Serve(True), Measure(["process_vm_readv"], 1)):
-        with pytest.raises(remote.Broken, match="the floor, which is for one machine"):
-            follower._pass_on("prefill/tp0", encode(command))
+async def test_what_is_not_admitted_ends_the_conversation() -> None:
+    link = Link(Wire().send)
+    half = remote._Follower(experiment(), waiting(), lambda *a: True, lambda text: None)
+    lines = asyncio.StreamReader()
+    lines.feed_data(encode(Open()))
+    await half._pass_down(link, remote.Remote("prefill/tp0", link), lines)
+    with pytest.raises(remote.Broken, match="the floor, which is for one machine"):
+        await link.hear(5)
 
 
 # -- real halves ---------------------------------------------------------------------------------------

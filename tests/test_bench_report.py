@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from asynckv.bench import figures, rank, report
-from asynckv.bench.driver import Measured, Options
-from asynckv.bench.protocol import Outcome, Side
-from asynckv.bench.schedule import Arrivals, Engines
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
+from asynckv.bench.options import Options
+from asynckv.bench.protocol import Outcome
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
 from asynckv.tools.models import Heads, Model
@@ -22,8 +23,8 @@ from asynckv.tools.models import Heads, Model
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 
 
-def options(tp: int = 1, **changes: Any) -> Options:
-    return Options(model=MODEL, workload=Workload("fixed 32", (32, 32)), decode=Side(tp=tp), **changes)
+def options(tp: int = 1, **changes: Any) -> Experiment:
+    return Experiment(Options(decode_tp=tp, **changes), MODEL, Workload("fixed 32", (32, 32)))
 
 
 def outcome(number: int, seconds: float = 0.1, **changes: Any) -> Outcome:
@@ -102,7 +103,7 @@ def test_nothing_measured_divides_by_nothing() -> None:
 
 
 def test_the_table_names_capped_prompts_and_errors() -> None:
-    capped = Options(model=MODEL, workload=Workload("trace", (32, 32), 1))
+    capped = Experiment(Options(), MODEL, Workload("trace", (32, 32), 1))
     result = report.make(capped, measured(outcome(0), outcome(1, error="[gone]", reason="peer_lost")))
     stream = io.StringIO()
     report.show(result, Console(file=stream, width=200))
@@ -113,9 +114,8 @@ def test_the_table_names_capped_prompts_and_errors() -> None:
 def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
     def blocks(requests: int, concurrency: int) -> int:
         work = Workload("fixed 16384", (16384,) * requests)
-        return Options(
-            model=Model("small", (Heads(8, 128),) * 2), workload=work, concurrency=concurrency, pool_mb=8192
-        ).num_blocks()["decode"][0]
+        wanted = Options(concurrency=concurrency, pool_mb=8192)
+        return Experiment(wanted, Model("small", (Heads(8, 128),) * 2), work).num_blocks()["decode"][0]
 
     assert blocks(100, 4) == blocks(10_000, 4)
     assert blocks(100, 8) == 2 * blocks(100, 4)
@@ -123,7 +123,7 @@ def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
 
 def test_a_prompt_that_fits_no_pool_names_the_remedies() -> None:
     with pytest.raises(ConfigError, match=r"--max-prompt-tokens.*--layers.*--pool-mb"):
-        Options(model=MODEL, workload=Workload("x", (1 << 20,)), pool_mb=1).num_blocks()
+        Experiment(Options(pool_mb=1), MODEL, Workload("x", (1 << 20,))).num_blocks()
 
 
 def test_what_was_to_be_cancelled_is_neither_an_error_nor_a_latency() -> None:
@@ -153,7 +153,7 @@ def test_nobody_asked_for_this_cancellation() -> None:
 
 def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
     found = measured(outcome(0, 0.5, late=0.2), outcome(1, 0.25, late=0.0), scheduled_s=0.25)
-    result = report.make(options(arrivals=Arrivals("uniform", 10.0)), found)
+    result = report.make(options(arrivals="uniform", rate=10.0), found)
     assert result["schedule"]["clock"] == "scheduled arrival"
     assert result["schedule"]["scheduled_per_s"] == pytest.approx(8.0)
     assert result["schedule"]["achieved_per_s"] == pytest.approx(2.0)
@@ -167,13 +167,13 @@ def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
 
 
 def test_both_ways_the_reader_of_every_second_request_is_the_prefill_engine() -> None:
-    both = options(tp=2, engines=Engines(both_ways=True))
+    both = options(tp=2, both_ways=True)
     assert [both.num_ranks(n) for n in range(4)] == [2, 1, 2, 1]
 
 
 def test_what_was_cached_and_shared_is_reported() -> None:
     work = Workload("fixed 32", (32, 32)).sharing(16, 1, 0)
-    wanted = Options(model=MODEL, workload=work)
+    wanted = Experiment(Options(), MODEL, work)
     result = report.make(wanted, measured(outcome(0), outcome(1), lent_places=4, shared_places=1))
     assert result["prefix"]["hit_rate"] == 0.25
     stream = io.StringIO()
@@ -222,7 +222,7 @@ def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:
     # Of four in a window one was pulled by one of two ranks; the others' answers never came.
     work = Workload("fixed 32", (32,) * 6)
     found = Measured(submitted=4, outcomes={0: [outcome(0)], 1: [], 2: [], 3: []}, problems=["decode/tp1 is gone"])
-    result = report.make(Options(model=MODEL, workload=work, decode=Side(tp=2)), found)
+    result = report.make(Experiment(Options(decode_tp=2), MODEL, work), found)
     counts = result["requests"]
     assert counts["failed"] == 4 == counts["submitted"]
     assert "0 of 6 completed, 4 failed, 0 cancelled by Ctrl-C, 2 never submitted" in shown(result)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.bench.blocks import Allocation, Allocator
-from asynckv.bench.driver import Options
+from asynckv.bench.experiment import Experiment
+from asynckv.bench.options import Options
 from asynckv.bench.prefixes import PrefixCache
-from asynckv.bench.protocol import Side
 from asynckv.bench.schedule import Arrivals, Engines, Place, Request, make_schedule
 from asynckv.bench.workload import Workload
 from asynckv.tools.models import Heads, Model, Projection, State
@@ -152,17 +152,20 @@ def test_a_seed_gives_its_schedule_again(seed: int) -> None:
 
 
 @st.composite
-def waves(draw: st.DrawFn) -> tuple[Options, list[Request], dict[str, list[int]]]:
+def waves(draw: st.DrawFn) -> tuple[Experiment, list[Request], dict[str, list[int]]]:
     lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=12))
     groups = [draw(st.integers(0, 1)) for _ in lengths]
     chunk = draw(st.sampled_from([8, 16, 24]))
     chunks = tuple(tuple(100 * g + i for i in range(min(n, 96) // chunk)) for n, g in zip(lengths, groups, strict=True))
-    options = Options(
-        model=MODEL,
-        workload=Workload("drawn", tuple(lengths), chunks=chunks, chunk_tokens=chunk),
-        prefill=Side(block_size=draw(st.sampled_from([8, 16, 64]))),
-        engines=Engines(draw(st.integers(1, 2)), 1, draw(st.booleans())),
-        prefix_cache=draw(st.sampled_from([0, 64, 10_000])),
+    options = Experiment(
+        Options(
+            prefill_block_size=draw(st.sampled_from([8, 16, 64])),
+            prefill_engines=draw(st.integers(1, 2)),
+            both_ways=draw(st.booleans()),
+            prefix_cache=draw(st.sampled_from([0, 64, 10_000])),
+        ),
+        MODEL,
+        Workload("drawn", tuple(lengths), chunks=chunks, chunk_tokens=chunk),
     )
     sizes = {
         role: [draw(st.integers(20, 60)), draw(st.integers(8, 30)), draw(st.integers(1, 6))] for role in options.sides
@@ -172,7 +175,7 @@ def waves(draw: st.DrawFn) -> tuple[Options, list[Request], dict[str, list[int]]
 
 @given(waves(), st.booleans())
 def test_a_block_is_anothers_only_if_it_is_lent_with_the_same_tokens(
-    wave: tuple[Options, list[Request], dict[str, list[int]]], is_random: bool
+    wave: tuple[Experiment, list[Request], dict[str, list[int]]], is_random: bool
 ) -> None:
     options, requests, sizes = wave
     allocator = Allocator(
@@ -208,12 +211,12 @@ def test_a_block_is_anothers_only_if_it_is_lent_with_the_same_tokens(
     assert len(taken) == len(requests) or not fits(options, sizes, taken, requests[len(taken)])
 
 
-def tokens_of(options: Options, request: Request, end: int) -> tuple[int, ...]:
+def tokens_of(options: Experiment, request: Request, end: int) -> tuple[int, ...]:
     """What stands for the tokens before `end`."""
     return request.chunks[: -(-end // options.workload.chunk_tokens)]
 
 
-def fits(options: Options, sizes: dict[str, list[int]], taken: list[Allocation], request: Request) -> bool:
+def fits(options: Experiment, sizes: dict[str, list[int]], taken: list[Allocation], request: Request) -> bool:
     """Whether a request would have fitted even if it shared nothing."""
     for place, cached in ((request.lender, 0), (request.reader, request.cached)):
         used: list[set[int]] = [set() for _ in sizes[place.role]]
@@ -229,8 +232,8 @@ def fits(options: Options, sizes: dict[str, list[int]], taken: list[Allocation],
 
 def test_equal_prefixes_are_lent_from_the_same_blocks() -> None:
     chunks = ((1, 2), (1, 2), (1, 3))
-    options = Options(
-        model=Model("one", (Heads(4, 16),)), workload=Workload("t", (64,) * 3, chunks=chunks, chunk_tokens=16)
+    options = Experiment(
+        Options(), Model("one", (Heads(4, 16),)), Workload("t", (64,) * 3, chunks=chunks, chunk_tokens=16)
     )
     allocator = Allocator(
         {"prefill": [20], "decode": [20]},

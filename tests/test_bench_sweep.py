@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from asynckv import cli
-from asynckv.bench import figures, grid, journal, report, summary, sweep
-from asynckv.bench.driver import Measured, Options
+from asynckv.bench import figures, grid, journal, noise, report, summary, sweep
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
 from asynckv.bench.journal import Head, Journal, Place, Row
+from asynckv.bench.options import Options
 from asynckv.bench.workload import Workload
 from asynckv.errors import ConfigError
 from asynckv.tools.models import Heads, Model
@@ -64,8 +66,8 @@ def row(key: str, number: int = 1, status: Any = "good", **changes: Any) -> Row:
 
 
 def made(*options: str) -> dict[str, Any]:
-    options_ = Options(model=Model("tiny", (Heads(4, 16),)), workload=Workload("fixed 32", (32,)))
-    return {**report.make(options_, Measured()), "interrupted": "interrupted" in options}
+    wanted = Experiment(Options(), Model("tiny", (Heads(4, 16),)), Workload("fixed 32", (32,)))
+    return {**report.make(wanted, Measured()), "interrupted": "interrupted" in options}
 
 
 # -- the grid --------------------------------------------------------------------------------------
@@ -314,8 +316,8 @@ def test_rounds_are_taken_together_and_reasons_said_once() -> None:
     one["throughput"]["gbytes_per_s"], two["throughput"]["gbytes_per_s"] = 1.0, 3.0
     rows = [row("a", report=one), row("a", 2, report=two), row("b", 1, "failed"), row("b", 2, "failed")]
     a, b = summary.summarise(journal.Sweep([head(2)], rows))
-    assert a.spread(figures.FIGURES["gbytes_per_s"]) == summary.Spread(2.0, 1.0, 3.0)
-    assert b.spread(figures.FIGURES["p50"]) is None
+    assert a.interval(figures.FIGURES["gbytes_per_s"]) == noise.Interval(2.0, 1.0, 3.0, 0.5, 2)
+    assert b.interval(figures.FIGURES["p50"]) is None
     assert b.faults == ["failed: gone"]
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asynckv.bench.workload import cached_tokens, drawn, share_of, traced
+from asynckv.bench.options import share_of
+from asynckv.bench.workload import cached_tokens, drawn, traced
 from asynckv.errors import ConfigError
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ConfigError
+from asynckv.tools import models
 from asynckv.tools.models import (
     PRESETS,
     Heads,
@@ -230,3 +231,27 @@ def test_what_a_request_takes() -> None:
     model = preset("bamba-9b")
     assert model.token_bytes() == 3 * 2 * 8 * 128 * 2
     assert model.state_bytes() == 29 * ((128 * 64 + 2 * 256) * 3 + 128 * 64 * 256) * 2
+
+
+@pytest.mark.slow
+def test_what_a_class_of_transformers_leaves_out_is_what_it_has_by_default() -> None:
+    from transformers import AutoConfig
+
+    for kind, ours in models._DEFAULTS.items():
+        there = AutoConfig.for_model(kind).get_text_config().to_dict()
+        assert {name: there[name] for name in ours} == ours, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"])
+def test_windows_and_states_lie_where_transformers_puts_them(kind: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind).to_dict()
+    assert (known := config.pop("layer_types"))
+    names = {Heads: "full_attention", State: "linear_attention"}
+    found = [
+        "sliding_attention" if isinstance(x, Heads) and x.window else names[type(x)]
+        for x in model_of_config(config, kind).layers
+    ]
+    assert found == known

@@ -1,22 +1,59 @@
-"""What `asynckv bench` can do beside one run: sweep, page and compare."""
+"""`asynckv bench`: one run, and what can be done beside it: sweep, page and compare.
+
+The parameters of a run are made from the declarations in `asynckv.bench.options`; none is spelled here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import shlex
+import sys
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from asynckv.bench.options import Option, Options, declared, flag
 from asynckv.errors import ConfigError
 
-__all__ = ["bench_app", "refuse_options"]
+__all__ = ["bench_app", "taking_options"]
+
+C = TypeVar("C", bound=Callable[..., Any])
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 OUT = "Output"
 WHAT = "What is run"
+
+BENCH_EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv bench --model llama-3.1-8b --layers 4 --requests 200 --concurrency 16
+
+  asynckv bench sweep --concurrency 1,16,64 --prompt-tokens 128,1024 --layers 4 --rounds 5 --out sweep.jsonl
+
+  asynckv bench --model qwen3-32b --layers 2 --tp 2 --prompt-tokens 128:4096 --json report.json
+
+  asynckv bench --model nemotron-h-8b --layers 4 --prefill-tp 1 --decode-tp 2 --prefill-block-size 64 --prefix-hit 30%
+
+  asynckv bench --hf-config config.json --trace trace.jsonl --max-prompt-tokens 8192 --transport tcp
+
+  asynckv bench --layers 4 --requests 400 --floor
+
+  asynckv bench --trace trace.jsonl --arrivals trace --speed 10 --requests 500 --layers 2 --prefill-engines 3
+
+  asynckv bench --prompt-tokens 128:0.8,8192:0.2 --shared-prefix 1024 --prefix-groups 8 --rate 200 --cancel 5%
+
+  asynckv bench --role prefill --bind 10.0.0.1:9000 --secret keys/prefill.key_secret --authorized authorized
+
+  asynckv bench --role decode --connect 10.0.0.1:9000#prefill --secret keys/decode.key_secret --authorized authorized
+
+[bold]Exit status[/bold]  0 all good, 1 a request failed, a byte was wrong or a block leaked, 2 bad input, 130 Ctrl-C
+"""
+
 
 SWEEP_EPILOG = """
 [bold]Examples[/bold]
@@ -53,7 +90,201 @@ COMPARE_EPILOG = """
 """
 
 
-def refuse_options(context: typer.Context) -> None:
+# -- one run ---------------------------------------------------------------------------------------
+
+
+def taking_options(command: C) -> C:
+    """Give a command its parameters: those that `Option` declares as typer wants them, all options for `**given`."""
+    made: list[inspect.Parameter] = []
+    hints = typing.get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            kind, *extras = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
+            option = next((x for x in extras if isinstance(x, Option)), None)
+            hint = hints[parameter.name] if option is None else _typed(kind, option)
+            made.append(parameter.replace(annotation=hint))
+            continue
+        defaults = Options()
+        for name, (kind, option) in declared().items():
+            default = option.shown if option.read is not None else getattr(defaults, name)
+            made.append(
+                inspect.Parameter(
+                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_typed(kind, option)
+                )
+            )
+    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
+    return command
+
+
+def _typed(kind: Any, option: Option) -> Any:
+    """An option's type for typer: files are paths, and what is read is text."""
+    shown = True if option.shown is None or option.read is not None else option.shown
+    extra = typer.Option(
+        *option.names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
+    )
+    return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    """Make the options of what was given."""
+    values = dict(given)
+    for name, (_, option) in declared().items():
+        if option.read is not None:
+            values[name] = option.read(flag(name), values[name])
+        elif option.is_file and values[name] is not None:
+            values[name] = str(values[name])
+    return Options(**values)
+
+
+@bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG)
+@taking_options
+def bench(context: typer.Context, **given: Any) -> None:
+    """Drive prefill and decode processes, verify every byte, report what was measured.
+
+    Real NIXL and real ZMQ between one process per rank. Requests go in waves: blocks are filled with a
+    seeded pattern, lent, pulled while the clock runs, and compared afterwards. In a closed loop so many are in
+    flight at any time; in an open loop (--rate, --arrivals) they come by a schedule, and latency counts from there.
+    """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
+    from asynckv.bench.experiment import Experiment
+
+    options = _options(given)
+    experiment = Experiment(options)
+    _refuse_idle(context, options)
+    _open_log(options.log)
+    half = _half(options)
+    if half is not None and half.bind:
+        if options.json is not None:
+            raise ConfigError(f"--json {options.json}: the half with --connect has the report; leave it out here")
+        raise typer.Exit(_serve(experiment, half))
+    raise typer.Exit(_bench(experiment, half))
+
+
+def _refuse_idle(context: typer.Context, options: Options) -> None:
+    """Refuse options that would do nothing beside the others.
+
+    Raises:
+        ConfigError: One was given.
+    """
+
+    def given(name: str) -> bool:
+        source = context.get_parameter_source(name)
+        return source is not None and source.name == "COMMANDLINE"
+
+    has_prefixes = options.shared_prefix is not None or options.trace is not None
+    for name, has_use, remedy in (
+        (
+            "rounds",
+            options.floor,
+            "--rounds says nothing without --floor, whose rounds it counts; give --floor as well",
+        ),
+        ("cancel_within_s", given("cancel"), "--cancel-within-s says nothing without --cancel; give --cancel 5%"),
+        (
+            "prefix_cache",
+            has_prefixes,
+            "--prefix-cache says nothing where prompts share no prefixes; give --shared-prefix or a --trace as well",
+        ),
+        (
+            "prompt_tokens",
+            not given("trace"),
+            "--prompt-tokens and --trace were both given, and the trace says how long prompts are; choose one",
+        ),
+    ):
+        if given(name) and not has_use:
+            raise ConfigError(remedy)
+
+
+def _open_log(target: str | None) -> None:
+    """Begin the file of the logs anew."""
+    if target == "-":
+        raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
+    if target is not None:
+        try:
+            Path(target).write_text("")
+        except OSError as exc:
+            raise ConfigError(f"--log {target}: cannot be written: {exc.strerror}") from exc
+
+
+def _half(options: Options) -> Any:
+    from asynckv.bench.remote import Half
+
+    if options.role is not None:
+        return Half(options)
+    for name in ("bind", "connect", "secret", "authorized", "allow_insecure"):
+        if (value := getattr(options, name)) not in (None, False):
+            said = flag(name) if value is True else f"{flag(name)} {value}"
+            raise ConfigError(
+                f"{said} is for a benchmark on two machines; give --role prefill or --role decode as well"
+            )
+    return None
+
+
+def _logs(options: Options) -> Any:
+    from asynckv.observe.log import configure
+
+    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: SIM115
+    configure(options.level, stream=stream)
+    return stream
+
+
+def _serve(experiment: Any, half: Any) -> int:
+    from asynckv.bench import remote
+
+    _logs(experiment.options)
+    return asyncio.run(remote.serve(experiment, half, lambda text: _say(half.role, text)))
+
+
+def _say(role: str, text: str) -> None:
+    from asynckv.observe.console import without_control
+
+    print(f"asynckv: {role} half: {without_control(text)}", file=sys.stderr, flush=True)
+
+
+def _bench(experiment: Any, half: Any) -> int:
+    import msgspec
+    import structlog
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from asynckv.bench import report, session
+    from asynckv.observe.output import columns
+
+    json = experiment.options.json
+    if json not in (None, "-"):
+        try:
+            Path(json).open("a").close()
+        except OSError as exc:
+            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    errors = Console(stderr=True)
+    stream = _logs(experiment.options)
+    log = structlog.get_logger("asynckv.bench")
+    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("requests", total=len(experiment.workload.prompt_tokens))
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        if half is None:
+            work = session.alone(experiment, progress, log)
+        else:
+            work = session.leading(experiment, half, lambda text: _say(half.role, text), progress, log)
+        found, result = asyncio.run(work)
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
+    if json == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif json is not None:
+        Path(json).write_text(text)
+    report.show(result, errors if json == "-" else Console())
+    if stream is not sys.stderr:
+        stream.close()
+    return report.status(found, result)
+
+
+def _refuse_options(context: typer.Context) -> None:
     """Refuse a single run's options before a subcommand, where they would do nothing.
 
     Raises:
@@ -64,6 +295,9 @@ def refuse_options(context: typer.Context) -> None:
         if source is not None and source.name == "COMMANDLINE":
             name = context.invoked_subcommand
             raise ConfigError(f"{param.opts[0]} stands before {name}; put options after it: asynckv bench {name} ...")
+
+
+# -- sweeps, pages, comparisons -----------------------------------------------------------------------
 
 
 @bench_app.command(

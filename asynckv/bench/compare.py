@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 from rich.console import Console
 
 from asynckv.bench import figures
 from asynckv.bench.figures import Figure
+from asynckv.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.bench.sides import Side, flat
 from asynckv.errors import ConfigError
 from asynckv.observe.console import printable
@@ -26,13 +26,8 @@ __all__ = ["SCHEMA", "Change", "compare", "judge", "share", "show"]
 SCHEMA = "asynckv.compare/1"
 Verdict = Literal["better", "worse", "changed", "noise", "unsure", "undefined"]
 
-BOOTSTRAP_FROM = 8
-"""Runs on each side from which on the interval of the median's ratio is bootstrapped."""
 FLOORS = tuple(f"ratio_to_floor.raw_nixl.{name}" for name in ("gbytes_per_s", "p50_s", "cpu_s_per_request"))
 """Compared beside the usual figures where all reports have them."""
-RESAMPLES = 4000
-CHANCE = 0.05
-"""What is likelier than this without any change is no evidence of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,45 +79,34 @@ def judge(
 ) -> Change:
     """Compare one figure's runs on two sides.
 
-    From eight runs on each side the interval is a 95 % bootstrap of the medians' ratio. Below that it is the widest
-    that any run against any other gives, and only counts where ranges so far apart are unlikely by chance.
+    A change counts where the interval of the ratio (`asynckv.bench.noise`) does not hold 1, and is worth enough.
 
     Args:
         before, after: The figure of each run.
         better: Which way is better.
         within: The intervals that the runs themselves found, for single runs.
     """
-    a, b = np.array(before, float), np.array(after, float)
-    first, second = float(np.median(a)), float(np.median(b))
+    first, second = median_of(before).median, median_of(after).median
     if not first:
         return Change(first, second, 1.0 if not second else None, None, None, "undefined" if second else "noise", 0.0)
     ratio = second / first
     excess = {"higher": 1 - ratio, "lower": ratio - 1, "": 0.0}[better]
-    chance = 0.0
-    if len(a) == len(b) == 1 and within[0] and within[1] and within[0][0] > 0:
+    level = LEVEL
+    if len(before) == len(after) == 1 and within[0] and within[1] and within[0][0] > 0:
         low, high = within[1][0] / within[0][1], within[1][1] / within[0][0]
-    elif min(len(a), len(b)) < 2 or not a.min() > 0:
+    elif min(len(before), len(after)) < 2 or not min(before) > 0:
         return Change(first, second, ratio, None, None, "unsure", excess)
-    elif min(len(a), len(b)) >= BOOTSTRAP_FROM:
-        rng = np.random.default_rng(0)
-        ratios = _medians(rng, b) / _medians(rng, a)
-        low, high = (float(x) for x in np.quantile(ratios, [0.025, 0.975]))
     else:
-        low, high = float(b.min() / a.max()), float(b.max() / a.min())
-        # Of all ways to deal the runs to two sides, two keep them wholly apart.
-        chance = 2 / math.comb(len(a) + len(b), len(a))
+        found = ratio_of(before, after)
+        low, high, level = found.low, found.high, found.level
     verdict: Verdict = "changed"
     if low <= 1 <= high:
         verdict = "noise"
-    elif chance > CHANCE:
+    elif level < LEVEL:
         verdict = "unsure"
     elif better:
         verdict = "better" if (ratio > 1) == (better == "higher") else "worse"
     return Change(first, second, ratio, low, high, verdict, excess)
-
-
-def _medians(rng: np.random.Generator, runs: np.ndarray[Any, np.dtype[np.float64]]) -> Any:
-    return np.median(rng.choice(runs, (RESAMPLES, len(runs))), axis=1)
 
 
 # -- matching --------------------------------------------------------------------------------------

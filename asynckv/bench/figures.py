@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asynckv.bench.noise import LEVEL
 from asynckv.errors import ConfigError
 
-__all__ = ["DEFAULT", "FIGURES", "Figure", "leaves", "named"]
+__all__ = ["DEFAULT", "FIGURES", "Figure", "at", "leaves", "named"]
 
 Report = Mapping[str, Any]
-SURE = 0.95
-"""The level that an interval of a run must have to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,9 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
+def at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
+    """Make what finds the number at a dotted path, times `scale`."""
+
     def get(report: Report) -> float | None:
         value = _number(_find(report, path))
         return None if value is None else value * scale
@@ -58,7 +59,7 @@ def _at(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
 def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
     def get(report: Report) -> tuple[float, float] | None:
         value = _find(report, path)
-        if not isinstance(value, Mapping) or value.get("level", 0.0) < SURE:
+        if not isinstance(value, Mapping) or value.get("level", 0.0) < LEVEL:
             return None
         return value["low"], value["high"]
 
@@ -66,7 +67,7 @@ def _within(path: str) -> Callable[[Report], tuple[float, float] | None]:
 
 
 def _per_request(path: str, scale: float = 1.0) -> Callable[[Report], float | None]:
-    get = _at(path, scale)
+    get = at(path, scale)
 
     def per_request(report: Report) -> float | None:
         value, requests = get(report), report["requests"]
@@ -80,15 +81,15 @@ def _per_request(path: str, scale: float = 1.0) -> Callable[[Report], float | No
 FIGURES = {
     figure.name: figure
     for figure in (
-        Figure("gbytes_per_s", "throughput", "GB/s", "higher", _at("throughput.gbytes_per_s")),
-        Figure("requests_per_s", "throughput", "requests/s", "higher", _at("throughput.requests_per_s")),
-        Figure("p50", "latency p50", "ms", "lower", _at("latency_s.p50", 1e3)),
-        Figure("p90", "latency p90", "ms", "lower", _at("latency_s.p90", 1e3)),
-        Figure("p99", "latency p99", "ms", "lower", _at("latency_s.p99", 1e3)),
-        Figure("max", "latency max", "ms", "lower", _at("latency_s.max", 1e3)),
+        Figure("gbytes_per_s", "throughput", "GB/s", "higher", at("throughput.gbytes_per_s")),
+        Figure("requests_per_s", "throughput", "requests/s", "higher", at("throughput.requests_per_s")),
+        Figure("p50", "latency p50", "ms", "lower", at("latency_s.p50", 1e3)),
+        Figure("p90", "latency p90", "ms", "lower", at("latency_s.p90", 1e3)),
+        Figure("p99", "latency p99", "ms", "lower", at("latency_s.p99", 1e3)),
+        Figure("max", "latency max", "ms", "lower", at("latency_s.max", 1e3)),
         Figure("decode_cpu", "decode CPU per request", "µs", "lower", _per_request("cpu_s.decode", 1e6)),
         Figure("prefill_cpu", "prefill CPU per request", "µs", "lower", _per_request("cpu_s.prefill", 1e6)),
-        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", _at("loop_lag_s.p99", 1e3)),
+        Figure("loop_lag_p99", "loop lag p99", "ms", "lower", at("loop_lag_s.p99", 1e3)),
         Figure("descriptors", "descriptors per request", "", "lower", _per_request("descriptors.posted")),
     )
 }
@@ -126,7 +127,7 @@ def named(name: str, known: set[str]) -> Figure:
     root = name.split(".")[0]
     if root == "ratio_to_floor":
         better: Literal["higher", "lower"] = "higher" if name.endswith("per_s") else "lower"
-        return Figure(name, name, "", better, _at(name), _within(name))
+        return Figure(name, name, "", better, at(name), _within(name))
     if root in ("latency_s", "phases_s", "loop_lag_s", "cpu_s"):
-        return Figure(name, name, "ms", "lower", _at(name, 1e3))
-    return Figure(name, name, "", "", _at(name))
+        return Figure(name, name, "ms", "lower", at(name, 1e3))
+    return Figure(name, name, "", "", at(name))

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from asynckv.bench import garbage
 from asynckv.bench import protocol as p
 from asynckv.bench.memory import Pool
-from asynckv.bench.rounds import median_of
+from asynckv.bench.noise import median_of
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError, BackendError

@@ -16,11 +16,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from asynckv.bench.options import declared
 from asynckv.errors import ConfigError
 
 __all__ = ["Grid", "Point", "expand", "values"]
 
-OF_SINGLE_RUNS = {"json", "log", "log_level", "role", "bind", "connect"}
+OF_SINGLE_RUNS = {name for name, (_, option) in declared().items() if option.is_single}
 """What belongs to one run: its output, and a second machine that has to be there for it."""
 MOST_POINTS = 10_000
 

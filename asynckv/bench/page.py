@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from asynckv.bench.figures import FIGURES, Figure, leaves, named
+from asynckv.bench.figures import FIGURES, Figure, at, leaves, named
 from asynckv.bench.journal import Sweep
+from asynckv.bench.noise import Interval
 from asynckv.bench.summary import SHOWN, Summary, summarise
 
 __all__ = ["REMEDY", "is_installed", "make"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
-HINT = "Points are medians of their rounds, bars reach from the lowest to the highest."
+HINT = (
+    "Points are medians of their rounds, bars their 95 % intervals: of fewer than nine from the lowest to the highest."
+)
 ONCE = "Every point was run once: the noise is not known."
 LOADS = ("rate", "speed", "concurrency", "prompt-tokens")
 """What is drawn along x, if it is an axis: the first of these, else the first axis."""
 FIRST = "raw_nixl"
 """The floor that an engine on NIXL can reach."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
+FLOOR_SYMBOLS = {
+    "memory_copy": "circle-open",
+    "process_vm_readv": "square-open",
+    "tcp_socket": "square-open",
+    "raw_nixl": "diamond-open",
+}
 DASHES = ("solid", "dash", "dashdot", "longdash", "longdashdot", "dot")
 NAMES = {
     "rate": "requests offered per second",
@@ -33,9 +42,6 @@ NAMES = {
     "concurrency": "pulls in flight per decode rank",
     "prompt-tokens": "prompt length (tokens)",
 }
-
-Line = tuple[str, Sequence[tuple[Any, float, float, float]]]
-"""A name, and x, y, lowest and highest y of each point."""
 
 
 def is_installed() -> bool:
@@ -61,7 +67,7 @@ def make(sweep: Sweep, name: str) -> str:
         "title": escape(title),
         "hint": escape(HINT if sweep.head.rounds > 1 else ONCE),
         "notes": _notes(sweep, found, missing, total),
-        "figures": "".join(_figure(i, plot) for i, plot in enumerate(_plots(sweep, found, axis))),
+        "figures": "".join(_figure(i, plot, found, axis) for i, plot in enumerate(_plots(found))),
         "table": _table(sweep, found),
         "facts": _facts(sweep, found),
         "commands": _commands(sweep, found),
@@ -74,6 +80,41 @@ def make(sweep: Sweep, name: str) -> str:
 
 
 # -- plots -----------------------------------------------------------------------------------------
+
+
+class Drawn(NamedTuple):
+    """A figure in a plot.
+
+    Attributes:
+        name: Of its lines, beside what they are lines of.
+        floor: Which kind of floor it is of, if it is one: what the machine itself can do with the same requests.
+    """
+
+    figure: Figure
+    name: str = ""
+    dash: str = "solid"
+    floor: str = ""
+    is_hidden: bool = False
+
+
+class Plot(NamedTuple):
+    """One plot: what is drawn against the load."""
+
+    title: str
+    unit: str
+    drawn: Sequence[Drawn]
+    is_log: bool = False
+
+
+class Row(NamedTuple):
+    """One dot of a plot, as a row of a flat table."""
+
+    line: str
+    series: int
+    drawn: Drawn
+    symbol: str
+    x: Any
+    y: Interval
 
 
 def _load_axis(sweep: Sweep) -> str:
@@ -91,165 +132,140 @@ def _x(point: Summary, axis: str) -> Any:
 
 def _series(point: Summary, axis: str) -> str:
     rest = [f"{v} tokens" if k == "prompt-tokens" else f"{k} {v}" for k, v in point.axes.items() if k != axis]
-    return ", ".join(rest) or "all"
+    return ", ".join(rest)
 
 
-def _lines(found: Sequence[Summary], axis: str, figure: Figure) -> list[Line]:
-    out: dict[str, list[tuple[Any, float, float, float]]] = {}
-    for point in found:
-        line = out.setdefault(_series(point, axis), [])
-        if (spread := point.spread(figure)) is not None:
-            line.append((_x(point, axis), spread.median, spread.low, spread.high))
-    return list(out.items())
-
-
-def _floors(
-    found: Sequence[Summary], axis: str, name: str, scale: float = 1.0, only: str | None = None
-) -> list[dict[str, Any]]:
-    """What the machine itself can do with the same requests, dotted in the colour of its line.
-
-    The raw NIXL loop is shown at once, other kinds at a click on their names. `only` leaves out the others.
-    """
-    order = list(dict.fromkeys(_series(point, axis) for point in found))
+def _kinds(found: Sequence[Summary], under: str, name: str) -> list[str]:
+    """Which floors were measured, the one that an engine on NIXL can reach first."""
+    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, under))
+    kinds = [path.split(".")[1] for path in paths if path.endswith(f".{name}")]
     # `engine` is no floor, but the engine in the same rounds.
-    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, "floor"))
-    kinds = [path.split(".")[1] for path in paths if path.endswith(f".{name}") and ".engine." not in path]
-    traces = []
-    for kind in sorted(kinds, key=lambda kind: kind != FIRST):
-        if only not in (None, kind):
-            continue
-        figure = Figure(kind, kind, "", "", _scaled(f"floor.{kind}.{name}", scale))
-        symbol = f"{SYMBOLS[kinds.index(kind) % len(SYMBOLS)]}-open"
-        for series, points in _lines(found, axis, figure):
-            text = f"floor: {kind.replace('_', ' ')}" + ("" if series == "all" else f", {series}")
-            trace = _trace(text, points, "dot", symbol, order.index(series))
-            traces.append(trace if kind == FIRST or FIRST not in kinds else trace | {"visible": "legendonly"})
-    return traces
-
-
-def _scaled(path: str, scale: float) -> Callable[[Mapping[str, Any]], float | None]:
-    def of(report: Mapping[str, Any]) -> float | None:
-        value = dict(leaves(report, path)).get(path)
-        return None if value is None else value * scale
-
-    return of
+    return sorted((kind for kind in kinds if kind != "engine"), key=lambda kind: kind != FIRST)
 
 
 def _shares(found: Sequence[Summary]) -> list[Figure]:
     """Which part of each floor's throughput is reached."""
-    paths = dict.fromkeys(path for p in found for r in p.reports for path, _ in leaves(r, "ratio_to_floor"))
-    chosen = [path for path in paths if path.endswith(".gbytes_per_s")]
-    chosen.sort(key=lambda path: path.split(".")[1] != FIRST)
-    return [replace(named(path, set(paths)), title=path.split(".")[1].replace("_", " ")) for path in chosen]
+    paths = {k: f"ratio_to_floor.{k}.gbytes_per_s" for k in _kinds(found, "ratio_to_floor", "gbytes_per_s")}
+    return [replace(named(path, {path}), title=kind.replace("_", " ")) for kind, path in paths.items()]
 
 
-def _plots(sweep: Sweep, found: Sequence[Summary], axis: str) -> list[dict[str, Any]]:
-    figure = FIGURES
+def _floors(
+    found: Sequence[Summary], name: str, scale: float = 1.0, suffix: str = "", *, only: str = ""
+) -> list[Drawn]:
+    """Dotted lines: the raw NIXL loop is shown at once, other kinds at a click on their names; `only` one, if named."""
+    kinds = _kinds(found, "floor", name)
+    return [
+        Drawn(
+            Figure(kind, kind, "", "", at(f"floor.{kind}.{name}", scale)),
+            suffix,
+            "dot",
+            kind,
+            is_hidden=kind != FIRST and FIRST in kinds,
+        )
+        for kind in kinds
+        if only in ("", kind)
+    ]
+
+
+def _plots(found: Sequence[Summary]) -> list[Plot]:
+    bytes_, requests, p50, p99, cpu = (
+        FIGURES[n] for n in ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
+    )
     plots = [
-        _plot(
-            "Throughput in bytes",
-            "GB/s",
-            [_style(_lines(found, axis, figure["gbytes_per_s"]))],
-            _floors(found, axis, "gbytes_per_s"),
-        ),
-        _plot(
-            "Throughput in requests",
-            "requests/s",
-            [_style(_lines(found, axis, figure["requests_per_s"]))],
-            _floors(found, axis, "requests_per_s"),
-        ),
-        _plot(
+        Plot("Throughput in bytes", "GB/s", [Drawn(bytes_), *_floors(found, "gbytes_per_s")]),
+        Plot("Throughput in requests", "requests/s", [Drawn(requests), *_floors(found, "requests_per_s")]),
+        Plot(
             "Latency, from call to usable bytes",
             "ms",
-            [
-                _style(_lines(found, axis, figure["p50"]), "p50", "solid"),
-                _style(_lines(found, axis, figure["p99"]), "p99", "dash"),
-            ],
-            [trace | {"name": f"{trace['name']} p50"} for trace in _floors(found, axis, "p50_s", 1e3, only=FIRST)],
-            log=True,
+            [Drawn(p50, "p50"), Drawn(p99, "p99", "dash"), *_floors(found, "p50_s", 1e3, "p50", only=FIRST)],
+            True,
         ),
-        _plot(
+        Plot(
             "CPU of the decode side per request",
             "µs",
-            [_style(_lines(found, axis, figure["decode_cpu"]))],
-            _floors(found, axis, "cpu_s_per_request", 1e6, only=FIRST),
+            [Drawn(cpu), *_floors(found, "cpu_s_per_request", 1e6, only=FIRST)],
         ),
     ]
     if shares := _shares(found):
-        styled = [
-            _style(_lines(found, axis, share), f"of {share.title}", DASHES[i % len(DASHES)])
-            for i, share in enumerate(shares)
-        ]
-        plots.append(_plot("Share of the floor's throughput", "ratio, 1 is the floor", styled, []))
-    label = NAMES.get(axis, axis)
-    xs = list(dict.fromkeys(_x(point, axis) for point in found))
-    return [_finished(plot, label, xs) for plot in plots]
+        drawn = [Drawn(share, f"of {share.title}", DASHES[i % len(DASHES)]) for i, share in enumerate(shares)]
+        plots.append(Plot("Share of the floor's throughput", "ratio, 1 is the floor", drawn))
+    return plots
 
 
-def _style(lines: Sequence[Line], suffix: str = "", dash: str = "solid") -> list[dict[str, Any]]:
-    traces = []
-    for index, (name, points) in enumerate(lines):
-        full = suffix if name == "all" else f"{name} {suffix}".strip()
-        traces.append(_trace(full or "asynckv", points, dash, SYMBOLS[index % len(SYMBOLS)], index))
-    return traces
+def _rows(found: Sequence[Summary], axis: str, plot: Plot) -> Iterator[Row]:
+    order = list(dict.fromkeys(_series(point, axis) for point in found))
+    for drawn in plot.drawn:
+        for point in found:
+            if (y := point.interval(drawn.figure)) is None:
+                continue
+            series = _series(point, axis)
+            index = order.index(series)
+            if drawn.floor:
+                line = ", ".join(x for x in (f"floor: {drawn.floor.replace('_', ' ')}", series) if x)
+                symbol = FLOOR_SYMBOLS.get(drawn.floor, "x-open")
+            else:
+                line, symbol = series, SYMBOLS[index % len(SYMBOLS)]
+            yield Row(f"{line} {drawn.name}".strip() or "asynckv", index, drawn, symbol, _x(point, axis), y)
 
 
-def _trace(name: str, points: Any, dash: str, symbol: str, color: int) -> dict[str, Any]:
-    xs, ys, lows, highs = ([p[i] for p in points] for i in range(4))
+def _trace(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    drawn, ys = rows[0].drawn, [row.y for row in rows]
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "lines+markers",
         "name": name,
-        "x": xs,
-        "y": ys,
-        "line": {"dash": dash, "width": 2},
-        "marker": {"symbol": symbol, "size": 8},
+        "x": [row.x for row in rows],
+        "y": [y.median for y in ys],
+        "line": {"dash": drawn.dash, "width": 2},
+        "marker": {"symbol": rows[0].symbol, "size": 8},
         # Colours are the page's, one set for each theme.
-        "meta": color,
+        "meta": rows[0].series,
     }
-    if any(low < high for low, high in zip(lows, highs, strict=True)):
+    if drawn.is_hidden:
+        trace["visible"] = "legendonly"
+    if any(y.low < y.high for y in ys):
         trace["error_y"] = {
             "type": "data",
             "symmetric": False,
-            "array": [h - y for h, y in zip(highs, ys, strict=True)],
-            "arrayminus": [y - low for low, y in zip(lows, ys, strict=True)],
+            "array": [y.high - y.median for y in ys],
+            "arrayminus": [y.median - y.low for y in ys],
             "thickness": 1.2,
             "width": 4,
         }
     return trace
 
 
-def _plot(
-    title: str,
-    unit: str,
-    styled: Sequence[Sequence[dict[str, Any]]],
-    floors: Sequence[dict[str, Any]],
-    *,
-    log: bool = False,
-) -> dict[str, Any]:
-    return {"title": title, "unit": unit, "traces": [*(t for group in styled for t in group), *floors], "log": log}
-
-
-def _finished(plot: Mapping[str, Any], label: str, xs: Sequence[Any]) -> dict[str, Any]:
-    """Check the plot against plotly's own schema, with its axes."""
+def _figure(index: int, plot: Plot, found: Sequence[Summary], axis: str) -> str:
+    """Draw one plot, checked against plotly's own schema."""
     import plotly.graph_objects as go
 
+    lines: dict[str, list[Row]] = {}
+    for row in _rows(found, axis, plot):
+        lines.setdefault(row.line, []).append(row)
+    traces = [_trace(name, rows) for name, rows in lines.items()]
+    label, xs, ys = NAMES.get(axis, axis), {_x(p, axis) for p in found}, [v for trace in traces for v in trace["y"]]
     x: dict[str, Any] = {"title": {"text": label}}
     if len(xs) > 1 and all(isinstance(v, float) and v > 0 for v in xs):
-        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [f"{v:g}" for v in sorted(xs)]}
+        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [_plain(v) for v in sorted(xs)]}
     else:
         x["type"] = "category"
-        for trace in plot["traces"]:
-            trace["x"] = [f"{v:g}" if isinstance(v, float) else v for v in trace["x"]]
-    y: dict[str, Any] = {"title": {"text": plot["unit"]}, "rangemode": "tozero"}
-    if plot["log"] and all(v > 0 for trace in plot["traces"] for v in trace["y"]):
-        ticks = _ticks([v for trace in plot["traces"] for v in trace["y"]])
-        y |= {"type": "log", "tickvals": ticks, "ticktext": [f"{v:g}" for v in ticks]}
+        for trace in traces:
+            trace["x"] = [_plain(v) for v in trace["x"]]
+    y: dict[str, Any] = {"title": {"text": plot.unit}, "rangemode": "tozero"}
+    if plot.is_log and all(v > 0 for v in ys):
+        ticks = _ticks(ys)
+        y |= {"type": "log", "tickvals": ticks, "ticktext": [_plain(v) for v in ticks]}
         y["title"]["text"] += " (log scale)"
-    drawn = go.Figure(data=plot["traces"], layout={"xaxis": x, "yaxis": y})
+    drawn = go.Figure(data=traces, layout={"xaxis": x, "yaxis": y})
     # Without plotly's template: the page has its own colours.
     drawn.update_layout(template=None)
-    return {"title": plot["title"], "text": _spoken(plot, label), "json": drawn.to_json()}
+    # A "</script" inside a string must not end the script.
+    data = drawn.to_json().replace("<", "\\u003c")
+    return (
+        f'<figure><figcaption id="plot-{index}">{escape(plot.title)}</figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(_spoken(plot, label, traces))}"></div>'
+        f'<script type="application/json">{data}</script></figure>\n'
+    )
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
@@ -260,28 +276,18 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return [float(f"{step}e{decade}") for decade in decades for step in steps]
 
 
-def _spoken(plot: Mapping[str, Any], label: str) -> str:
+def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
     """Say the plot in words, for those who do not see it."""
     parts = []
-    for trace in plot["traces"]:
-        if trace["x"] and "visible" not in trace:
+    for trace in traces:
+        if "visible" not in trace:
             ends = [(_plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
             parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
-    return f"{plot['title']}, {plot['unit']} against {label}. {'; '.join(parts)}. All figures are in the table below."
+    return f"{plot.title}, {plot.unit} against {label}. {'; '.join(parts)}. All figures are in the table below."
 
 
 def _plain(x: Any) -> str:
     return f"{x:g}" if isinstance(x, float) else str(x)
-
-
-def _figure(index: int, plot: Mapping[str, Any]) -> str:
-    # A "</script" inside a string must not end the script.
-    data = plot["json"].replace("<", "\\u003c")
-    return (
-        f'<figure><figcaption id="plot-{index}">{escape(plot["title"])}</figcaption>'
-        f'<div class="plot" role="img" aria-label="{escape(plot["text"])}"></div>'
-        f'<script type="application/json">{data}</script></figure>\n'
-    )
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -311,12 +317,12 @@ def _table(sweep: Sweep, found: Sequence[Summary]) -> str:
         cells = [f'<th scope="row">{escape(point.axes[name])}</th>' for name in sweep.head.axes]
         cells.append(f"<td>{point.runs}</td>")
         for figure in shown:
-            spread = point.spread(figure)
-            if spread is None:
+            interval = point.interval(figure)
+            if interval is None:
                 cells.append("<td>–</td>")
                 continue
-            noise = f"<small>{spread.low:,.4g} … {spread.high:,.4g}</small>" if spread.low < spread.high else ""
-            cells.append(f"<td>{spread.median:,.4g}{noise}</td>")
+            noise = f"<small>{interval.low:,.4g} … {interval.high:,.4g}</small>" if interval.low < interval.high else ""
+            cells.append(f"<td>{interval.median:,.4g}{noise}</td>")
         rows.append(f"<tr{' class=bad' if point.faults else ''}>{''.join(cells)}</tr>")
         if point.faults:
             width = len(heads)

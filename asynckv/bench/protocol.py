@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import os
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.bench.options import Options, Shape
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
 from asynckv.tools.models import Model
@@ -28,49 +29,25 @@ __all__ = [
     "Prepare",
     "Report",
     "Setup",
-    "Side",
     "Stop",
     "Work",
 ]
 
 
-class Side(Struct, frozen=True, kw_only=True):
-    """How one of the two engines is cut and laid out."""
-
-    tp: int = 1
-    pp: int = 1
-    block_size: int = 16
-    ratio: int = 1
-    order: str = "nhd"
-    conv_order: str = "channel"
-
-
 class Setup(Struct, tag=True, kw_only=True):
-    """Who the worker is."""
+    """Who the worker is, and what it takes part in."""
 
+    options: Options
     role: str
     engine_id: str
     pulls: bool
     """Whether it ever pulls; otherwise it lends only."""
     tp_rank: int
     pp_stage: int
-    side: Side
+    shape: Shape
     model: Model
     num_blocks: list[int]
-    seed: int
-    verify: str
-    lease_s: float
-    timeout_s: float
     bind: str = "tcp://127.0.0.1:0"
-    secret: str = ""
-    authorized: str = ""
-    allow_insecure: bool = False
-    memory: Literal["host", "cuda"] = "host"
-    announced: bool = False
-    posting_threads: int | str = "auto"
-    process: Literal["auto", "serving", "always", "never"] = "auto"
-    log_path: str
-    log_level: Literal["debug", "info", "warning", "error"]
 
 
 class Ready(Struct, tag=True):
@@ -266,6 +243,9 @@ class Failed(Struct, tag=True):
 FloorCommand = Open | Connect | Serve | Measure
 Command = Setup | Lend | Prepare | Go | Verify | Finish | Cancel | Stop | FloorCommand
 Answer = Ready | Done | Pulled | Verified | Ended | Report | Failed | Opened | Floored
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises, whoever wrote it and however deep it is nested."""
 
 _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

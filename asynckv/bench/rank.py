@@ -25,12 +25,11 @@ from asynckv.bench import garbage
 from asynckv.bench import protocol as p
 from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
-from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, NixlConfig, PullConfig
+from asynckv.config import EngineConfig, LeaseConfig, NixlConfig, PullConfig
 from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
-from asynckv.tools.layouts import model_layout
 
 __all__ = ["main"]
 
@@ -76,7 +75,7 @@ class Worker:
     """One rank under the driver's commands."""
 
     def __init__(self, setup: p.Setup, pool: Pool, engine: Engine) -> None:
-        self.setup, self.pool, self.engine = setup, pool, engine
+        self.setup, self.options, self.pool, self.engine = setup, setup.options, pool, engine
         self.works: list[p.Work] = []
         self.lent: list[tuple[p.Work, LentRequest]] = []
         self.outcomes: list[p.Outcome] = []
@@ -85,11 +84,11 @@ class Worker:
         self.stopping = threading.Event()
         self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
-        self.floor = Floor(pool, setup.verify != "off", engine.config.pull)
+        self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
     async def lend(self, works: list[p.Work]) -> None:
         self._check(works)
-        if self.setup.verify != "off":
+        if self.options.verify != "off":
             await anyio.to_thread.run_sync(self._fill, works)
             await self.pool.publish()
         self.lent = [(work, self.engine.lend(work.params)) for work in works]
@@ -126,15 +125,15 @@ class Worker:
     async def announce(self) -> None:
         """Announce the wave, and wait until every rank has granted it."""
         for work in self.works:
-            self.engine.announce(f"decode-{work.number}", work.params, wait_s=self.setup.timeout_s)
-        with anyio.move_on_after(self.setup.timeout_s):
+            self.engine.announce(f"decode-{work.number}", work.params, wait_s=self.options.timeout_s)
+        with anyio.move_on_after(self.options.timeout_s):
             while self.engine.statistics().gauges["pulls_unanswered"]:  # noqa: ASYNC110 - it has no event
                 await asyncio.sleep(0.001)
 
     async def prepare(self, works: list[p.Work]) -> None:
         self.works, self.outcomes = works, []
         self._check(works)
-        if self.setup.verify != "off":
+        if self.options.verify != "off":
             await anyio.to_thread.run_sync(self._poison, works)
             await self.pool.publish()
 
@@ -144,7 +143,7 @@ class Worker:
 
     async def pull_all(self, concurrency: int, pipe: p.Pipe) -> None:
         """Pull the wave: in a closed loop, or when each request arrives."""
-        if self.setup.announced:
+        if self.options.announced:
             await self.announce()
         garbage.settle()
         self.sampler.start()
@@ -203,7 +202,7 @@ class Worker:
         if work.cancel_s is not None:
             cancel = asyncio.get_running_loop().call_later(work.cancel_s, self.engine.cancel, request_id)
         try:
-            result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.setup.timeout_s)
+            result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.options.timeout_s)
         except PullError as exc:
             if exc.held:
                 self.held.append((exc, asyncio.ensure_future(exc.returned())))
@@ -227,7 +226,7 @@ class Worker:
         """Wait until no failed pull's blocks can be written any more; how many still can be."""
         held, self.held = self.held, []
         if held:
-            await asyncio.wait([task for _, task in held], timeout=self.setup.timeout_s)
+            await asyncio.wait([task for _, task in held], timeout=self.options.timeout_s)
         leaked = 0
         for exc, task in held:
             if not task.done() or task.exception() is not None:
@@ -245,16 +244,16 @@ class Worker:
         """Compare every token, or those in a sample of blocks that holds each request's first and last."""
         done = {o.number for o in self.outcomes if not o.error}.difference(without)
         compared = wanted = wrong = 0
-        if self.setup.verify != "off":
+        if self.options.verify != "off":
             self.pool.fetch()
         bad = []
         for work in self.works:
             if work.number not in done:
                 continue
             wanted += self.pool.wanted(work.lists, work.tokens)
-            if self.setup.verify == "off":
+            if self.options.verify == "off":
                 continue
-            every = SAMPLE if self.setup.verify == "sample" else 1
+            every = SAMPLE if self.options.verify == "sample" else 1
             prefix = work.chunk_tokens, work.chunks
             looked_at, found = self.pool.check(work.number, work.lists, work.tokens, prefix, every=every)
             compared += looked_at
@@ -280,7 +279,7 @@ class Worker:
 
     async def stop(self) -> p.Report:
         self.floor.close()
-        await self.engine.drain(self.setup.timeout_s)
+        await self.engine.drain(self.options.timeout_s)
         integrity = ""
         try:
             self.engine.check_integrity()
@@ -301,32 +300,21 @@ async def _run(pipe: p.Pipe) -> None:
     setup = await pipe.read()
     if not isinstance(setup, p.Setup):
         return
-    stream = open(setup.log_path, "a", buffering=1, encoding="utf-8") if setup.log_path else sys.stderr  # noqa: ASYNC230, SIM115
-    log.configure(setup.log_level, form="json", stream=stream)
+    options = setup.options
+    stream = open(options.log, "a", buffering=1, encoding="utf-8") if options.log else sys.stderr  # noqa: ASYNC230, SIM115
+    log.configure(options.level, form="json", stream=stream)
     try:
-        side = setup.side
-        layout = model_layout(
-            setup.model,
-            tp_rank=setup.tp_rank,
-            tp_size=side.tp,
-            pp_stage=setup.pp_stage,
-            pp_size=side.pp,
-            block_size=side.block_size,
-            ratio=side.ratio,
-            num_blocks=setup.num_blocks,
-            order=side.order,
-            conv_order=side.conv_order,
-        )
-        pool = (CudaPool if setup.memory == "cuda" else Pool)(layout, setup.seed)
+        layout = setup.shape.layout(setup.model, setup.tp_rank, setup.pp_stage, setup.num_blocks)
+        pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
         engine = Engine(
             EngineConfig(
                 engine_id=setup.engine_id,
                 bind=setup.bind,
-                allow_insecure=setup.allow_insecure,
-                keys=KeysConfig(secret=setup.secret, authorized=setup.authorized) if setup.secret else None,
-                lease=LeaseConfig(lease_s=setup.lease_s, grant_s=min(10.0, setup.lease_s)),
-                pull=PullConfig(timeout_s=setup.timeout_s),
-                nixl=NixlConfig(posting_threads=setup.posting_threads, process=setup.process),
+                allow_insecure=options.allow_insecure,
+                keys=options.keys(),
+                lease=LeaseConfig(lease_s=options.lease_s, grant_s=min(10.0, options.lease_s)),
+                pull=PullConfig(timeout_s=options.timeout_s),
+                nixl=NixlConfig(posting_threads=options.posting_threads, process=options.process),
             ),
             pool.registration,
         )

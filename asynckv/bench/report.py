@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.bench import floor
-from asynckv.bench.driver import Measured, Options
+from asynckv.bench.driver import Measured
+from asynckv.bench.experiment import Experiment
 from asynckv.bench.schedule import Engines, Request
+from asynckv.bench.workload import Workload
 from asynckv.observe.console import printable
 from asynckv.tools.layouts import model_groups
 
@@ -25,9 +27,9 @@ SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
 
 
-def make(options: Options, found: Measured) -> dict[str, Any]:
+def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     """Build the JSON report. A request is complete only if every decode rank completed it."""
-    schedule = options.schedule()
+    schedule = experiment.schedule()
     completed = 0
     complete: list[float] = []
     calls: list[float] = []
@@ -35,7 +37,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
     asked = {r.number for r in schedule if r.cancel_s is not None}
     for number, outcomes in found.outcomes.items():
         errors = [o.reason for o in outcomes if o.error]
-        is_whole = len(outcomes) == options.num_ranks(number)
+        is_whole = len(outcomes) == experiment.num_ranks(number)
         if is_whole and not errors:
             completed += 1
             if not any(o.num_bytes for o in outcomes):
@@ -57,49 +59,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "interrupted": found.interrupted,
-        "config": {
-            "model": options.model.name,
-            "layers": len(options.model.layers),
-            "groups": [{"layers": len(n), **msgspec.to_builtins(kind)} for kind, n in model_groups(options.model)],
-            "dtype": options.model.dtype,
-            "token_bytes": options.model.token_bytes(),
-            "state_bytes": options.model.state_bytes(),
-            "prefill": msgspec.to_builtins(options.prefill),
-            "decode": msgspec.to_builtins(options.decode),
-            "prefix_hit": options.prefix_hit,
-            "block_order": options.block_order,
-            "concurrency": options.concurrency,
-            "warmup": options.warmup,
-            "requests": len(options.workload.prompt_tokens),
-            "prompt_tokens": options.workload.source,
-            "prompts_capped": options.workload.num_capped,
-            "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
-            "verify": options.verify,
-            "seed": options.seed,
-            "lease_s": options.lease_s,
-            "timeout_s": options.timeout_s,
-            "transport": options.transport,
-            "posting_threads": options.posting_threads,
-            "process": options.process,
-            "announced": options.announced,
-            "loop": options.loop,
-            "pool_mb": options.pool_mb,
-            "floor": options.floor,
-            "rounds": options.rounds if options.floor else None,
-            "net_device": options.net_device,
-            "memory": options.memory,
-            "engines": {
-                "prefill": options.engines.prefill,
-                "decode": options.engines.decode,
-                "both_ways": options.engines.both_ways,
-            },
-            "arrivals": options.arrivals.kind,
-            "rate": options.arrivals.rate,
-            "speed": options.arrivals.speed,
-            "cancel": options.cancel,
-            "cancel_within_s": options.cancel_within_s,
-            "prefix_cache": options.prefix_cache if options.workload.chunks else None,
-        },
+        "config": _config(experiment, schedule),
         "environment": {
             "asynckv": version("asynckv"),
             "python": platform.python_version(),
@@ -125,7 +85,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
             "cancelled": cut,
             "too_late": sum(n in asked for n, o in found.outcomes.items() if not any(x.error for x in o)),
         },
-        "prefix": _prefix(options, found, schedule),
+        "prefix": _prefix(experiment.workload, found, schedule),
         "bytes": {
             "moved": moved,
             "wanted": found.bytes_wanted,
@@ -144,7 +104,7 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "latency_s": _quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "pull_s": _quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
-            "clock": "scheduled arrival" if options.arrivals.is_open else "call of pull",
+            "clock": "scheduled arrival" if experiment.arrivals.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": completed / window if window else 0.0,
             "late_s": _quantiles(
@@ -162,6 +122,30 @@ def make(options: Options, found: Measured) -> dict[str, Any]:
         "problems": found.problems + floor.faults(found.floor),
         "errors": _errors(found, asked),
         **floor.summary(found.floor),
+    }
+
+
+def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, Any]:
+    """Say what was run: the options as they are, and what the others amount to."""
+    options, model, work = experiment.options, experiment.model, experiment.workload
+    return {
+        **options.record(),
+        "model": model.name,
+        "layers": len(model.layers),
+        "groups": [{"layers": len(n), **msgspec.to_builtins(kind)} for kind, n in model_groups(model)],
+        "dtype": model.dtype,
+        "token_bytes": model.token_bytes(),
+        "state_bytes": model.state_bytes(),
+        **msgspec.to_builtins(experiment.sides),
+        "requests": len(work.prompt_tokens),
+        "prompt_tokens": work.source,
+        "prompts_capped": work.num_capped,
+        "prompts_wholly_cached": sum(r.cached == r.tokens for r in schedule),
+        "engines": msgspec.to_builtins(experiment.engines),
+        "arrivals": experiment.arrivals.kind,
+        # These mean nothing without what they are about.
+        "rounds": options.rounds if options.floor else None,
+        "prefix_cache": options.prefix_cache if work.chunks else None,
     }
 
 
@@ -287,12 +271,12 @@ def _workload(config: dict[str, Any]) -> str:
     )
 
 
-def _prefix(options: Options, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
+def _prefix(workload: Workload, found: Measured, schedule: Sequence[Request]) -> dict[str, Any]:
     """What the readers' modelled caches held, and what was lent to several requests at a time."""
     tokens, hit = sum(r.tokens for r in schedule), sum(r.cached for r in schedule)
     return {
-        "shared": bool(options.workload.chunks),
-        "chunk_tokens": options.workload.chunk_tokens if options.workload.chunks else None,
+        "shared": bool(workload.chunks),
+        "chunk_tokens": workload.chunk_tokens if workload.chunks else None,
         "prompt_tokens": tokens,
         "hit_tokens": hit,
         "hit_rate": hit / tokens if tokens else 0.0,

@@ -17,9 +17,6 @@ from asynckv.errors import ConfigError
 
 __all__ = ["Arrivals", "Engines", "Place", "Request", "make_schedule"]
 
-MOST_ENGINES = 256
-MOST_RATE = 1e6
-
 
 class Place(NamedTuple):
     """One engine: its role, and which one of that role."""
@@ -41,15 +38,15 @@ class Engines:
     decode: int = 1
     both_ways: bool = False
 
-    def __post_init__(self) -> None:
-        for role, number in (("prefill", self.prefill), ("decode", self.decode)):
-            if not 1 <= number <= MOST_ENGINES:
-                raise ConfigError(f"--{role}-engines {number} is outside 1 ... {MOST_ENGINES}")
-
     @property
     def places(self) -> list[Place]:
         """All of them, prefill first."""
         return [Place(r, i) for r, n in (("prefill", self.prefill), ("decode", self.decode)) for i in range(n)]
+
+    def name(self, place: Place) -> str:
+        """Name an engine."""
+        is_alone = (self.prefill if place.role == "prefill" else self.decode) == 1
+        return place.role if is_alone else f"{place.role}-{place.number}"
 
     def route(self, number: int) -> tuple[Place, Place]:
         """Who lends a request, and who pulls it."""
@@ -94,9 +91,6 @@ class Arrivals:
             raise ConfigError(f"--rate {self.rate:g} and --arrivals {self.kind} contradict each other; {remedy}")
         if self.speed != 1.0 and self.kind != "trace":
             raise ConfigError(f"--speed {self.speed:g} is for the times of a trace; give --arrivals trace as well")
-        for option, value in (("--rate", self.rate), ("--speed", self.speed)):
-            if value is not None and not 1e-6 <= value <= MOST_RATE:
-                raise ConfigError(f"{option} {value:g} is outside 1e-06 ... {MOST_RATE:g}")
 
     def __str__(self) -> str:
         at = f" at {self.rate:g}/s" if self.rate is not None else f" at speed {self.speed:g}" * (self.kind == "trace")

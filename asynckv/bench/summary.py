@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -13,21 +11,13 @@ from rich.table import Table
 
 from asynckv.bench.figures import FIGURES, Figure, named
 from asynckv.bench.journal import Head, Sweep
+from asynckv.bench.noise import Interval, median_of
 from asynckv.observe.console import printable
 
-__all__ = ["SHOWN", "Spread", "Summary", "show", "summarise"]
+__all__ = ["SHOWN", "Summary", "show", "summarise"]
 
 FLOOR = named("ratio_to_floor.raw_nixl.gbytes_per_s", {"ratio_to_floor.raw_nixl.gbytes_per_s"})
 SHOWN = ("gbytes_per_s", "requests_per_s", "p50", "p99", "decode_cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A figure over the rounds of one point."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +37,28 @@ class Summary:
     runs: int
     commands: list[str]
 
-    def spread(self, figure: Figure) -> Spread | None:
+    def interval(self, figure: Figure) -> Interval | None:
         """Take a figure's rounds together; None where no report has it."""
         found = [v for r in self.reports if (v := figure.of(r)) is not None]
-        return Spread(median(found), min(found), max(found)) if found else None
+        return median_of(found) if found else None
 
 
 def summarise(sweep: Sweep) -> list[Summary]:
     """Gather the rows of every point that has any, in the grid's order."""
-    return list(_summaries(sweep))
-
-
-def _summaries(sweep: Sweep) -> Iterator[Summary]:
     rows = sorted(sweep.latest().values(), key=lambda row: row.round)
-    for place in sweep.head.points:
-        mine = [row for row in rows if row.key == place.key]
-        if mine:
-            yield Summary(
-                place.axes,
-                mine[0].params,
-                [row.report for row in mine if row.report is not None],
-                list(dict.fromkeys(f"{row.status}: {row.reason}" for row in mine if row.status != "good")),
-                len(mine),
-                list(dict.fromkeys(row.command for row in mine)),
-            )
+    by_key = {place.key: [row for row in rows if row.key == place.key] for place in sweep.head.points}
+    return [
+        Summary(
+            place.axes,
+            mine[0].params,
+            [row.report for row in mine if row.report is not None],
+            list(dict.fromkeys(f"{row.status}: {row.reason}" for row in mine if row.status != "good")),
+            len(mine),
+            list(dict.fromkeys(row.command for row in mine)),
+        )
+        for place in sweep.head.points
+        if (mine := by_key[place.key])
+    ]
 
 
 def show(sweep: Sweep, console: Console) -> None:
@@ -84,18 +72,18 @@ def show(sweep: Sweep, console: Console) -> None:
     for name in SHOWN:
         unit = FIGURES[name].unit
         table.add_column(unit if name.endswith("per_s") else f"{name} {unit}", justify="right")
-    has_floor = any(point.spread(FLOOR) is not None for point in found)
+    has_floor = any(point.interval(FLOOR) is not None for point in found)
     if has_floor:
         table.add_column("of raw NIXL", justify="right")
     table.add_column()
     for point in found:
         cells = [printable(point.axes[name]) for name in sweep.head.axes]
         for name in SHOWN:
-            spread = point.spread(FIGURES[name])
-            cells.append("" if spread is None else f"{spread.median:,.4g}")
+            interval = point.interval(FIGURES[name])
+            cells.append("" if interval is None else f"{interval.median:,.4g}")
         if has_floor:
-            spread = point.spread(FLOOR)
-            cells.append("" if spread is None else f"{spread.median:.1%}")
+            interval = point.interval(FLOOR)
+            cells.append("" if interval is None else f"{interval.median:.1%}")
         table.add_row(
             *cells,
             printable(", ".join(dict.fromkeys(f.partition(":")[0] for f in point.faults))),

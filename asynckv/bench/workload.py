@@ -17,7 +17,7 @@ import numpy as np
 
 from asynckv.errors import ConfigError
 
-__all__ = ["Workload", "cached_tokens", "drawn", "share_of", "traced"]
+__all__ = ["Workload", "cached_tokens", "drawn", "traced"]
 
 TRACE_CHUNK_TOKENS = 512
 """Tokens that one of a trace's `hash_ids` stands for."""
@@ -169,21 +169,6 @@ def traced(path: Path, requests: int | None) -> Workload:
         chunks=tuple(e.chunks for e in entries) if any(e.chunks for e in entries) else (),
         arrivals_s=tuple((t - times[0]) / 1e3 for t in times),
     )
-
-
-def share_of(option: str, text: str) -> float:
-    """Return a share given as `5%` or `0.05`.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise ConfigError(f"{option} {text!r} is no share such as 5% or 0.05")
-    return share
 
 
 def cached_tokens(text: str, tokens: int) -> int:

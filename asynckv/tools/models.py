@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "Projection",
     "State",
+    "chosen",
     "dtype_named",
     "model_of_config",
     "preset",
@@ -241,6 +242,17 @@ def preset(name: str) -> Model:
     raise ConfigError(
         f"model {name!r} is unknown; {hint}Presets: {', '.join(PRESETS)}. For any other, give --hf-config PATH"
     )
+
+
+def chosen(name: str | None, hf_config: str | Path | None, default: str) -> Model:
+    """Find a preset, or read a Hugging Face configuration.
+
+    Raises:
+        ConfigError: Both were named, or the one that was is not to be had.
+    """
+    if name is not None and hf_config is not None:
+        raise ConfigError(f"--model {name} and --hf-config {hf_config} were both given; choose one")
+    return read_hf_config(Path(hf_config)) if hf_config is not None else preset(name or default)
 
 
 def dtype_named(name: str) -> str:

@@ -1,0 +1,250 @@
+"""Workers as the driver sees them: told and heard in lines (`asynckv.bench.protocol`), wherever they run.
+
+A worker on this machine is a process of our own behind a pipe (`Child`). One on another machine is the same process,
+behind a pipe of its own host and a socket (`asynckv.bench.remote`): the lines are the same. `Host` has all workers of
+this machine: it names them, starts them, and sees them off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from asynckv.bench import protocol as p
+from asynckv.bench import ucx
+from asynckv.bench.experiment import Experiment
+from asynckv.bench.schedule import Place
+from asynckv.errors import AsyncKVError, ConfigError
+
+__all__ = ["Child", "Host", "Worker", "WorkerLost", "Workers", "setups"]
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+
+
+class WorkerLost(Exception):
+    """A worker process ended before it was told to."""
+
+
+class Worker(ABC):
+    """One rank of one engine.
+
+    Args:
+        name: Such as `decode/tp0`.
+        lines: What it says.
+    """
+
+    def __init__(self, name: str, lines: asyncio.StreamReader) -> None:
+        self.name = name
+        self.is_lost = False
+        self._lines = lines
+
+    @abstractmethod
+    def write(self, line: bytes) -> None:
+        """Pass a line on to it; harmless if it is gone."""
+
+    @abstractmethod
+    async def how(self) -> str:
+        """Wait for its end, and say how it came."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Make sure that the process is gone."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def tell(self, command: p.Command) -> None:
+        """Send a command; harmless if it is lost."""
+        if not self.is_lost:
+            self.write(p.encode(command))
+
+    async def line(self) -> bytes:
+        """Wait for a line as it is written; empty when the process is gone."""
+        return await self._lines.readline()
+
+    async def hear(self, kind: type[T], timeout_s: float) -> T:
+        """Wait for the answer to the last command.
+
+        Raises:
+            WorkerLost: The process ended, said nothing in time, or said what nobody understands.
+            ConfigError: It blames the input.
+            AsyncKVError: It cannot go on.
+        """
+        while True:
+            try:
+                answer = await self._next(timeout_s)
+            except WorkerLost:
+                self.is_lost = True
+                raise
+            if isinstance(answer, p.Failed):
+                raise ConfigError(answer.message) if answer.config else AsyncKVError(f"{self.name}: {answer.message}")
+            if isinstance(answer, kind):
+                return answer
+            # Left over from a step that was given up because another worker died.
+
+    async def _next(self, timeout_s: float) -> p.Answer:
+        try:
+            line = await asyncio.wait_for(self.line(), timeout_s)
+        except TimeoutError:
+            raise WorkerLost(f"{self} did not answer within {timeout_s:.0f} s") from None
+        if not line:
+            raise WorkerLost(await self.how())
+        try:
+            return p.answers.decode(line)
+        except p.MALFORMED as exc:
+            raise WorkerLost(f"{self.name} answered what cannot be understood: {exc}") from exc
+
+
+Workers = Mapping[Place, Sequence[Worker]]
+"""Of every engine, its ranks."""
+
+
+class Child(Worker):
+    """A worker process of our own."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        super().__init__(name, process.stdout)
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, name: str, env: Mapping[str, str]) -> Child:
+        """Start one."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "asynckv.bench.rank",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=env,
+            limit=p.LIMIT,
+        )
+        return cls(name, process)
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self._process.pid})"
+
+    def write(self, line: bytes) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._process.stdin.write(line)
+
+    async def how(self) -> str:
+        status = await self._process.wait()
+        ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
+        return f"{self} {ending}"
+
+    async def end(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), 15.0)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+class Planned(NamedTuple):
+    """A worker that is to be started."""
+
+    name: str
+    place: Place
+    setup: p.Setup
+
+
+def setups(
+    experiment: Experiment, roles: Sequence[str], num_blocks: Mapping[str, list[int]], host: str = LOOPBACK
+) -> Iterator[Planned]:
+    """Name every rank of every engine of these roles, stage by stage.
+
+    Args:
+        experiment: What they run.
+        roles: Of the engines.
+        num_blocks: Size of the pools per group, by role.
+        host: The address at which they listen.
+    """
+    engines = experiment.engines
+    for place in engines.places:
+        if place.role not in roles:
+            continue
+        shape, engine_id = experiment.sides[place.role], engines.name(place)
+        for stage in range(shape.pp):
+            for rank in range(shape.tp):
+                name = f"{engine_id}/pp{stage}/tp{rank}" if shape.pp > 1 else f"{engine_id}/tp{rank}"
+                setup = p.Setup(
+                    options=experiment.options,
+                    role=place.role,
+                    engine_id=engine_id,
+                    pulls=engines.pulls(place),
+                    tp_rank=rank,
+                    pp_stage=stage,
+                    shape=shape,
+                    model=experiment.model,
+                    num_blocks=num_blocks[place.role],
+                    bind=f"tcp://{host}:0",
+                )
+                yield Planned(name, place, setup)
+
+
+class Host:
+    """The workers of this machine: a context, at whose end none is left.
+
+    Args:
+        experiment: What they run.
+        roles: Of the engines that run here.
+        num_blocks: Size of the pools per group, by role.
+        host: The address at which they listen.
+
+    Attributes:
+        workers: As far as they were started.
+        transports: What UCX used to read; known at the end.
+    """
+
+    def __init__(
+        self, experiment: Experiment, roles: Sequence[str], num_blocks: Mapping[str, list[int]], host: str = LOOPBACK
+    ) -> None:
+        self._experiment = experiment
+        self._planned = list(setups(experiment, roles, num_blocks, host))
+        self._logs = tempfile.TemporaryDirectory(prefix="asynckv-ucx-")
+        self.workers: dict[Place, list[Worker]] = {planned.place: [] for planned in self._planned}
+        self.transports = ""
+
+    async def start(self) -> Workers:
+        """Start all of them, and tell them who they are; they come up meanwhile."""
+        env = _environment(self._experiment)
+        logging = ucx.ENV | {"UCX_LOG_FILE": str(Path(self._logs.name) / ucx.ENV["UCX_LOG_FILE"])}
+        for name, place, setup in self._planned:
+            child = await Child.spawn(name, env | logging if setup.pulls else env)
+            self.workers[place].append(child)
+            child.tell(setup)
+        return self.workers
+
+    async def end(self) -> None:
+        """End every worker."""
+        await asyncio.gather(*(worker.end() for workers in self.workers.values() for worker in workers))
+        self.transports = ucx.read(Path(self._logs.name))
+        self._logs.cleanup()
+
+
+def _environment(experiment: Experiment) -> dict[str, str]:
+    """Make the environment of a worker process."""
+    options = experiment.options
+    env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(x for x in (str(Path(__file__).parents[2]), env.get("PYTHONPATH")) if x)
+    if options.loop != "auto":
+        env["ASYNCKV_BENCH_LOOP"] = options.loop
+    if options.transport == "tcp":
+        env |= {"UCX_TLS": "tcp,cuda_copy" if options.memory == "cuda" else "tcp"}
+        env |= {"UCX_NET_DEVICES": options.net_device or "lo"}
+    elif options.net_device:
+        env |= {"UCX_NET_DEVICES": options.net_device}
+    return env

@@ -1,0 +1,88 @@
+"""One declaration of every option: what is made of it, and that nothing in the benchmark goes in a circle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+
+from asynckv import bench, cli
+from asynckv.bench.options import Options, Shape, declared
+from asynckv.errors import ConfigError
+
+COMMANDS: Any = typer.main.get_command(cli.app)
+PARAMS = {param.name: param for param in COMMANDS.commands["bench"].params}
+
+
+def test_the_command_line_has_every_option_and_no_other() -> None:
+    assert list(PARAMS) == list(declared()) == [field.name for field in msgspec.structs.fields(Options)]
+
+
+def test_an_option_says_on_the_command_line_what_was_declared() -> None:
+    for name, (_, option) in declared().items():
+        param = PARAMS[name]
+        assert (param.help, param.rich_help_panel) == (option.help, option.panel)
+        default = getattr(Options(), name) if option.read is None else option.read(name, param.default)
+        assert default == getattr(Options(), name)
+
+
+def test_a_worker_is_told_all_options() -> None:
+    options = Options(announced=True, posting_threads=2, rate=5.0, log="x")
+    assert msgspec.json.decode(msgspec.json.encode(options), type=Options) == options
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"concurrency": 0}, "--concurrency 0 must be 1 or more"),
+        ({"warmup": 10_001}, "--warmup 10001 is outside 0 ... 10000"),
+        ({"lease_s": float("nan")}, "--lease-s nan is outside 2 ... 86400 seconds"),
+        ({"prefix_cache": -1}, f"--prefix-cache -1 is outside 0 ... {1 << 40} tokens"),
+        ({"rate": 1e7}, "--rate 1e+07 is outside 1e-06 ... 1e+06"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused_by_its_name(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options(**changes)
+    assert str(caught.value) == says
+
+
+def test_what_is_said_of_one_side_is_for_that_side() -> None:
+    options = Options(tp=2, prefill_tp=4, decode_pp=3, prefill_order="hnd")
+    assert options.shape("prefill") == Shape(tp=4, order="hnd")
+    assert options.shape("decode") == Shape(tp=2, pp=3)
+
+
+def test_halves_agree_on_what_is_recorded_but_for_what_each_may_choose() -> None:
+    agreed = {name.lstrip("-").replace("-", "_") for name in Options().agreed()}
+    assert agreed < Options().record().keys()
+    assert Options().record().keys() - agreed == {
+        "posting_threads",
+        "process",
+        "loop",
+        "floor",
+        "rounds",
+        "net_device",
+    }
+
+
+def test_no_file_of_the_benchmark_imports_one_that_imports_it() -> None:
+    folder = Path(bench.__file__).parent
+    arrows: dict[str, set[str]] = {}
+    for path in folder.glob("*.py"):
+        found = arrows[path.stem] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "asynckv.bench":
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("asynckv.bench."):
+                found.add(str(node.module).split(".")[2])
+    order = list(graphlib.TopologicalSorter(arrows).static_order())
+    assert order.index("options") < order.index("protocol") < order.index("driver") < order.index("session")
+    # The network half and the driver know nothing of each other.
+    assert not arrows["remote"] & {"driver", "report", "session"}
+    assert not arrows["driver"] & {"remote", "report", "session"}
