@@ -473,3 +473,8 @@ def test_an_alias_is_another_name_of_a_layer_with_memory(aliases: Any, message: 
     check_layout(layout(aliases=(("b", "l"), ("c", "l"))))
     with pytest.raises(LayoutError, match=message):
         check_layout(layout(aliases=aliases))
+
+
+def test_what_is_not_said_of_a_dense_part_is_what_a_part_says_by_itself() -> None:
+    dims = (Dim("token", 4, 4), Dim("dim", 2, 2))
+    assert dense_part("k", "float16", [("token", 4), ("dim", 2)]) == Part("k", "float16", 2, 0, dims)
