@@ -16,7 +16,7 @@ from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_VIEWS
 from asynckv.geometry.check import MAX_DIMS, MAX_LAYOUT_BYTES, check_layout, decode_layout, register_memory
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, dense_part, shard
-from asynckv.geometry.match import owed_readers, remote_ranks
+from asynckv.geometry.match import assign, owed_readers, remote_ranks
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.strides import strided_descriptors
 from asynckv.tools.layouts import ORDERS, model_layout
@@ -473,3 +473,17 @@ def test_an_alias_is_another_name_of_a_layer_with_memory(aliases: Any, message: 
     check_layout(layout(aliases=(("b", "l"), ("c", "l"))))
     with pytest.raises(LayoutError, match=message):
         check_layout(layout(aliases=aliases))
+
+
+def test_what_is_not_said_of_a_dense_part_is_what_a_part_says_by_itself() -> None:
+    dims = (Dim("token", 4, 4), Dim("dim", 2, 2))
+    assert dense_part("k", "float16", [("token", 4), ("dim", 2)]) == Part("k", "float16", 2, 0, dims)
+
+
+def test_a_share_of_a_part_that_is_not_sharded_has_no_range() -> None:
+    latent = attention_view(
+        layer="l", order=("block", "token", "dim"), sizes={"block": 10, "token": 4, "dim": 8}, dtype="float16"
+    )
+    made = layout(views=(latent,))
+    [[share]] = assign(made, [made])
+    assert (share.here, share.there, share.lo, share.hi) == (latent, latent, 0, 0)

@@ -85,6 +85,13 @@ def test_a_window_of_one_token_needs_nothing() -> None:
     assert outcome({"here": here, "there": there, "lists": ((80, [1]), BlockRuns(0, ()), 96)}) == []
 
 
+@pytest.mark.parametrize("run", [[5, 0], [5, -1], [-2, 1], [FAR, 1], [5, FAR]])
+def test_runs_outside_their_bounds_never_arrive(run: list[int]) -> None:
+    assert msgspec.convert([0, [[NULL, 1], [FAR - 1, FAR - 1]]], BlockRuns).runs == ((NULL, 1), (FAR - 1, FAR - 1))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert([0, [run]], BlockRuns)
+
+
 def test_a_placeholder_of_theirs_inside_a_run_is_no_block() -> None:
     group = Group("g", 4, 40, null_block=5)
     case = {"here": Group("g", 4, 40), "there": group, "lists": ((0, [1, 2, 3]), BlockRuns(0, ((4, 3),)), 12)}
