@@ -481,10 +481,12 @@ async def test_a_child_that_does_not_let_go_is_killed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("process", ["serving", "always"])
 async def test_an_engine_sleeps_and_wakes_with_its_own_process(process: Where) -> None:
     async with pair(process) as (prefill, decode, group):
-        before = children()
+        served = str(prefill.plane.pid)
+        assert served in children()
         await prefill.engine.suspend()
-        assert len(children()) < len(before)
-        assert prefill.plane.pid == 0
+        # Those of the other engine come and go as they like.
+        assert served not in children()
+        assert prefill.plane.statistics()["processes"] == prefill.plane.pid == 0
         prefill.arrays[0][:] = 7  # nothing reads or writes it
         await prefill.engine.resume()
         group = PrefillGroup("prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch)
