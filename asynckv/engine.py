@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple, assert_never
 
@@ -27,10 +27,11 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
-from asynckv.core.decode import News
+from asynckv.core.attempts import RETRYABLE, Request, RequestState
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
+from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Command,
@@ -44,15 +45,14 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Traced,
 )
 from asynckv.core.peer import Peer
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import Hold, Identity, RankCore
 from asynckv.core.requests import RequestStatus
-from asynckv.core.retry import RETRYABLE, Retry
 from asynckv.core.types import (
     MAX_HASHES,
     Address,
@@ -88,10 +88,10 @@ from asynckv.errors import (
 )
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, phases
-from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
-from asynckv.registration import Registration
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]
@@ -206,37 +206,17 @@ class _Waiting:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
 
 
-@dataclass(slots=True)
-class _Ask:
-    """What a caller wants pulled."""
-
-    request_id: str
-    groups: Groups
-    params: Params
-    cohort_id: str
-    hashes: Sequence[str] | None
-    num_tokens: int | None
-    is_last: bool
-    priority: int
-    renew_params: RenewParams | None
-
-
 @dataclass(slots=True, eq=False)
 class _Retrying:
-    """A request whose attempts follow each other."""
+    """A request whose attempts follow each other, and whoever waits for the next."""
 
-    begun_at: float
-    deadline: float
-    blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of the attempt before."""
+    request: Request
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Time is up, or no attempt may follow."""
-    stop: Reason | None = None
-    """Why no attempt may follow, if so."""
 
     def end(self, reason: Reason) -> None:
         """No attempt may follow."""
-        self.stop = self.stop or reason
+        self.request.stop(reason)
         self.wake.set()
 
     async def first(self, work: Awaitable[T]) -> tuple[T] | None:
@@ -250,9 +230,6 @@ class _Retrying:
             task.add_done_callback(_swallow)
             for each in (task, woken):
                 each.cancel()
-
-
-_NOT_RETRYING = _Retrying(0.0, 0.0)
 
 
 class Engine:
@@ -319,24 +296,18 @@ class Engine:
         self._closing: asyncio.Task[None] | None = None
         self._moving: asyncio.Task[Any] | None = None
         """A suspension or resumption under way."""
-        self._is_suspended = False
+        self._life = Lifecycle()
         self._retrying: dict[str, _Retrying] = {}
-        self._is_shut = False
-        """No turn is taken any more."""
-        self._is_destroyed = False
-        """The data plane is gone."""
-        self._is_stuck = False
-        """Closing failed, and the data plane may still write: what is held is watched until it is closed again."""
         self._turned = asyncio.Event()
         """Set by every turn, for whoever waits for something to be over."""
-        self._is_hurried = False
-        """The engine is being closed: nobody waits for anything else."""
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
         self._polled_at = -math.inf
         self._release_s: deque[float] = deque(maxlen=4096)
         self._beat_at = math.inf
         """When the timer runs even if the core wants nothing."""
+        self._beats_fast = False
+        """Something is under way."""
         self._lag = LoopLag(config.log.away_s)
 
     # -- life --------------------------------------------------------------------------------------
@@ -358,7 +329,7 @@ class Engine:
             LayoutError: The layout does not hold together.
         """
         self._here("start")
-        if self._closing is not None:
+        if self._closing is not None or self._life.state is LifeState.CLOSED:
             raise EngineClosed("the engine was closed; make a new one")
         if self._core_or_none is not None:
             raise LocalProtocolError("the engine was started before")
@@ -378,6 +349,7 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             **self._data.describe(),
         )
+        self._life.receive(LifeEvent.STARTED)
         self._beat_at = self._clock.now() + IDLE_BEAT_S
         self._soon()
 
@@ -393,21 +365,20 @@ class Engine:
         return plane
 
     def _begin(self, memory_epoch: int = 0) -> RankCore:
-        """Bring the data plane up, register the memory, and make the node that speaks for it."""
-        self._data.start(self._on_data)
-        self._data.register(self.registration.layout.memories)
+        """Bring the data plane up, register the memory, and make the core that speaks for it."""
+        agent = self._data.start(self.registration.layout.memories, self._on_data)
         identity = Identity(
             self.config.engine_id,
             self.incarnation,
-            self._data.agent_name,
-            self._data.metadata(),
+            agent.name,
+            agent.metadata,
             self.registration.layout,
             int(self._token_hex(6), 16),
             memory_epoch,
         )
-        node = RankCore(identity, self.config)
-        node.outbox.trace = self._recorder.is_tracing
-        return node
+        core = RankCore(identity, self.config)
+        core.outbox.trace = self._recorder.is_tracing
+        return core
 
     async def drain(self, timeout_s: float) -> tuple[Hold, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
@@ -420,11 +391,12 @@ class Engine:
         """
         self._here("drain")
         timeout_s = number("timeout_s", timeout_s, 0)
-        node = self._core
+        core = self._core
         self._soon()
-        node.shut()
-        await self._wait(lambda: self._is_idle() or self._is_hurried, timeout_s)
-        stragglers = node.stragglers(self._clock.now()) + self._between_attempts()
+        self._life.receive(LifeEvent.DRAIN)
+        core.shut()
+        await self._wait(lambda: self._is_idle() or self._closing is not None, timeout_s)
+        stragglers = core.stragglers(self._clock.now()) + self._between_attempts()
         if stragglers:
             self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
         else:
@@ -463,11 +435,12 @@ class Engine:
         timeout_s = number("timeout_s", timeout_s, 0)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
-        node = self._core
-        if self._is_suspended:
+        core = self._core
+        if self._life.state is LifeState.SUSPENDED:
             return ()
         if self._moving is None:
-            self._moving = asyncio.get_running_loop().create_task(self._suspend(node, timeout_s))
+            self._life.receive(LifeEvent.SUSPEND)
+            self._moving = asyncio.get_running_loop().create_task(self._suspend(core, timeout_s))
             self._moving.add_done_callback(self._moved)
         stragglers: tuple[Hold, ...] = ()
         with anyio.CancelScope(shield=True):
@@ -492,14 +465,14 @@ class Engine:
             _check(registration, LocalProtocolError)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
-        if not self._is_suspended or self._moving is not None:
+        if self._life.state is not LifeState.SUSPENDED or self._moving is not None:
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
         before, old = (self.registration, self.incarnation), self._core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         try:
             if not self._is_data_given:
                 self._data = self._choose_data()  # other memory may be shared or not
-            node = self._begin(self.memory_epoch + 1)
+            core = self._begin(self.memory_epoch + 1)
         except BaseException:
             self.registration, self.incarnation = before
             with anyio.CancelScope(shield=True):
@@ -507,9 +480,10 @@ class Engine:
             raise
         for address in {peer.address for peer in old.decode.peers.values()}:
             self._control.disconnect(address)
-        node.outbox.counters.update(old.outbox.counters)
+        core.outbox.counters.update(old.outbox.counters)
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
-        self._core_or_none, self._is_suspended, self._is_serving = node, False, False
+        self._core_or_none, self._is_serving = core, False
+        self._life.receive(LifeEvent.RESUMED)
         self._recorder.event(
             "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
         )
@@ -552,10 +526,10 @@ class Engine:
         """
         self._here("lend")
         readers = integer("readers", readers, 1, MAX_RANKS)
-        node, wanted = self._core, _params(params)
+        core, wanted = self._core, _params(params)
         self._soon()  # first: without a turn nothing may begin
         now = self._clock.now()
-        lease = node.lend(wanted, readers, now)
+        lease = core.lend(wanted, readers, now)
         lent = LentRequest(self, lease)
         self._recorder.lease_lent(lease, now)
         if lease.is_over:  # released before it was lent
@@ -577,9 +551,9 @@ class Engine:
             RemoteProtocolError: The params are malformed.
         """
         self._here("withdraw")
-        found, node = _params(params), self._core
+        found, core = _params(params), self._core
         self._soon()
-        waited = node.withdraw(found, self._clock.now())
+        waited = core.withdraw(found, self._clock.now())
         if waited is not None:
             self._recorder.withdrawn(found, waited)
 
@@ -602,9 +576,9 @@ class Engine:
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         if request_id in self._retrying:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
-        node, wanted = self._core, _params(params)
+        core, wanted = self._core, _params(params)
         self._soon()
-        node.announce(request_id, wanted, cohort_id, wait, self._clock.now())
+        core.announce(request_id, wanted, cohort_id, wait, self._clock.now())
 
     async def pull(
         self,
@@ -675,122 +649,119 @@ class Engine:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         if renew_params is not None and not (callable(renew_params) and most):
             raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
-        now, state = self._clock.now(), _NOT_RETRYING
-        retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
-        ask = _Ask(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority, renew_params)
-        if most:
-            state = self._retrying[request_id] = _Retrying(now, retry.deadline)
+        now = self._clock.now()
+        wanted = PullRequest(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority)
+        request = Request(wanted, most, config.retry_s, now + timeout, renew_params is not None, now)
+        if not most:
+            pull, waiting = await self._attempt(request, timeout)
+            if pull.reason is not Reason.COMPLETE:
+                raise self._error(pull, waiting)
+            return _result(pull, self.registration.layout)
+        retrying = self._retrying[request_id] = _Retrying(request)
         try:
-            while True:
-                left = max(retry.deadline - self._clock.now(), 1e-3) if retry.attempts > 1 else timeout
-                try:
-                    pull, waiting = await self._attempt(ask, left, retry)
-                except AsyncKVError:
-                    if retry.attempts > 1 and is_last:
-                        self._discharge(ask, Reason.UNPLANNABLE)  # the attempt before was told that this one follows
-                    raise
-                if pull.reason is Reason.COMPLETE:
-                    return _result(pull, self.registration.layout)
-                error = self._error(pull, waiting)
-                again = None
-                try:
-                    again = await self._cure(ask, pull, error, retry, state)
-                finally:
-                    given_up = is_last or state.stop is Reason.CANCELLED
-                    if again != ask.params and given_up and pull.reason in pull.retryable:
-                        # The rank was told that another attempt would follow.
-                        self._discharge(ask, state.stop or pull.reason)
-                if state.stop is Reason.CANCELLED and pull.reason in pull.retryable:
-                    raise _cancelled(error) from error
-                if again is None:
-                    raise error
-                ask = replace(ask, params=again)
-                retry.attempts += 1
+            return await self._attempts(retrying, timeout, renew_params)
         finally:
-            if self._retrying.pop(request_id, None) is not None:
-                self._soon()
+            del self._retrying[request_id]
+            self._soon()
 
-    async def _attempt(self, ask: _Ask, seconds: float, retry: Retry) -> tuple[Pull, _Waiting]:
+    async def _attempts(self, retrying: _Retrying, seconds: float, renew_params: RenewParams | None) -> PullResult:
+        """Try a request until it is over."""
+        request = retrying.request
+        while True:
+            try:
+                pull, waiting = await self._attempt(request, seconds)
+            except AsyncKVError:
+                request.refused()
+                self._discharge(request)
+                raise
+            request.ended(self._clock.now())
+            if pull.reason is Reason.COMPLETE:
+                return _result(pull, self.registration.layout)
+            error = self._error(pull, waiting)
+            try:
+                await self._wait_for_next(retrying, error, renew_params)
+            finally:
+                if request.state not in (RequestState.OVER, RequestState.TRYING):
+                    request.give_up()
+                self._discharge(request)
+            if request.state is RequestState.OVER:
+                if request.stopped is Reason.CANCELLED and request.was_promised:
+                    raise _cancelled(error) from error
+                raise error
+            seconds = max(request.deadline - self._clock.now(), 1e-3)
+
+    async def _attempt(self, request: Request, seconds: float) -> tuple[Pull, _Waiting]:
         """Pull once, to its outcome."""
-        node = self._core
+        core = self._core
         self._soon()  # also where it is refused: there may be something to say to somebody
-        pull = node.pull(
-            ask.request_id,
-            ask.groups,
-            ask.params,
-            ask.cohort_id,
-            seconds,
-            self._clock.now(),
-            ask.hashes,
-            ask.num_tokens,
-            ask.is_last,
-            ask.priority,
-            retry.attempts,
-            retry.retryable,
-        )
+        now = self._clock.now()
+        pull = core.pull(request.wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
         if pull.planned_at == pull.admitted_at < math.inf:
-            pull.planned_at = self._clock.now()  # the core cannot tell how long it took
-        if self._retrying and (retrying := self._retrying.get(ask.request_id)) is not None:
-            retrying.blocks = _blocks(pull)
-        waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
+            pull.plan_took(self._clock.now())  # the core cannot tell how long it took
+        request.tried(pull)
+        waiting = self._waiting.get(pull.pull_id)
+        if waiting is None:
+            waiting = self._waiting[pull.pull_id] = _Waiting()
         try:
             await self._outcome(pull, waiting)
         except asyncio.CancelledError:
-            node.decode.cancel(pull, self._clock.now())
+            core.decode.cancel(pull, self._clock.now())
             self._soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while not pull.is_told and not self._is_shut and self._core_or_none is node:
+            while pull.reason is None and not self._life.is_shut and self._core_or_none is core:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
-            if ask.is_last and pull.reason in pull.retryable:
-                self._discharge(ask, Reason.CANCELLED)  # it had failed just before
+            if pull.reason is not None:
+                request.ended(self._clock.now())
+                if request.state is not RequestState.OVER:
+                    request.give_up(Reason.CANCELLED)  # it had failed just before
+                self._discharge(request)
             raise
         return pull, waiting
 
-    async def _cure(self, ask: _Ask, pull: Pull, error: PullError, retry: Retry, state: _Retrying) -> Params | None:
-        """Wait until a request may be tried again; with which params, or None if not."""
-        assert pull.reason is not None
-        when = retry.next_at(pull.reason, pull.not_before, self._clock.now())
-        if when == math.inf:
-            return None
-        self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
-        with self._waking(state, when):
-            await state.wake.wait()
-        with self._waking(state, retry.deadline):
+    async def _wait_for_next(self, retrying: _Retrying, error: PullError, renew_params: RenewParams | None) -> None:
+        """Wait for what a request waits for, until its next attempt may begin, or none follows."""
+        request, state = retrying.request, RequestState
+        if request.state is state.PAUSING and request.pull is not None:
+            self._recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - self._clock.now())
+            with self._waking(retrying, request.next_at):
+                await retrying.wake.wait()
+            if request.stopped is None:
+                request.time()
+            else:
+                request.give_up()
+        with self._waking(retrying, request.deadline):
             try:
-                if error.held and await state.first(error.returned()) is None:
-                    return None
-                if ask.renew_params is None or state.stop is not None:
-                    return ask.params if state.stop is None else None
-                found = await state.first(ask.renew_params(error))
-                fresh = _params(found[0]) if found and found[0] is not None else None
+                if request.state is state.RECOVERING:
+                    found = await retrying.first(error.returned())
+                    request.give_up() if found is None else request.returned()
+                if request.state is state.RENEWING and renew_params is not None:
+                    given = await retrying.first(renew_params(error))
+                    params = None if given is None or given[0] is None else _params(given[0])
+                    request.give_up() if params is None else request.renewed(params)
             except Retired:
-                return None
+                request.give_up()
             except Exception as exc:
                 raise error from exc  # `renew_params` failed, so there is nothing to go on with
-        if fresh is not None and state.stop is not None:
-            # Given up meanwhile: what was prefilled anew is needed no more either.
-            if fresh != ask.params:
-                self._discharge(replace(ask, params=fresh), state.stop)
-            return None
-        return fresh
 
     @contextmanager
-    def _waking(self, state: _Retrying, when: float) -> Iterator[None]:
-        state.wake.clear()
-        if state.stop is not None:
-            state.wake.set()
-        timer = self._clock.call_at(when, state.wake.set)
+    def _waking(self, retrying: _Retrying, when: float) -> Iterator[None]:
+        retrying.wake.clear()
+        if retrying.request.stopped is not None:
+            retrying.wake.set()
+        timer = self._clock.call_at(when, retrying.wake.set)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _discharge(self, ask: _Ask, reason: Reason) -> None:
-        if not self._is_shut and not self._is_suspended:
-            with suppress(AsyncKVError):
-                self._core.discharge(ask.request_id, ask.params, ask.cohort_id, reason, self._clock.now())
-            self._soon()
+    def _discharge(self, request: Request) -> None:
+        """Tell the prefill ranks that no attempt follows, if they were told that one would."""
+        for wanted, reason in request.discharges():
+            if not self._life.is_shut and self._life.state is not LifeState.SUSPENDED:
+                with suppress(AsyncKVError):
+                    self._core.discharge(wanted, reason, self._clock.now())
+                self._soon()
 
     def cancel(self, request_id: str) -> bool:
         """Give up a request, announced, being pulled or waiting for a retry; False if there is nothing to give up.
@@ -801,9 +772,9 @@ class Engine:
         """
         self._here("cancel")
         request_id = text("request_id", request_id)
-        node = self._core
+        core = self._core
         self._soon()
-        found = node.cancel(request_id, self._clock.now())
+        found = core.cancel(request_id, self._clock.now())
         if (state := self._retrying.get(request_id)) is not None:
             state.end(Reason.CANCELLED)
             found = True
@@ -820,9 +791,9 @@ class Engine:
         """
         self._here("returned")
         request_id = text("request_id", request_id)
-        node = self._core
-        while not self._is_destroyed and self._core_or_none is node:
-            open_pulls = (p for p in node.decode.pulls.values() if p.request_id == request_id)
+        core = self._core
+        while self._life.state is not LifeState.CLOSED and self._core_or_none is core:
+            open_pulls = (p for p in core.decode.pulls.values() if p.request_id == request_id)
             held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
             if held is None:
                 return
@@ -841,24 +812,24 @@ class Engine:
         """Take the caller's word that the rank at an address is gone; what waits for it fails."""
         self._here("forget_peer")
         address = text("address", address, MAX_NAME)
-        node = self._core
+        core = self._core
         self._soon()
-        node.decode.forget(Address(address), self._clock.now())
+        core.decode.forget(Address(address), self._clock.now())
 
     # -- questions ---------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
         self._asked("statistics")
-        node = self._core
-        counters = dict(node.outbox.counters)
+        core = self._core
+        counters = dict(core.outbox.counters)
         counters |= {f"control.{k}": v for k, v in self._control.statistics().items()}
         counters |= {f"data.{k}": v for k, v in self._data.statistics().items()}
         counters["loop.was_away"] = (lag := self._lag).num_away
-        counters["keys.given_up"] = node.prefill.spent.num_given_up
-        counters["keys.forgotten"] = node.prefill.spent.num_forgotten
+        counters["keys.given_up"] = core.prefill.spent.num_given_up
+        counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self._recorder.num_failed
-        return Statistics(counters, node.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
+        return Statistics(counters, core.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
 
     def holds(self) -> tuple[Hold, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
@@ -926,7 +897,12 @@ class Engine:
         return self._core_or_none
 
     def _on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
-        self._safely(self._core.receive, origin, data, self._clock.now())
+        core = self._core_or_none
+        assert core is not None
+        try:
+            core.receive(origin, data, self._clock.now())
+        except Exception as exc:  # a bug that one packet meets must not take others with it
+            self._internal_error(exc)
         self._soon()
 
     def _on_refused(self, cause: str, who: str) -> None:
@@ -941,19 +917,19 @@ class Engine:
         now = self._polled_at = self._clock.now()
         for news in found:
             match news:
-                case Ended():
-                    self._safely(self._core.decode.ended, _news(news), now - before, now)
+                case TransferEnded():
+                    self._safely(self._core.decode.ended, news, now - before, now)
                 case AgentLost():
                     self._safely(self._core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
-                    self._safely(self._core.agent_replaced, news.agent_name, news.metadata)
+                    self._safely(self._core.agent_replaced, news.agent.name, news.agent.metadata)
                     self._recorder.event(
                         "warning",
                         "data_plane_restarted",
                         cause=news.cause,
-                        agent=news.agent_name,
+                        agent=news.agent.name,
                         seconds=round(news.seconds, 6),
                         transfers_failed=news.transfers_failed,
                     )
@@ -969,15 +945,16 @@ class Engine:
             self._soon()  # which arms it, as everybody's deadlines hang on it
 
     def _tick(self, due: float) -> None:
-        now, node = self._clock.now(), self._core
+        now, core = self._clock.now(), self._core
         if self._lag.take(now - due):
-            self._recorder.loop_was_away(now - due, node.gauges(), now)
-        if not self._is_shut:
-            self._beat_at = now + (IDLE_BEAT_S if node.is_idle and not node.prefill.num_parked else BEAT_S)
-        if node.next_at <= now:
-            node.tick(now)
+            self._recorder.loop_was_away(now - due, core.gauges(), now)
+        if not self._life.is_shut:
+            self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
+            self._beat_at = now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
+        if core.next_at <= now:
+            core.tick(now)
             self._soon()
-        self._arm(min(node.next_at, self._beat_at))
+        self._arm(min(core.next_at, self._beat_at))
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
         """Hand one event to the core: a bug that one of them meets must not take the others with it."""
@@ -999,77 +976,99 @@ class Engine:
 
     def _turn(self) -> None:
         self._is_due = False
-        if self._is_shut:
-            if self._is_stuck:
+        if self._life.is_shut:
+            if self._life.state is LifeState.STUCK:
                 self._watch_held(self._core)
             return
-        node = self._core
-        self._safely(self._work, node)
-        if node.is_serving is not self._is_serving:
-            self._safely(self._serve, node.is_serving)
+        core = self._core_or_none
+        assert core is not None
+        try:
+            self._work(core)
+            is_serving = bool(core.prefill.leases)
+            if is_serving is not self._is_serving:
+                self._data.watch(is_serving)
+                self._is_serving = is_serving
+            if not self._beats_fast and (is_serving or core.decode.pulls):
+                # Something has begun.
+                self._beats_fast, self._beat_at = True, min(self._beat_at, self._clock.now() + BEAT_S)
+        except Exception as exc:
+            self._internal_error(exc)
         self._turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        self._arm(min(node.next_at, self._beat_at))
+        when = min(core.earliest, self._beat_at)
+        if when < self._timer_at or self._timer is None:
+            self._arm(when)
 
-    def _serve(self, is_serving: bool) -> None:
-        self._data.watch(is_serving)
-        self._is_serving = is_serving
-
-    def _watch_held(self, node: RankCore) -> None:
+    def _watch_held(self, core: RankCore) -> None:
         """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
-        for _ in node.outbox.take_packets():
-            pass
-        self._obey(node)
-        self._arm(node.next_at)
+        core.outbox.take_packets()
+        self._obey(core)
+        self._arm(core.next_at)
 
-    def _work(self, node: RankCore) -> None:
+    def _work(self, core: RankCore) -> None:
+        """One turn: messages that somebody waits for, commands, reads for a short slice, and then the rest."""
+        outbox, decode = core.outbox, core.decode
         has_waited, self._has_waited = self._has_waited, False
-        self._do(node, is_all=False)
-        clock = self._clock
+        if outbox.is_urgent:
+            self._send_all(core)
+        if outbox.commands:
+            self._obey(core)
+        if decode.posting.turns or decode.admission.turns:
+            self._read_some(core)
+            if outbox.commands:
+                self._obey(core)
+        if outbox.messages:
+            # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
+            if has_waited or outbox.is_urgent:
+                self._send_all(core)
+            else:
+                self._has_waited = True
+                self._soon()
+
+    def _read_some(self, core: RankCore) -> None:
+        """Plan and post as much as fits into a short slice of the loop's time."""
+        clock, decode = self._clock, core.decode
         started = began = clock.now()
         while True:
-            if (read := node.decode.next_post(began)) is not None:
-                post = read.post
+            if (post := decode.next_read(began)) is not None:
                 try:
-                    ended = self._data.post_read(
-                        read.transfer_id, read.agent_name, post.table_id, post.local, post.remote
-                    )
+                    ended = self._data.post_read(post.transfer_id, post.agent_name, post.read)
                 except Exception as exc:  # a bug of the plane's, which may have posted it
                     self._internal_error(exc)
-                    ended = Ended(read.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
-                node.decode.spent(read.transfer_id, now - began)
+                decode.spent(post.transfer_id, now - began)
                 if ended is not None:
-                    node.decode.ended(_news(ended), 0.0, now)
-            elif (pull := node.decode.admit(began)) is not None:
-                self._obey(node)  # its plan may need tables
-                now = pull.planned_at = clock.now()
+                    decode.ended(ended, 0.0, now)
+            elif (pull := decode.admit(began)) is not None:
+                now = clock.now()
+                pull.plan_took(now)
             else:
                 break
             began = now
             if now - started > POST_SLICE_S:
                 self._soon()
                 break
-        if began + BEAT_S < self._beat_at and not node.is_idle:
-            self._beat_at = began + BEAT_S  # something has begun
-        # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
-        self._do(node, is_all=has_waited)
-        if node.outbox.has_messages:
-            self._has_waited = True
-            self._soon()
 
-    def _do(self, node: RankCore, *, is_all: bool = True) -> None:
-        if is_all or node.outbox.is_urgent:
-            for to, packet in node.outbox.take_packets():
-                self._safely(self._send, to, packet)
-        self._obey(node)
+    def _send_all(self, core: RankCore) -> None:
+        for to, packet in core.outbox.take_packets():
+            try:
+                self._send(to, packet)
+            except Exception as exc:
+                self._internal_error(exc)
 
-    def _obey(self, node: RankCore) -> None:
-        while commands := node.outbox.take_commands():
-            now = self._clock.now()
+    def _do(self, core: RankCore) -> None:
+        """Do at once all that the core wants, outside of a turn."""
+        self._send_all(core)
+        self._obey(core)
+
+    def _obey(self, core: RankCore) -> None:
+        outbox = core.outbox
+        while outbox.commands:
+            commands, outbox.commands, now = outbox.commands, [], self._clock.now()
             for command in commands:
                 try:
-                    self._execute(command, node, now)
+                    self._execute(command, core, now)
                 except Exception as exc:
                     self._internal_error(exc)
 
@@ -1090,7 +1089,7 @@ class Engine:
             self._timer = self._clock.call_at(when, self._on_timer)
         self._timer_at = when
 
-    def _execute(self, command: Command, node: RankCore, now: float) -> None:
+    def _execute(self, command: Command, core: RankCore, now: float) -> None:
         match command:
             case PullEnded(pull):
                 if not pull.is_returned:
@@ -1118,7 +1117,7 @@ class Engine:
             case LeaseGranted(lease, pull_id):
                 self._recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
-                self._recorder.held_for_long(command, [node.status(held, now) for held in command.oldest])
+                self._recorder.held_for_long(command, [core.status(held, now) for held in command.oldest])
             case LeaseEnded(lease):
                 if (lent := self._lent.pop(id(lease), None)) is not None:
                     lent._ended.set()
@@ -1127,20 +1126,12 @@ class Engine:
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case AddTable(peer, table):
-                assert peer.layout is not None
-                mine, theirs = node.identity.layout.memories, peer.layout.memories
-                try:
-                    self._data.add_table(peer.agent_name, table, mine, theirs)
-                except BackendError as exc:
-                    self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
-                    node.decode.table_failed(peer, str(exc), now)
-            case RemoveTable(peer, table_id):
-                self._data.remove_table(peer.agent_name, table_id)
+            case TableRefused(peer, cause):
+                self._recorder.event("error", "table_refused", peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
                 self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
-                self._data.remove_peer(peer.agent_name, keep=keep)
+                self._data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self._control.disconnect(address)
             case PeerChanged(peer, before, after):
@@ -1153,20 +1144,21 @@ class Engine:
                 assert_never(command)
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
-        node = self._core
+        core = self._core
+        assert peer.layout is not None
         try:
-            await self._data.prepare_peer(peer.agent_name, metadata)
+            await self._data.add_remote_agent(AgentInfo(peer.agent_name, metadata), peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
-            self._safely(node.decode.load_failed, peer, cause, self._clock.now())
+            self._safely(core.decode.load_failed, peer, cause, self._clock.now())
         else:
-            self._safely(node.decode.loaded, peer, self._clock.now())
+            self._safely(core.decode.loaded, peer, self._clock.now())
         self._soon()
 
     # -- inside ------------------------------------------------------------------------------------
 
     async def _outcome(self, pull: Pull, waiting: _Waiting) -> None:
-        while not pull.is_told:
+        while pull.reason is None:
             waiting.outcome = asyncio.get_running_loop().create_future()
             await waiting.outcome
 
@@ -1208,25 +1200,25 @@ class Engine:
     def _is_idle(self) -> bool:
         return self._core.is_idle and not self._retrying
 
-    async def _end_work(self, node: RankCore, how: str) -> None:
+    async def _end_work(self, core: RankCore, how: str) -> None:
         """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
         for state in self._retrying.values():
             state.end(Reason.ENGINE_CLOSED)
-        node.close(self._clock.now(), how)
+        core.close(self._clock.now(), how)
         self._soon()
         # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
         # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
         patience = max(self.config.lease.grant_s, self.config.pull.drain_s) + 1.0
-        await self._wait(lambda: not node.is_bound and not self._retrying, patience)
-        if not node.is_bound:
+        await self._wait(lambda: not core.is_bound and not self._retrying, patience)
+        if not core.is_bound:
             await self._wait(self._is_idle, GRACE_S)
-        if left := node.stragglers(self._clock.now()):
+        if left := core.stragglers(self._clock.now()):
             names = _names(left)
             self._recorder.event(
                 "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
             )
-        node.say_goodbye()
-        self._do(node)
+        core.say_goodbye()
+        self._do(core)
 
     async def _end_loading(self) -> None:
         # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
@@ -1240,8 +1232,15 @@ class Engine:
         """Say which requests wait for another attempt."""
         now, known = self._clock.now(), self._core.decode.by_request
         return tuple(
-            Hold(request_id, "retrying", state.blocks, now - state.begun_at, max(state.deadline - now, 0.0), ())
-            for request_id, state in self._retrying.items()
+            Hold(
+                request_id,
+                "retrying",
+                _blocks(retrying.request.pull) if retrying.request.pull is not None else {},
+                now - retrying.request.begun_at,
+                max(retrying.request.deadline - now, 0.0),
+                (),
+            )
+            for request_id, retrying in self._retrying.items()
             if request_id not in known
         )
 
@@ -1273,23 +1272,23 @@ class Engine:
         for lent in self._lent.values():
             lent._ended.set()
 
-    async def _suspend(self, node: RankCore, timeout_s: float) -> tuple[Hold, ...]:
+    async def _suspend(self, core: RankCore, timeout_s: float) -> tuple[Hold, ...]:
         stragglers = await self.drain(timeout_s)
-        await self._end_work(node, "suspended")
-        node.decode.leave(self._clock.now())
-        self._do(node)
+        await self._end_work(core, "suspended")
+        core.decode.leave(self._clock.now())
+        self._do(core)
         # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
         await self._data.quiesce()
         await self._end_loading()
         self._data.close()
         # From here on nothing of ours can be read or written.
-        node.decode.destroyed(self._clock.now())
-        self._do(node)
+        core.decode.destroyed(self._clock.now())
+        self._do(core)
         self._end_waiting()
         self._waiting.clear()
         self._lent.clear()
         self._held.clear()
-        self._is_suspended = True
+        self._life.receive(LifeEvent.LET_GO)
         self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
         return stragglers
 
@@ -1297,39 +1296,44 @@ class Engine:
         self._moving = None
 
     async def _close(self) -> None:
-        self._is_hurried = True
         self._turned.set()
         if self._moving is not None:
             await asyncio.gather(self._moving, return_exceptions=True)
-        node = self._core_or_none
-        if node is not None and not self._is_shut and not self._is_suspended:
-            await self._end_work(node, "closed")
+        core = self._core_or_none
+        if core is not None and self._life.state in (LifeState.RUNNING, LifeState.DRAINING, LifeState.SUSPENDING):
+            self._life.receive(LifeEvent.CLOSE)
+            await self._end_work(core, "closed")
         await self._end_loading()
         try:
-            await self._close_planes()
+            if self._life.state is not LifeState.CLOSED:  # as it is if it could not be started
+                await self._close_planes()
         finally:
-            self._is_stuck = node is not None and not self._is_destroyed
-            if self._is_stuck:
+            if self._life.state is LifeState.STUCK and core is not None:
                 # Whoever waits for blocks is told by `held_s` that they are given up, if nobody closes again.
                 self._soon()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if node is not None:
-            node.decode.destroyed(self._clock.now())
-            self._obey(node)
+        if core is not None:
+            core.decode.destroyed(self._clock.now())
+            self._obey(core)
         self._end_waiting()
-        if node is not None:
+        if core is not None:
             self._recorder.event("info", "engine_stopped")
 
     async def _close_planes(self) -> None:
-        self._is_shut, self._beat_at = True, math.inf
+        self._life.receive(LifeEvent.SHUT)
+        self._beat_at = math.inf
         try:
             await self._control.aclose()
         finally:
-            await self._close_data()
+            try:
+                await self._close_data()
+            except BaseException:
+                self._life.receive(LifeEvent.STUCK)
+                raise
             # From here on nothing of ours can be written.
-            self._is_destroyed = True
+            self._life.receive(LifeEvent.DESTROYED)
 
     async def _close_data(self) -> None:
         try:
@@ -1380,12 +1384,6 @@ def _cancelled(last: PullError) -> PullCancelled:
 def _names(stragglers: Sequence[Hold]) -> list[str]:
     """Name a few of them in a log."""
     return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
-
-
-def _news(ended: Ended) -> News:
-    return News(
-        ended.transfer_id, ended.ending is Ending.DONE, ended.ending is Ending.IN_DOUBT, ended.cause, ended.peer_lost
-    )
 
 
 def _params(value: Params | Mapping[str, Any]) -> Params:

@@ -38,16 +38,18 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
+from asynckv.core.pull import PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Layout, runs_of
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
@@ -147,7 +149,9 @@ class Pulls:
             params = self._firsts[i]
             side.node.lend(params, 1, self._time())
             self._slot_of[f"first{i}"] = 0
-            self.decode.node.pull(f"first{i}", [(0, self._slots[0][0][1][:1])], params, "", 3600.0, self._time())
+            self.decode.node.pull(
+                PullRequest(f"first{i}", [(0, self._slots[0][0][1][:1])], params), 3600.0, self._time()
+            )
             while self.decode.node.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
@@ -181,7 +185,7 @@ class Pulls:
             self.counts["events"] += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
-        node.pull(params.request_id, self._slots[slot], params, "", 3600.0, self._time())
+        node.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
         self.counts["events"] += 1
         self._next += 1
 
@@ -209,8 +213,8 @@ class Pulls:
         self._do(side)
         if side is self.decode:
             for _ in range(TURN):
-                if (read := decode.next_post(self._time())) is not None:
-                    decode.ended(News(read.transfer_id, True, False), 0.0, self._time())
+                if (read := decode.next_read(self._time())) is not None:
+                    decode.ended(TransferEnded(read.transfer_id, Ending.DONE), 0.0, self._time())
                     self.counts["events"] += 2
                 elif decode.admit(self._time()) is not None:
                     self.counts["events"] += 1
@@ -227,7 +231,8 @@ class Pulls:
                 self.decode.inbox.append((side.address, data))
             else:
                 self._by_address[to].inbox.append((self.decode.route, data))
-        while commands := node.outbox.take_commands():
+        while commands := node.outbox.commands:
+            node.outbox.commands = []
             for command in commands:
                 match command:
                     case LoadPeer(peer, _):

@@ -29,12 +29,20 @@ def table(title: str, intro: str, on_event: Any, when: Any) -> str:
                 edges[state, after].append(name.replace("_", " ").upper())
     for state, row in when.items():
         for condition, after in row.items():
-            edges[state, after].append(f"*{condition}*")
+            edges[state, after].append(f"*{_words(condition)}*")
     lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
     lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
     lines += ["", "```mermaid", "stateDiagram-v2"]
     lines += [f"    {a.name} --> {b.name}: {', '.join(why).replace('*', '')}" for (a, b), why in edges.items()]
     return "\n".join([*lines, "```", ""])
+
+
+def _words(condition: Any) -> str:
+    """What a condition says: the first line of its function."""
+    if not callable(condition):
+        return str(condition)
+    words = (condition.__doc__ or "").splitlines()[0].rstrip(".")
+    return words[0].lower() + words[1:]
 
 
 def page() -> str:
@@ -45,15 +53,15 @@ def page() -> str:
             table(
                 "Pull",
                 "One request on the decode side. The outcome is given on entering NOTIFYING; the blocks are the "
-                "caller's when nothing can write them, which HELD waits for.",
+                "caller's when nothing can write them, which QUARANTINED waits for.",
                 pull.ON_EVENT,
                 pull.WHEN,
             ),
             table(
                 "Lease",
-                "One lent request on a prefill rank. In ENDING nothing is granted any more, but promises are kept.",
+                "One lent request on a prefill rank. In ENDING nothing is granted any more; what was granted is kept.",
                 lease.ON_EVENT,
-                lease.WHEN_SETTLED,
+                lease.WHEN,
             ),
             table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
         )

@@ -240,7 +240,8 @@ class Side(chaos.Side):
                 (engine.cancel(name) if i % 2 else tasks[name].cancel())
             await asyncio.sleep(0)  # cancelled tasks have run
             known = engine._core.decode.by_request
-            queued_still = sum(p is not None and admission.waits(p) for p in map(known.get, map(RequestId, victims)))
+            left = [pull for name in victims if (pull := known.get(RequestId(name))) is not None]
+            queued_still = sum(admission.waits(pull.pull_id) for pull in left)
             waiting = admission.num_waiting
             tasks |= {f"d-{lent['number']}": asyncio.create_task(one(lent, -1)) for lent in urgent}
             await asyncio.gather(*tasks.values())

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, Outcome, Reason, ReplyTo
@@ -36,7 +37,7 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
-from asynckv.ports import AgentLost, Ended, Ending
+from asynckv.ports import AgentLost
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.world import Process, Violation
 from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -486,7 +487,7 @@ def completion_stamped_before_it_was_observed(rank: Rank) -> None:
     def poll() -> Sequence[Any]:
         before = rank.clock.honest.now()
         news: Sequence[Any] = rank.data.honest.poll()
-        if any(isinstance(each, Ended) for each in news):
+        if any(isinstance(each, TransferEnded) for each in news):
             read.append(before)
         return news
 
@@ -610,8 +611,10 @@ def trusts_an_exception(rank: Rank) -> None:
     def poll() -> list[Any]:
         news = []
         for each in rank.data.honest.poll():
-            is_doubtful = isinstance(each, Ended) and each.ending is Ending.IN_DOUBT
-            news.append(Ended(each.transfer_id, Ending.FAILED, each.cause, each.peer_lost) if is_doubtful else each)
+            is_doubtful = isinstance(each, TransferEnded) and each.ending is Ending.IN_DOUBT
+            news.append(
+                TransferEnded(each.transfer_id, Ending.FAILED, each.cause, each.peer_lost) if is_doubtful else each
+            )
         return news
 
     rank.data.poll = poll
@@ -812,7 +815,7 @@ def peers_are_removed_under_transfers(rank: Rank) -> None:
     def remove(agent: str) -> None:
         if agent in posted.values() and agent not in removed:
             removed.append(agent)
-            rank.data.honest.remove_peer(agent)
+            rank.data.honest.remove_remote_agent(agent)
 
     def post_read(transfer_id: int, agent: str, *args: Any) -> Any:
         found = rank.data.honest.post_read(transfer_id, agent, *args)
@@ -823,7 +826,7 @@ def peers_are_removed_under_transfers(rank: Rank) -> None:
     def poll() -> Sequence[Any]:
         news: Sequence[Any] = rank.data.honest.poll()
         for each in news:
-            if isinstance(each, Ended):
+            if isinstance(each, TransferEnded):
                 agent = posted.get(each.transfer_id, "")
                 if each.ending is not Ending.IN_DOUBT:
                     posted.pop(each.transfer_id, None)
@@ -831,13 +834,13 @@ def peers_are_removed_under_transfers(rank: Rank) -> None:
                     remove(agent)
         return news
 
-    def remove_peer(agent: str, **options: Any) -> None:
+    def remove_remote_agent(agent: str, **options: Any) -> None:
         if agent in removed:
             removed.remove(agent)
         else:
-            rank.data.honest.remove_peer(agent, **options)
+            rank.data.honest.remove_remote_agent(agent, **options)
 
-    rank.data.post_read, rank.data.poll, rank.data.remove_peer = post_read, poll, remove_peer
+    rank.data.post_read, rank.data.poll, rank.data.remove_remote_agent = post_read, poll, remove_remote_agent
 
     @rank.hears(Welcome, Goodbye)
     def note(said: Said) -> Said:

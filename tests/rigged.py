@@ -137,7 +137,7 @@ class Rank:
         if after == before:
             return bool(self.control.honest.send(to, packet))
         sent = [
-            self.control.honest.send(said.other, encode_packet(found.source, said.start, [said.message]))
+            self.control.honest.send(said.other, encode_packet(found.sender, said.start, [said.message]))
             for said in after
         ]
         return all(sent)
@@ -150,7 +150,7 @@ class Rank:
         if found is None:
             self._on_packet(origin, packet)
             return
-        before = [Said(message, origin, found.source) for message in found.messages]
+        before = [Said(message, origin, found.sender) for message in found.messages]
         after = [said for each in before for said in _passed(self._hearers, each)]
         if after == before:
             self._on_packet(origin, packet)

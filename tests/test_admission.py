@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asynckv import ConfigError, Overloaded
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.flow import Admission
-from asynckv.core.pull import Pull, PullState
+from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.types import Address, Reason
 from tests.world import Rank, World, make_layout, reason
 
@@ -37,7 +37,7 @@ def ask(
     if lend:
         world.lend(prefill, params)
     now = world.time(decode)
-    pull = decode.node.pull(f"d{number}", [(0, [number])], params, "", timeout, now, priority=priority)
+    pull = decode.node.pull(PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
     world.settle(decode)
     return pull
 
@@ -178,7 +178,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
     ahead = []
     for i, params in enumerate(early):
         now = world.time(decode)
-        ahead.append(decode.node.pull(f"ahead{i}", [(0, [200 + i])], params, "", 30, now))
+        ahead.append(decode.node.pull(PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
         world.settle(decode)
     world.deliver_all()
     ready = [ask(world, prefill, decode, i) for i in range(5)]
@@ -278,20 +278,23 @@ def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: in
     waiting: list[tuple[int, Any]] = []
     flying: list[tuple[int, Any]] = []
     counted: set[str] = set()
+    tickets: dict[str, Any] = {}
     passed: dict[int, dict[int, int]] = {}
     for number, (what, which, lane) in enumerate(steps):
         if what == "ask":
             pull = ticket(number, which % 3)
-            admission.ask(((Address(f"lane{lane}"), "x"),), pull)
+            admission.ask(((Address(f"lane{lane}"), "x"),), pull.pull_id, pull.priority, pull.arrival)
+            tickets[pull.pull_id] = pull
             waiting.append((lane, pull))
         elif what == "next":
             room = {w for w in range(4) if sum(n == w for n, _ in flying) < window}
             could = [(n, p) for n, p in waiting if n in room] if len(counted) < total else []
-            found = admission.next()
+            found_id = admission.next()
             if not could:
-                assert found is None
+                assert found_id is None
                 continue
-            assert found is not None
+            assert found_id is not None
+            found = tickets[found_id]
             best = min(p.priority for _, p in could)
             chosen = next((n, p) for n, p in waiting if p is found)
             assert found.priority == best
@@ -307,7 +310,7 @@ def test_any_order_of_calls_keeps_budgets_order_and_turns(total: int, window: in
                 assert all(n <= 2 for c in passed.values() for n in c.values()), "a lane was passed by again and again"
         elif (waiting or flying) and what == "leave":
             chosen = (waiting + flying)[which % len(waiting + flying)]
-            admission.leave(chosen[1])
+            admission.leave(chosen[1].pull_id)
             (waiting if chosen in waiting else flying).remove(chosen)
             counted.discard(chosen[1].pull_id)
         elif flying and what == "discount":

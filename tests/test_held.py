@@ -29,6 +29,7 @@ from asynckv import (
     PullTimeout,
 )
 from asynckv.core.lease import LeaseState
+from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
 from asynckv.core.watch import GATHER_S, PAUSE_S
 from asynckv.observe.log import configure, phases
@@ -234,7 +235,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     world.deliver_all()
     running(world, 9.0)
     world.lend(prefill, params)
-    pull = decode.node.pull("d", [(0, [9])], params, "", 100.0, world.time(decode))
+    pull = decode.node.pull(PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 9.0)
@@ -300,7 +301,9 @@ def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
         params = world.params([prefill], f"r{i}", [i], BLOCK)
         world.lend(prefill, params)
         for _ in range(2 if i == 11 else 1):
-            decode.node.pull(f"d{i}", [(0, [i])], params, f"cohort-{i}", 5.0, world.time(decode)) if i < 11 else None
+            decode.node.pull(
+                PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
+            ) if i < 11 else None
     world.settle(decode)
     world.deliver_all()
     del world.ranks[decode.name]
@@ -373,7 +376,11 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, outcome),) = lease.outcomes.items()
-    assert (str(reader), reader.name, outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
+    assert (str(reader), lease.discharged[reader].name, outcome) == (
+        "decode/tp0",
+        "decode/tp0@decode-h",
+        Outcome.COMPLETE,
+    )
     # What a pull is called is said to be a pull, and whose.
     notes = [text for _, text in lease.history]
     pull_id = decode.ended[0].pull_id

@@ -13,7 +13,7 @@ import pytest
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
 from asynckv.core.decode import DecodeSide
-from asynckv.core.pull import PullState
+from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
 from tests.engines import Bench, Side, needs_python_core, until
 from tests.test_admission import ask, world_of
@@ -167,16 +167,17 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
     async with sim.pair() as (prefill, _, _):
         assert prefill.data is not None
         await passing(sim, asyncio.create_task(prefill.engine.suspend()))
-        before, register = prefill.engine.endpoint, prefill.data.register
+        before, start = prefill.engine.endpoint, prefill.data.start
 
-        def refuse(memories: Any) -> None:
+        def refuse(memories: Any, on_ready: Any) -> None:
+            start(memories, on_ready)
             raise BackendError("no such memory")
 
-        prefill.data.register = refuse  # type: ignore[method-assign]
+        prefill.data.start = refuse  # type: ignore[assignment, method-assign]
         with pytest.raises(BackendError):
             await prefill.engine.resume()
         assert prefill.engine.endpoint == before
-        prefill.data.register = register  # type: ignore[method-assign]
+        prefill.data.start = start  # type: ignore[method-assign]
         await prefill.engine.resume()
         assert prefill.engine.endpoint != before
 
@@ -225,7 +226,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.deliver_all()
     pull = ask(world, healthy, decode, 200)
     world.deliver_all()
-    assert decode.node.decode.admission.waits(pull)
+    assert decode.node.decode.admission.waits(pull.pull_id)
     for _ in range(8):
         world.advance(0.25)
         world.deliver_all()
@@ -250,7 +251,7 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
-    assert decode.node.decode.window.num_bytes > 0
+    assert decode.node.decode.in_flight.num_bytes > 0
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()
@@ -348,7 +349,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     decode.node.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
-    decode.node.pull("d9", [(0, [9])], params, "", 30.0, world.time(decode), priority=-1)
+    decode.node.pull(PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
     world.settle(decode)
     world.run()
     assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from asynckv.geometry.layout import Group
-from asynckv.geometry.plan import BlockLists
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.tables import GroupPair
 from scripts import disagg_generate
 
 
@@ -91,13 +91,14 @@ def test_the_judge_sees_a_prefix_that_is_rounded(
 ) -> None:
     honest = BlockLists._pair_tokens
 
-    def rounded(self: BlockLists, group: int, remote_group: int, here: Group, there: Group, entry: int) -> Any:
+    def rounded(self: BlockLists, pair: GroupPair) -> Any:
+        group, here = pair.local, pair.here
         first, ids = self.local[group]
         if first % here.block_size:
             step = here.block_size if up else 0
             at = first - first % here.block_size + step
             self.local = (*self.local[:group], (at, ids[1:] if up else ids), *self.local[group + 1 :])
-        return honest(self, group, remote_group, here, there, entry)
+        return honest(self, pair)
 
     monkeypatch.setattr(BlockLists, "_pair_tokens", rounded)
     assert not asyncio.run(disagg_generate.decode_process(["llama"], NUMBERS))

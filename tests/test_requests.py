@@ -17,10 +17,11 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import wire as m
+from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
 from asynckv.core.outbox import Timers
-from asynckv.core.pull import News, PullState
-from asynckv.core.retry import RETRYABLE, RETRYABLE_ELSEWHERE
+from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
@@ -158,7 +159,7 @@ def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
     prefill, decode = group(world, 2, 1, heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     leases = [world.lend(rank, params) for rank in prefill]
-    it = decode[0].node.pull("d-req", [(0, [])], params, "", 30, world.time(decode[0]))
+    it = decode[0].node.pull(PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
     world.settle(decode[0])
     world.run()
     assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
@@ -255,13 +256,13 @@ def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "r", [1], 4)
     lease = world.lend(prefill, params)
-    first = decode.node.pull("a", [(0, [2])], params, "x" * 512, 5.0, 0.0)
+    first = decode.node.pull(PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
     world.run()
     assert first.reason is Reason.COMPLETE
     assert lease.is_over
     with pytest.raises(LocalProtocolError, match=r"cohort_id .* has 513 characters; at most 512"):
-        decode.node.pull("b", [(0, [2])], params, "x" * 513, 5.0, 0.0)
+        decode.node.pull(PullRequest("b", [(0, [2])], params, "x" * 513), 5.0, 0.0)
 
 
 def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
@@ -374,7 +375,7 @@ def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
     assert re.match(r"not lent yet by prefill/tp0@\S+ \(\S+\) when the deadline passed", it.detail)
 
 
-def test_an_answer_that_should_have_been_repeated_since_is_told_with_its_age() -> None:
+def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_age() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=9)
@@ -421,7 +422,7 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
-    prefill.node.prefill.receive(parked.message, parked.route, parked.source, world.time(prefill))
+    prefill.node.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
     assert prefill.node.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
@@ -441,8 +442,7 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
     world, prefill, decode = pair()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
-    world.lend(prefill, first).revoke(world.time(prefill))
-    prefill.node.prefill.after(prefill.node.prefill.leases[first.key], world.time(prefill))
+    prefill.node.prefill.revoke(world.lend(prefill, first), world.time(prefill))
     prefill.node.withdraw(second, world.time(prefill))
     prefill.node.prefill.spent = SpentKeys()  # as after very many other schedulers
     with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):
@@ -511,7 +511,7 @@ def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None
     world.deliver_all()
     first, *others = list(decode.reads)
     assert len(others) == 3
-    world.tell(decode, News(first, False, False, "broken"))
+    world.tell(decode, TransferEnded(first, Ending.FAILED, "broken"))
     for transfer_id in others:
         assert it.reason is None
         world.complete(decode, transfer_id)
@@ -527,7 +527,7 @@ def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
     world.deliver_all()
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
-    assert not it.is_told
+    assert not it.is_published
     world.advance(5.1)
     assert (it.reason, it.is_returned) == (Reason.CANCELLED, False)
     with pytest.raises(LocalProtocolError, match="still being written"):
@@ -544,12 +544,12 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    world.tell(decode, News(transfer_id, False, True, "NIXL_ERR_NOT_FOUND"))
+    world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
-    assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.HELD, False)
+    assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.QUARANTINED, False)
     assert decode.node.gauges()["blocks_quarantined"] == 1
     decode.reads.clear()
-    world.tell(decode, News(transfer_id, True, False))
+    world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     assert it.is_returned
     assert decode.node.is_idle
 
@@ -683,7 +683,8 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
     params = world.params([prefill], "req", [3], 4, written=True)
     lease = world.lend(prefill, params, readers=2)
     pulls = [
-        decode.node.pull(f"sibling{i}", [(0, [i])], params, f"decode/{i}", 30, world.time(decode)) for i in range(3)
+        decode.node.pull(PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
+        for i in range(3)
     ]
     world.settle(decode)
     world.run()
@@ -724,7 +725,7 @@ def test_endpoints_with_holes_is_refused() -> None:
     params = world.params([prefill], "req", [3], 4)
     broken: Params = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        decode.node.pull("d", [(0, [1])], broken, "", 30, 0.0)
+        decode.node.pull(PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
@@ -734,12 +735,12 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
     world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    world.tell(decode, News(transfer_id, False, True, "doubt"))
+    world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
     decode.node.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     world.advance(100.0)
     assert decode.node.next_at > world.time(decode)
-    world.tell(decode, News(transfer_id, True, False))
+    world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     world.advance(100.0)
     assert not decode.node.decode.peers
 
@@ -755,7 +756,7 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     for _ in range(80):
         world.advance(0.1)
         world.deliver_all()  # renewals are refused: revoked
-    assert not it.is_told
+    assert not it.is_published
     world.complete_all()
     world.run()
     assert it.reason is Reason.COMPLETE

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
 from asynckv.geometry.bounds import BlockRuns
@@ -120,7 +120,7 @@ def test_one_source_lost_fails_the_pull_once_the_others_have_drained() -> None:
     [decode] = it.decode
     it.world.deliver_all()
     first = min(decode.reads)
-    it.world.tell(decode, News(first, False, False, "gone", peer_lost=True))
+    it.world.tell(decode, TransferEnded(first, Ending.FAILED, "gone", peer_lost=True))
     it.world.deliver_all()
     assert reason(pull) is None
     assert pull.holds_blocks
@@ -370,7 +370,7 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
     for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
         params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
         world.lend(prefill[0], params)
-        pull = decode.node.pull(f"d{i}", wanted, params, "", 30.0, world.time(decode))
+        pull = decode.node.pull(PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
         world.settle(decode)
         world.run()
         # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.

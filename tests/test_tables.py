@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from asynckv.core import lease, peer, pull
+from asynckv.core.flow import InFlight, Line
 from asynckv.core.lease import LeaseState
 from asynckv.core.peer import Peer, PeerEvent, PeerState
 from asynckv.core.pull import PullEvent, PullState
@@ -20,7 +21,7 @@ from tests.world import World, make_layout
 
 TABLES: dict[str, tuple[Any, Enum, Mapping[Any, Mapping[Any, Any]], Mapping[Any, Mapping[Any, Any]]]] = {
     "pull": (PullState, PullState.ANNOUNCED, pull.ON_EVENT, pull.WHEN),
-    "lease": (LeaseState, LeaseState.LENT, lease.ON_EVENT, lease.WHEN_SETTLED),
+    "lease": (LeaseState, LeaseState.LENT, lease.ON_EVENT, lease.WHEN),
     "peer": (PeerState, PeerState.NEW, peer.ON_EVENT, {}),
 }
 
@@ -42,7 +43,7 @@ def test_every_state_has_a_row_and_is_reachable(name: str) -> None:
 @pytest.mark.parametrize("state", PeerState)
 @pytest.mark.parametrize("event", PeerEvent)
 def test_an_impossible_peer_event_changes_nothing(state: PeerState, event: PeerEvent) -> None:
-    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", state=state)
+    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", Line(InFlight()), state)
     if event in peer.ON_EVENT[state]:
         it.receive(event)
         assert it.state is peer.ON_EVENT[state][event]
@@ -58,7 +59,7 @@ def test_an_impossible_pull_event_changes_nothing() -> None:
     params = world.params([prefill], "req", [1], 4)
     it = world.pull(decode, "d-req", [1], params)
     before = (it.state, list(it.history))
-    assert PullEvent.BEGUN not in pull.ON_EVENT[it.state]
-    with pytest.raises(LocalProtocolError, match="BEGUN"):
-        it.begin(BlockLists(((0, np.array([2])),), params.groups, 4), 10.0, 0.0)
+    assert PullEvent.STARTED not in pull.ON_EVENT[it.state]
+    with pytest.raises(LocalProtocolError, match="STARTED"):
+        it.start(BlockLists(((0, np.array([2])),), params.groups, 4), 10.0, 0.0)
     assert (it.state, it.history) == before

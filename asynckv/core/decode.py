@@ -1,25 +1,27 @@
-"""The decode side of one rank: its pulls, the peers it reads from, and whose turn it is to post.
+"""The decode side of one rank, put together: its pulls, the peers that they read from, and who reads next.
 
-Peers fail alone: handshakes, back-offs, queues and byte windows are per peer, and what happens to one
-touches only the pulls that read from it. A rank that is only released is never waited for.
+Every event of a pull returns its effects (`core/pull.py`), and every event of a peer says what is due (`core/peer.py`);
+here they are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight are per peer, and
+what happens to one touches only the pulls that read from it. A rank that is only released is never waited for.
 
-A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if
-that does not cover what we hold, all ranks that we answer for are met, and may be missing.
+A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if that does not
+cover what we hold, all ranks that we answer for are met, and may be missing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import deque
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import assert_never
 
 from asynckv.config import PullConfig
-from asynckv.core.flow import Admission, LaneKey, Window
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.flow import Admission, InFlight, Line, Posting
 from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Disconnect,
@@ -31,26 +33,25 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Timers,
     Traced,
 )
-from asynckv.core.peer import ON_EVENT, Peer, PeerEvent, PeerState
-from asynckv.core.pull import News, Pull, PullState, ReleaseState, Source
+from asynckv.core.peer import FINAL, Due, Peer, PeerState
+from asynckv.core.pull import Effect, Pull, PullState
+from asynckv.core.routes import Routes
+from asynckv.core.source import ReleaseState, RemoteRank, Role, Source
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
     MAJOR,
-    MINOR,
     Ack,
     Draining,
     Goodbye,
     Granted,
-    Hello,
     Message,
     NotYet,
-    Ping,
     Pong,
     Refused,
     Status,
@@ -58,51 +59,34 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
-from asynckv.geometry.layout import Layout, check_layout, decode_layout
-from asynckv.geometry.match import NotCovered, assign, compare
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import compare
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
-__all__ = ["DecodeSide", "News"]
+__all__ = ["DecodeSide"]
 
-E, S = PeerEvent, PeerState
+S = PeerState
 
-MAX_ROUTES = 4096
-
-TOMBSTONE_S = 60.0
-"""How long a peer that is gone is remembered, so that late requests fail with the same cause."""
-
-FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
-"""Refusals that no further handshake with this start of the process can change."""
-
-
-_Place = tuple[Address, str]
+Place = tuple[Address, str]
 """Address and incarnation of a rank."""
-
-
-def _lane(pull: Pull) -> LaneKey:
-    return tuple([(leg.address, leg.incarnation) for leg in pull.sources])
-
-
-def _leg_at(pull: Pull | None, address: Address) -> Source | None:
-    for leg in pull.sources if pull is not None else ():
-        if leg.address == address:
-            return leg
-    return None
-
-
-def _known(peer: Peer) -> Layout:
-    assert peer.layout is not None
-    return peer.layout
 
 
 @dataclass(slots=True)
 class _Transfer:
     pull: Pull
-    leg: Source
+    source: Source
     peer: Peer
     num_bytes: int
     num_descriptors: int
     posted_at: float
+
+
+def _source_at(pull: Pull | None, address: Address) -> Source | None:
+    for source in pull.sources if pull is not None else ():
+        if source.rank.place[0] == address:
+            return source
+    return None
 
 
 class DecodeSide:
@@ -122,36 +106,72 @@ class DecodeSide:
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}
         """Pulls without an outcome, by the caller's id."""
-        self.begun: set[PullId] = set()
+        self.started: set[PullId] = set()
         """Those of them whose blocks are to be filled."""
-        self.peers: dict[tuple[Address, str], Peer] = {}
+        self.peers: dict[Place, Peer] = {}
         self.transfers: dict[TransferId, _Transfer] = {}
+        self.admission = Admission(config.total_requests, config.window_requests)
+        self.posting = Posting(config.total_bytes, config.total_descriptors)
+        self.routes = Routes(layout, self._tables_made)
         self._layout, self._cohort, self._config = layout, cohort, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._hellos: dict[int, Peer] = {}
-        self._routes: dict[tuple[tuple[_Place, ...], tuple[int, ...]], tuple[PeerTables | None, ...] | str] = {}
-        """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why
-        these ranks are not enough."""
-        self.admission = Admission(config.total_requests, config.window_requests)
-        self.window = Window(config.total_bytes, config.total_descriptors)
-        """What is in flight in all."""
-        self._turns: deque[Peer] = deque()
-        self._arrivals = itertools.count()
-        self._ids = itertools.count(1)
-        self._table_ids = itertools.count(1)
-        """One for all peers: two of them may be one process under two addresses."""
         self._watch = watch
+        self._hellos: dict[int, Peer] = {}
+        """Handshakes under way, by nonce."""
+        self._num_changes = 0
+        """Changes of any peer."""
+        self._arrivals = itertools.count()
+        self._transfer_ids = itertools.count(1)
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def add(self, pull: Pull, now: float, *, begins: bool = False) -> None:
-        """Start an announced pull: meet the peers it will read from.
+    def announce(self, pull: Pull, now: float) -> None:
+        """Take a pull without blocks: meet the peers that it will read from, claim, and wait for `start`."""
+        self._add(pull, now)
+        self._route(pull, now)
+
+    def begin(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
+        """Take a pull whose blocks come with it.
 
         Args:
             pull: New.
+            lists: What is to be filled, and from where.
+            blocks: What is to be filled, as the ledger has just found it free.
+            deadline: When its caller waits no longer.
             now: The time.
-            begins: Its blocks follow at once (`begin`), which does the rest.
         """
+        ready = pull.route.ready.get(lists.wanted)
+        if ready is not None and ready[0] == self._num_changes and not lists.is_empty:
+            self._begin_at_once(pull, lists, blocks, deadline, ready[1], now)
+            return
+        self._add(pull, now)
+        if pull.failure is None:
+            self.start(pull, lists, blocks, deadline, now)
+
+    def _begin_at_once(
+        self,
+        pull: Pull,
+        lists: BlockLists,
+        blocks: Mapping[int, Int64s],
+        deadline: float,
+        ready: tuple[tuple[Peer, PeerTables | None], ...],
+        now: float,
+    ) -> None:
+        """Begin a pull whose ranks are ready, and of which it is known what is read: nobody need be met."""
+        self._register(pull)
+        self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
+        self.started.add(pull.pull_id)
+        for peer, _ in ready:
+            peer.attach(pull.pull_id, now)
+            if now + self._config.heartbeat_s < peer.scheduled_at:
+                self._wake(peer)
+        effects = pull.start(lists, deadline, now)
+        pull.chosen([tables for _, tables in ready], now)
+        effects += pull.routed(now)
+        effects.remove(Effect.EXPECT)
+        self._carry_out(pull, effects, now, at_once=True)
+
+    def _register(self, pull: Pull) -> None:
         if pull.request_id in self.by_request:
             raise LocalProtocolError(
                 f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
@@ -160,150 +180,119 @@ class DecodeSide:
         pull.arrival = next(self._arrivals)
         if not pull.is_discharge:
             self._outbox.counters["pulls.started"] += 1
-        for leg in pull.sources:
-            self._attach(pull, leg, now)
-        for leg in pull.sources:
-            if leg.reads:
-                self._meet(pull, leg, now)
-        if not begins or pull.failure is not None:
-            self._route(pull, now)
-            self._after(pull, now)
 
-    def begin(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
-        """Give an announced pull its blocks.
+    def _add(self, pull: Pull, now: float) -> None:
+        self._register(pull)
+        # All first: who is not attached to a peer takes it for gone.
+        for source in pull.sources:
+            self._attach(pull, source, now)
+        for source in pull.sources:
+            if source.role is Role.READ and pull.failure is None:
+                self._meet(pull, source, now)
 
-        Args:
-            pull: Without blocks so far.
-            lists: What is to be filled, and from where.
-            blocks: What is to be filled, as the ledger has just found it free.
-            deadline: When its caller waits no longer.
-            now: The time.
-        """
+    def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
+        """Give a pull that was announced its blocks; see `begin`."""
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.arrival = next(self._arrivals)
-        self.begun.add(pull.pull_id)
-        pull.begin(lists, deadline, now)
-        for leg in pull.sources:
-            if leg.was_met and not leg.reads and leg.map is None and not lists.is_empty and pull.failure is None:
+        self.started.add(pull.pull_id)
+        could_not_meet = [s for s in pull.sources if s.role is Role.RELEASE_ONLY and s.tables is None]
+        self._carry_out(pull, pull.start(lists, deadline, now), now)
+        for source in could_not_meet if not lists.is_empty else ():
+            if pull.failure is None:
                 # It could not be met while the request was only announced; that may be long ago.
-                leg.reads = True
-                self._meet(pull, leg, now)
-        self._route(pull, now)
+                source.wanted()
+                self._meet(pull, source, now)
         # Where there is room its plan is made at once, in its caller's time: a turn of the loop is for all.
-        if pull.is_queued and self.can_read(pull) and self.admission.enter(_lane(pull), pull):
-            self._read(pull, now)
-        else:
-            self._after(pull, now)
+        self._route(pull, now, at_once=True)
 
     def cancel(self, pull: Pull, now: float) -> None:
-        """Give up a pull."""
-        pull.cancel(now)
-        self._after(pull, now)
+        """Give up a pull; harmless if it has its outcome."""
+        if pull.reason is None:
+            self._carry_out(pull, pull.cancel(now), now)
 
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
-        """End a pull that nobody waits for."""
-        pull.fail(reason, detail, now)
-        self._after(pull, now)
+        """End a pull."""
+        self._carry_out(pull, pull.fail(reason, detail, now), now)
 
     # -- posting -----------------------------------------------------------------------------------
 
     def admit(self, now: float) -> Pull | None:
-        """Let the next pull of the queue read, if one may; say `planned` once its plan is made."""
-        while (pull := self.admission.next()) is not None and not self.can_read(pull):
-            self.admission.leave(pull)  # it asks again when its ranks are heard of
-        if pull is None:
-            return None
-        self._read(pull, now)
-        return pull
-
-    def _read(self, pull: Pull, now: float) -> None:
-        """Make the plan of a pull that was admitted, and let it read."""
-        if self._is_aside(pull):
-            self.admission.discount(pull.pull_id)
-        pull.admitted_at = min(pull.admitted_at, now)
-        if self._plan(pull, now):
-            pull.admitted(now)
-        self._after(pull, now)
-
-    def next_post(self, now: float) -> PostRead | None:
-        """Return the next read to post, if any may be; the peers take turns, each in order of arrival."""
-        while self._turns:
-            peer = self._turns[0]
-            while peer.queue and not peer.queue[0][0].may_post(peer.queue[0][1]):
-                peer.queue.popleft()[1].queued = False
-            post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
-            if post is not None and peer.window.fits(post) and not self.window.fits(post):
-                return None  # it keeps its turn
-            self._turns.popleft()
-            peer.is_queued = False
-            if post is None or not peer.window.fits(post):
-                continue
-            pull, leg = peer.queue[0]
-            leg.take_post()
-            if leg.next_post is None:
-                peer.queue.popleft()
-                leg.queued = False
-            self._take_turn(peer)
-            transfer_id = TransferId(next(self._ids))
-            self.transfers[transfer_id] = _Transfer(pull, leg, peer, post.num_bytes, post.num_descriptors, now)
-            peer.transfers.add(transfer_id)
-            if not peer.window:
-                peer.moved_at = now
-            peer.window.enter(transfer_id, post.num_bytes, post.num_descriptors)
-            if not peer.is_set_aside:
-                self.window.enter(transfer_id, post.num_bytes, post.num_descriptors)
-            pull.posted(leg, transfer_id, post.num_descriptors, now)
-            self._outbox.counters["descriptors.posted"] += post.num_descriptors
-            return PostRead(transfer_id, peer.agent_name, post)
+        """Let the next pull of the queue read, if one may."""
+        while (pull_id := self.admission.next()) is not None:
+            pull = self.pulls[pull_id]
+            if self.can_read(pull):
+                self._read(pull, now)
+                return pull
+            self.admission.leave(pull_id)  # it asks again when its ranks are heard of
         return None
+
+    def next_read(self, now: float) -> PostRead | None:
+        """Return the next read to post, if any may be."""
+        source = self.posting.next()
+        if source is None:
+            return None
+        assert isinstance(source, Source)
+        pull, peer = self.pulls[source.pull_id], self.peers[source.rank.place]
+        transfer_id = TransferId(next(self._transfer_ids))
+        read = pull.posted(source, transfer_id, now)
+        self.transfers[transfer_id] = _Transfer(pull, source, peer, read.num_bytes, read.num_descriptors, now)
+        peer.posted(transfer_id, now)
+        self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
+        self._outbox.counters["descriptors.posted"] += read.num_descriptors
+        return PostRead(transfer_id, peer.agent_name, read)
 
     def spent(self, transfer_id: TransferId, post_s: float) -> None:
         """Note how long the call that posted a transfer took."""
         if (transfer := self.transfers.get(transfer_id)) is not None:
-            transfer.pull.post_s += post_s
+            transfer.pull.posting_took(post_s)
 
-    def ended(self, news: News, detect_s: float, now: float) -> None:
-        """Take news of a transfer; `now` was read after it was observed."""
-        transfer = self.transfers.get(news.transfer_id)
+    def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
+        """Take the end of a transfer; `now` was read after it was observed."""
+        transfer_id, ending, cause, peer_lost = transfer_ended
+        transfer = self.transfers.get(transfer_id)
         if transfer is None:
             self._outbox.counters["transfers.late_news"] += 1
             return
-        pull, leg, peer = transfer.pull, transfer.leg, transfer.peer
-        # What is in doubt may stay so for ever: it must not take the window from others.
-        peer.window.leave(news.transfer_id)
-        self.window.leave(news.transfer_id)
-        if news.in_doubt:
-            self._outbox.counters["transfers.in_doubt"] += 1
+        pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
+        # What is in doubt may stay so for ever: it must not take room from others.
+        self.posting.left(peer.line, transfer_id)
+        in_doubt = ending is Ending.IN_DOUBT
+        if in_doubt:
+            counters["transfers.in_doubt"] += 1
         else:
-            del self.transfers[news.transfer_id]
-            peer.transfers.discard(news.transfer_id)
-            self._outbox.counters["transfers.done" if news.ok else "transfers.failed"] += 1
-        peer.moved_at = now
-        if peer.is_set_aside and peer.state is S.READY:
+            del self.transfers[transfer_id]
+            counters["transfers.done" if ending is Ending.DONE else "transfers.failed"] += 1
+        peer.transfer_ended(transfer_id, in_doubt, now)
+        if peer.line.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
-        if news.ok:
-            pull.detect_s = max(pull.detect_s, min(detect_s, now - transfer.posted_at))
-            leg.bytes_read += transfer.num_bytes
-            self._outbox.counters["bytes.read"] += transfer.num_bytes
-        pull.ended(leg, news, now)
-        if news.peer_lost:
-            self._lose(peer, Reason.PEER_LOST, news.cause, now)
-        self._take_turn(peer)
-        self._reap(peer)
-        self._after(pull, now)
+        if ending is Ending.DONE:
+            counters["bytes.read"] += transfer.num_bytes
+        elif ending is Ending.REFUSED:
+            # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
+            self._outbox.commands.append(TableRefused(peer, cause))
+            self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
+        if peer_lost:
+            pull.could_not_meet(now + self._config.backoff_s)
+        detect_s = min(detect_s, now - transfer.posted_at)
+        self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+        if peer_lost:
+            self._lose(peer, Reason.PEER_LOST, cause, now)
+        self.posting.take_turn(peer.line)
+        if peer.state is S.GONE:
+            self._reap(peer)
 
-    # -- peers -------------------------------------------------------------------------------------
+    # -- what the data plane and the control plane say -------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> None:
         """The data plane knows the peer."""
-        peer.is_loading = False
+        peer.load_ended()
         if peer.state is not S.LOADING:
             # Lost, or given up, while it was being loaded.
             self._outbox.commands.append(RemovePeer(peer))
             self._wake(peer)
             return
-        peer.loaded, peer.failures, peer.heard_at = True, 0, now
-        self._change(peer, E.LOADED)
+        peer.loaded(now)
+        self._changed(peer, S.LOADING)
         for other in list(self.peers.values()):
             # One address serves one start of a process at a time.
             if other.address == peer.address and other is not peer and other.state in (S.READY, S.SUSPECT):
@@ -312,14 +301,10 @@ class DecodeSide:
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
         """The data plane could not load the peer."""
-        peer.is_loading = False
+        peer.load_ended()
         if peer.state is S.LOADING:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
         self._wake(peer)
-
-    def table_failed(self, peer: Peer, cause: str, now: float) -> None:
-        """The data plane could not prepare a table."""
-        self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
 
     def unloaded(self, cause: str, now: float) -> None:
         """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
@@ -329,70 +314,23 @@ class DecodeSide:
         known = [p for p in self.peers.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
         detail = f"this side's data plane has lost its connections: {cause}"
         # What was to be done with what is lost must not be done with what follows.
-        lost = (AddTable, RemoveTable, RemovePeer)
-        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, lost)]
-        self._routes.clear()
+        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
+        self.routes.clear()
         for peer in known:
-            if peer.is_set_aside:
+            if peer.line.is_set_aside:
                 self._take_back(peer)
-            peer.loaded = False
-            peer.tables.clear()
-            peer.maps.clear()
-            peer.reason, peer.detail, peer.not_before = Reason.READ_FAILED, detail, now
-            self._change(peer, E.UNLOADED)
-            for _, leg in peer.queue:
-                leg.queued = False
-            peer.queue.clear()
+            before = peer.state
+            peer.unloaded(Reason.READ_FAILED, detail, now)
+            self._changed(peer, before)
+            peer.line.clear()
         for peer in known:
             self._fail_readers(peer, Reason.READ_FAILED, detail, now)
             self._wake(peer)
 
-    def tick_peer(self, peer: Peer, now: float) -> None:
-        """Let time pass for a peer."""
-        config = self._config
-        if peer.state is S.CONNECTING:
-            if now >= peer.deadline:
-                text = f"{peer.where} did not answer within {config.handshake_s:g} s"
-                text += f"; {peer.hint}" if peer.hint else ""
-                self._failed(peer, Reason.UNREACHABLE, text, now)
-            elif now >= peer.retry_at:
-                self._hello(peer, now)
-        elif peer.state is S.LOADING:
-            if now >= peer.deadline:
-                text = f"the metadata of {peer.where} was not loaded within {config.handshake_s:g} s"
-                self._failed(peer, Reason.UNREACHABLE, text, now)
-        elif peer.state in (S.READY, S.SUSPECT) and peer.pulls:
-            if now > self._ping_at(peer) + config.heartbeat_s:
-                # We were away (stopped, asleep, busy): that is no silence of theirs. What they said may wait unread.
-                peer.watched_at = now - config.heartbeat_s
-            silent = now - max(peer.heard_at, peer.watched_at)
-            if silent >= config.gone_s:
-                self._lose(peer, Reason.PEER_LOST, f"{peer.where} was silent for {silent:.1f} s", now)
-            elif now >= self._ping_at(peer):
-                peer.pinged_at = now
-                self._outbox.send(peer.address, peer.incarnation, Ping(next(self._nonces)))
-            if silent >= config.suspect_s and peer.state is S.READY:
-                self._change(peer, E.SILENT)
-                self._set_aside(peer)
-            elif peer.window and now >= peer.moved_at + config.suspect_s:
-                # It answers, and yet nothing arrives.
-                self._set_aside(peer)
-        elif peer.state is S.NEW and not peer.pulls and not peer.is_loading and now >= peer.not_before:
-            # It was only released, or could not be met: nothing is known of it that is worth keeping.
-            self._drop(peer)
-            return
-        elif peer.state in (S.READY, S.SUSPECT) and now >= peer.unused_at + config.idle_s:
-            peer.is_alive = peer.is_orderly = True
-            self._lose(peer, Reason.UNREACHABLE, f"nothing was read from {peer.where} for {config.idle_s:g} s", now)
-            peer.not_before = now
-        elif peer.state is S.GONE and now >= peer.gone_at + TOMBSTONE_S and not peer.transfers and not peer.pulls:
-            self._drop(peer)
-            return
-        self._wake(peer)
-
-    def peer_of(self, leg: Source) -> Peer | None:
-        """The rank that a leg is about, if it is known still."""
-        return self.peers.get((leg.address, leg.incarnation))
+    def destroyed(self, now: float) -> None:
+        """The data plane is gone: whatever was posted can write nothing any more."""
+        for transfer_id in list(self.transfers):
+            self.ended(TransferEnded(transfer_id, Ending.FAILED, "its agent was destroyed"), 0.0, now)
 
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
@@ -407,23 +345,6 @@ class DecodeSide:
         for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
             peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, "this side has closed its connections", now)
-
-    def destroyed(self, now: float) -> None:
-        """The data plane is gone: whatever was posted can write nothing any more."""
-        for transfer_id in list(self.transfers):
-            self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
-
-    def can_read(self, pull: Pull) -> bool:
-        """None of the ranks that a pull reads has fallen silent."""
-        for leg in pull.sources:
-            if leg.reads and not self.peers[leg.address, leg.incarnation].is_usable:
-                return False
-        return True
-
-    @property
-    def num_waiting(self) -> int:
-        """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
-        return len(self.begun) - self.admission.num_admitted
 
     def hint(self, address: Address, text: str) -> None:
         """Something may keep an address from answering."""
@@ -444,18 +365,27 @@ class DecodeSide:
         """Return whom we are shaking hands with at an address."""
         return [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]
 
-    def receive(self, message: Message, address: Address, source: str, now: float) -> None:
-        """Take an answer that came from a remote rank over our own link to it."""
-        peer = self.peers.get((address, source))
-        if peer is not None:
-            self._heard(peer, now)
+    def receive(self, message: Message, address: Address, sender: str, now: float) -> None:
+        """Take a message that came from a remote rank over our own link to it.
+
+        Args:
+            message: Checked by its types only.
+            address: The link's.
+            sender: The incarnation that the packet names as its own.
+            now: Read after it was received.
+        """
+        peer = self.peers.get((address, sender))
+        if peer is not None and peer.heard(now):
+            self._changed(peer, S.SUSPECT)
+            self._take_back(peer)
+            self._ready(peer, now)
         match message:
-            case Welcome() | Unwelcome():
-                self._answered(message, address, source, now)
             case Granted() | NotYet() | Refused():
-                self._claim_answered(message, address, source, now)
+                self._claim_answered(message, address, sender, now)
             case Ack():
-                self._acked(message, address, source, "acknowledged", now)
+                self._acked(message, address, sender, "acknowledged", now)
+            case Welcome() | Unwelcome():
+                self._hello_answered(message, address, sender, now)
             case Pong() | Status():
                 pass
             case Goodbye():
@@ -469,168 +399,342 @@ class DecodeSide:
             case _:
                 self._outbox.counters["dropped.unexpected"] += 1
 
-    # -- inside: pulls -----------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------
 
     def tick_pull(self, pull: Pull, now: float) -> None:
         """Let time pass for a pull."""
         was_retired = pull.is_retired
-        pull.tick(now)
+        effects = pull.tick(now)
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))
-            for leg in pull.sources:
+            for source in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                self._part(pull, leg, now)
+                self._part(pull, source, now)
         if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
             self._watch.add(pull, now)
-        self._after(pull, now)
+        self._carry_out(pull, effects, now)
 
-    def _after(self, pull: Pull, now: float) -> None:
-        """Settle what a change of a pull brings about."""
-        state = pull.state
-        if state is PullState.READING:
-            for leg in pull.sources:
-                if not leg.queued and pull.may_post(leg):
-                    peer = self.peers[leg.address, leg.incarnation]
-                    leg.queued = True
-                    peer.queue.append((pull, leg))
-                    self._take_turn(peer)
-        elif state is not PullState.DRAINING:
-            self._queue(pull)
-        if pull.reason is not None:
-            if not pull.is_told:
-                self._tell(pull, now)
-            elif not pull.is_returned:
-                self._return(pull)
-        for leg, message in pull.due(self._nonces, now):
-            self._outbox.send(leg.address, leg.incarnation, message)
+    def tick_peer(self, peer: Peer, now: float) -> None:
+        """Let time pass for a peer."""
+        config = self._config
+        for due in peer.due(config, now):
+            match due:
+                case Due.HELLO:
+                    self._send(peer, peer.hello(self._cohort, config.hello_retry_s, now))
+                case Due.UNREACHABLE:
+                    text = f"{peer.where} did not answer within {config.handshake_s:g} s"
+                    text += f"; {peer.hint}" if peer.hint else ""
+                    self._failed(peer, Reason.UNREACHABLE, text, now)
+                case Due.NOT_LOADED:
+                    text = f"the metadata of {peer.where} was not loaded within {config.handshake_s:g} s"
+                    self._failed(peer, Reason.UNREACHABLE, text, now)
+                case Due.PING:
+                    self._send(peer, peer.ping(next(self._nonces), now))
+                case Due.SILENT:
+                    peer.fell_silent()
+                    self._changed(peer, S.READY)
+                    self._set_aside(peer)
+                case Due.STALLED:
+                    self._set_aside(peer)
+                case Due.LOST:
+                    text = f"{peer.where} was silent for {peer.silent_s(now):.1f} s"
+                    self._lose(peer, Reason.PEER_LOST, text, now)
+                case Due.IDLE:
+                    peer.keep_connected = peer.is_orderly = True
+                    text = f"nothing was read from {peer.where} for {config.idle_s:g} s"
+                    self._lose(peer, Reason.UNREACHABLE, text, now, pause_s=0.0)
+                case Due.FORGET:
+                    self._drop(peer)
+                    return
+                case _:
+                    assert_never(due)
+        self._wake(peer)
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def can_read(self, pull: Pull) -> bool:
+        """None of the ranks that a pull reads has fallen silent."""
+        for source in pull.sources:
+            if source.role is Role.READ and not self.peers[source.rank.place].line.is_open:
+                return False
+        return True
+
+    def peer_of(self, source: Source) -> Peer | None:
+        """The rank that a source is, if it is known still."""
+        return self.peers.get(source.rank.place)
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What is in flight in all."""
+        return self.posting.in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Pulls that were asked for and do not read: they meet their ranks, queue, or wait to be lent or proven."""
+        return len(self.started) - self.admission.num_admitted
+
+    def audit(self) -> list[str]:
+        """List what does not add up; empty is right."""
+        wrong = [
+            f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over"
+            for transfer_id, transfer in self.transfers.items()
+            if transfer.pull.pull_id not in self.pulls
+        ]
+        unfinished = [p for p in self.pulls.values() if p.reason is None]
+        if self.started != {p.pull_id for p in unfinished if p.lists is not None}:
+            wrong.append(f"{len(self.started)} pulls count as started without an outcome, which is not so")
+        queued = {p.pull_id for p in unfinished if p.is_queued and self.can_read(p)}
+        moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+        reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
+        wrong += self.admission.audit(queued, reading)
+        wrong += self.in_flight.audit(self.transfers)
+        for peer in self.peers.values():
+            wrong += peer.line.in_flight.audit(peer.transfers)
+        return wrong
+
+    # -- inside: pulls -------------------------------------------------------------------------------
+
+    def _carry_out(self, pull: Pull, effects: list[Effect], now: float, *, at_once: bool = False) -> None:
+        """Do what a transition of a pull brings about.
+
+        Args:
+            pull: Whose.
+            effects: In order.
+            now: The time.
+            at_once: Let it read at once if there is room.
+        """
+        for effect in effects:
+            match effect:
+                case Effect.SEND:
+                    for source, message in pull.due(self._nonces, now):
+                        self._outbox.send(*source.rank.place, message)
+                case Effect.POST:
+                    for source in pull.sources:
+                        if source.next_read is not None:
+                            self.posting.offer(self.peers[source.rank.place].line, source)
+                case Effect.QUEUE:
+                    if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
+                        self._read(pull, now)
+                    else:
+                        self._queue(pull)
+                case Effect.LEAVE:
+                    self.admission.leave(pull.pull_id)
+                case Effect.EXPECT:
+                    self.admission.expect(pull.route.flow, pull.pull_id)
+                case Effect.TELL:
+                    self._tell(pull, now)
+                case Effect.RETURN:
+                    self._ledger.drop(pull.pull_id)
+                    self._outbox.commands.append(BlocksReturned(pull))
+                case Effect.FINISH:
+                    self._finish(pull, now)
+                case _:
+                    assert_never(effect)
         if self._outbox.trace and len(pull.history) > pull.num_traced:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
-        if pull.is_over:
-            self._finish(pull, now)
-        else:
-            self._timers.wake(pull, pull.wake_at)
+        if pull.state is not PullState.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
+            self._timers.wake(pull, when)
+
+    def _queue(self, pull: Pull) -> None:
+        """Give a pull its place in the queue, unless one of its ranks has fallen silent: then when it is heard of."""
+        if not self.admission.waits(pull.pull_id) and self.can_read(pull):
+            self.admission.leave(pull.pull_id)
+            self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
+
+    def _read(self, pull: Pull, now: float) -> None:
+        """Make the plan of a pull that was admitted, and let it read."""
+        if self._is_aside(pull):
+            self.admission.discount(pull.pull_id)
+        pull.turn_came(now)
+        plans = self._plans(pull, now)
+        if plans is not None:
+            self._carry_out(pull, pull.admitted(plans, now), now)
+
+    def _plans(self, pull: Pull, now: float) -> list[tuple[Source, Plan]] | None:
+        """Decide which descriptors are read of every rank; None if it cannot be done, and the pull has failed."""
+        assert pull.lists is not None
+        plans = list[tuple[Source, Plan]]()
+        for source in pull.sources:
+            if source.role is not Role.READ or source.plan is not None:
+                continue
+            assert source.tables is not None
+            try:
+                plan = plan_read(source.tables, pull.lists)
+            except RemoteTooShort as exc:
+                self.fail(pull, Reason.REMOTE_TOO_SHORT, str(exc), now)
+                return None
+            except (PlanRefused, LayoutError) as exc:
+                self.fail(pull, Reason.UNPLANNABLE, str(exc), now)
+                return None
+            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
+            plans.append((source, plan))
+            if source.tables.is_full:
+                source.tables.evict(set())  # a plan holds the tables that it reads with
+        return plans
 
     def _tell(self, pull: Pull, now: float) -> None:
         """Hand a pull's outcome over."""
-        pull.is_told = True
-        self.begun.discard(pull.pull_id)
+        self.started.discard(pull.pull_id)
         if self.by_request.get(pull.request_id) is pull:
             del self.by_request[pull.request_id]
         if not pull.is_discharge:
             self._outbox.counters[f"pulls.{pull.reason}"] += 1
-        for leg in pull.sources:
-            if self._settles_itself(pull, leg):
-                # It may live after all: one word costs nothing, and its lease need not run out.
-                if (release := pull.due_release(leg, now)) is not None:
-                    self._outbox.send(leg.address, leg.incarnation, release)
-                pull.settled(leg, "the rank is gone", now)
-            self._make_room(leg)
-        self._return(pull)
         self._outbox.commands.append(PullEnded(pull))
+        for source in pull.sources:
+            if self._is_gone(source):
+                # It may live after all: one word costs nothing, and its lease need not run out.
+                self._outbox.send(*source.rank.place, pull.release_of(source, now))
+                self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+            self._make_room(source)
 
-    def _queue(self, pull: Pull) -> None:
-        """Keep a pull's place in the queue, or give it back."""
-        state = pull.state
-        if pull.is_queued:
-            if not self.admission.waits(pull) and self.can_read(pull):
-                self.admission.leave(pull)
-                self.admission.ask(_lane(pull), pull)
-        elif state is PullState.CONNECTING:
-            self.admission.expect(_lane(pull), pull)
-        else:
-            self.admission.leave(pull)
-
-    def _make_room(self, leg: Source) -> None:
-        """What still runs for a pull that has its outcome may never end: it must not take the window from others."""
-        if not leg.running and not leg.queued:
+    def _make_room(self, source: Source) -> None:
+        """What still runs for a pull that has its outcome may never end: it must not take room from others."""
+        if not source.running and not source.is_waiting:
             return
-        peer = self.peers.get((leg.address, leg.incarnation))
-        for transfer_id in leg.running:
-            self.transfers[transfer_id].peer.window.leave(transfer_id)
-            self.window.leave(transfer_id)
-        if peer is not None:
-            self._take_turn(peer)
-
-    def _return(self, pull: Pull) -> None:
-        if not pull.is_returned and not pull.holds_blocks:
-            pull.is_returned = True
-            self._ledger.drop(pull.pull_id)
-            self._outbox.commands.append(BlocksReturned(pull))
+        for transfer_id in source.running:
+            self.posting.left(self.transfers[transfer_id].peer.line, transfer_id)
+        if (peer := self.peers.get(source.rank.place)) is not None:
+            self.posting.take_turn(peer.line)
 
     def _finish(self, pull: Pull, now: float) -> None:
+        """Forget a pull that is over."""
         if self.pulls.pop(pull.pull_id, None) is None:
             return
         self._timers.forget(pull)
-        for leg in pull.sources:
-            self._part(pull, leg, now)
+        for source in pull.sources:
+            self._part(pull, source, now)
         self._outbox.commands.append(PullOver(pull))
 
-    def _part(self, pull: Pull, leg: Source, now: float) -> None:
+    def _part(self, pull: Pull, source: Source, now: float) -> None:
         """A pull and a peer have nothing to do with each other any more."""
-        peer = self.peers.get((leg.address, leg.incarnation))
+        peer = self.peers.get(source.rank.place)
         if peer is None:
             return
-        if pull.pull_id in peer.pulls:
-            peer.pulls.discard(pull.pull_id)
-            if not peer.pulls:
-                peer.unused_at = now
-        if not peer.pulls and peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
+        peer.detach(pull.pull_id, now)
+        if not peer.pulls and peer.may_be_met and now >= peer.not_before:
             self._drop(peer)
-            return
-        self._reap(peer)
-        self._wake(peer)
+        elif peer.state is S.GONE:
+            self._reap(peer)
+        elif not peer.pulls and peer.scheduled_at == math.inf:
+            self._wake(peer)  # else it is woken earlier, and finds out
 
-    def _drop(self, peer: Peer) -> None:
-        self._timers.forget(peer)
-        self.peers.pop((peer.address, peer.incarnation), None)
-        if not any(p.address == peer.address for p in self.peers.values()):
-            self._outbox.commands.append(Disconnect(peer.address))
+    def _is_gone(self, source: Source) -> bool:
+        """A rank that was not told yet will not hear anything any more."""
+        peer = self.peers.get(source.rank.place)
+        return source.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
 
-    def _settles_itself(self, pull: Pull, leg: Source) -> bool:
-        peer = self.peers.get((leg.address, leg.incarnation))
-        return leg.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
-
-    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, source: str, now: float) -> None:
+    def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
-        leg = _leg_at(pull, address)
-        if pull is None or leg is None or answer.key != pull.params.key:
+        source = _source_at(pull, address)
+        if pull is None or source is None or answer.key != pull.params.key:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         restarted = isinstance(answer, Refused) and answer.reason is Reason.RESTARTED
-        if leg.incarnation != source and not restarted:
+        if source.rank.place[1] != sender and not restarted:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
-            peer = self.peers.get((address, leg.incarnation))
-            asked = answer.nonce in leg.nonces or (answer.nonce == 0 and leg.release is ReleaseState.SENT)
+            peer = self.peers.get(source.rank.place)
+            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is ReleaseState.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
         if isinstance(answer, Refused) and answer.nonce == 0:
-            self._acked(answer, address, source, f"refused: {answer.reason}", now)
+            self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
-        if not pull.answered(leg, answer, now):
+        effects = pull.answered(source, answer, now)
+        if effects is None:
             self._outbox.counters["dropped.stale_answer"] += 1
-        self._after(pull, now)
+        else:
+            self._carry_out(pull, effects, now)
 
-    def _acked(self, answer: Ack | Refused, address: Address, source: str, note: str, now: float) -> None:
+    def _acked(self, answer: Ack | Refused, address: Address, sender: str, note: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
-        leg = _leg_at(pull, address)
-        is_ours = pull is not None and leg is not None and (answer.key, source) == (pull.params.key, leg.incarnation)
-        if pull is None or leg is None or not is_ours or leg.release is ReleaseState.UNSENT:
+        source = _source_at(pull, address)
+        if (
+            pull is None
+            or source is None
+            or source.rank.place[1] != sender
+            or source.release is ReleaseState.UNSENT
+            or answer.key != pull.params.key
+        ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
-        pull.settled(leg, note, now)
-        self._after(pull, now)
+        self._carry_out(pull, pull.settled(source, note, now), now)
 
-    # -- inside: handshakes ------------------------------------------------------------------------
+    # -- inside: which ranks are read ----------------------------------------------------------------
 
-    def _peer(self, pull: Pull, leg: Source, now: float) -> Peer:
-        place = (leg.address, leg.incarnation)
-        identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
-        peer = self.peers.get(place)
+    def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
+        """Once every rank that may be read is ready: decide what is read of which, and claim."""
+        while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
+            sources = [source for source in pull.sources if source.role is Role.READ]
+            if not sources:
+                if pull.is_hit:
+                    break
+                if not self._widen(pull, now):
+                    self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
+                continue
+            known = [source for source in sources if self.peers[source.rank.place].is_loaded]
+            for source in known:
+                pull.want_claim(source, now)
+            if pull.lists is None or pull.state is not PullState.CONNECTING:
+                break
+            if any(source.tables is None for source in sources):
+                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
+                # stages of our own every stage holds layers of ours, and may turn out not to fit.)
+                if len(known) < len(sources):
+                    stages = {source.rank.pp_stage for source in known}
+                    whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
+                    if whole and len(stages) < pull.params.pp_size:
+                        break
+                peers = [self.peers[source.rank.place] for source in known]
+                chosen = self.routes.choose_sources(peers, pull.lists.wanted) if known else ""
+                if isinstance(chosen, str):
+                    if len(known) < len(sources):
+                        break
+                    if not self._widen(pull, now):
+                        self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {chosen}")), now)
+                    continue
+                read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
+                pull.chosen([read_of.get(source.rank.place) for source in pull.sources], now)
+                self._remember(pull, pull.lists.wanted)
+            self._carry_out(pull, pull.routed(now), now, at_once=at_once)
+            return
+        self._carry_out(pull, pull.effects(), now)
+
+    def _remember(self, pull: Pull, wanted: tuple[int, ...]) -> None:
+        """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
+        ready = []
+        for source in pull.sources:
+            peer = self.peers[source.rank.place]
+            is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
+            if not is_same or (source.tables is not None and not peer.line.is_open):
+                return
+            ready.append((peer, source.tables))
+        pull.route.ready[wanted] = self._num_changes, tuple(ready)
+
+    def _widen(self, pull: Pull, now: float) -> bool:
+        """Meet all ranks that were not met yet; False if there are none."""
+        others = [source for source in pull.sources if source.role is Role.UNKNOWN]
+        for source in others:
+            source.wanted()
+        for source in others:
+            if pull.failure is None:
+                self._meet(pull, source, now)
+        return bool(others)
+
+    def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
+        for warning in tables.warnings:
+            self._outbox.commands.append(SlowGeometry(peer, warning))
+
+    # -- inside: handshakes --------------------------------------------------------------------------
+
+    def _peer(self, pull: Pull, rank: RemoteRank, now: float) -> Peer:
+        """Return the peer at a rank's place; a new one if there is none that may be met again."""
+        identity = (pull.params.engine_id, rank.pp_stage, rank.tp_rank)
+        peer = self.peers.get(rank.place)
         if peer is not None and peer.state is S.GONE:
             # The connection broke, but the process may live; or other params named it wrongly.
             again = peer.identity != identity or (peer.reason not in FINAL and now >= peer.not_before)
@@ -639,65 +743,54 @@ class DecodeSide:
                 self._timers.forget(peer)
                 peer = None
         if peer is None:
-            engine_id, stage, rank = identity
-            peer = self.peers[place] = Peer(
-                engine_id,
-                rank,
-                stage,
-                leg.address,
-                leg.incarnation,
-                table_ids=self._table_ids,
-                window=Window(self._config.window_bytes, self._config.window_descriptors),
-            )
+            line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
+            peer = Peer(pull.params.engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
+            self.peers[rank.place] = peer
+            self._num_changes += 1
         return peer
 
-    def _attach(self, pull: Pull, leg: Source, now: float) -> Peer:
-        """Return the peer of a leg; it is there for as long as the pull has something owed or held at it."""
-        peer = self._peer(pull, leg, now)
-        if not peer.pulls:
-            peer.watched_at = now
-        peer.pulls.add(pull.pull_id)
+    def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
+        """Return the peer that a source is, attached to its pull."""
+        peer = self.peers.get(source.rank.place)
+        if peer is None or peer.state is S.GONE:
+            peer = self._peer(pull, source.rank, now)
+        if pull.pull_id not in peer.pulls:
+            peer.attach(pull.pull_id, now)
+            if now + self._config.heartbeat_s < peer.scheduled_at:
+                self._wake(peer)
         return peer
 
-    def _meet(self, pull: Pull, leg: Source, now: float) -> None:
+    def _meet(self, pull: Pull, source: Source, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
-        peer = self._attach(pull, leg, now)
-        identity = (pull.params.engine_id, leg.pp_stage, leg.tp_rank)
-        if peer.identity != identity:
-            text = f"{leg.address} is {peer.name}, but the params name {leg.name}; correct the endpoints"
-            self._unmet(pull, leg, Reason.WRONG_TARGET, text, now)
-        elif peer.state is S.NEW and now >= peer.not_before and not peer.is_loading:
-            peer.deadline = now + self._config.handshake_s
-            self._change(peer, E.WANTED)
-            peer.nonce, peer.hellos = next(self._nonces), 0
+        peer = self._attach(pull, source, now)
+        if peer.identity != (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank):
+            text = f"{peer.address} is {peer.name}, but the params name {source.name}; correct the endpoints"
+            self._unmet(pull, source, Reason.WRONG_TARGET, text, now)
+        elif peer.may_be_met and now >= peer.not_before:
+            peer.greet(next(self._nonces), self._config.handshake_s, now)
+            self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
-            self._hello(peer, now)
+            self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
-            self._unmet(pull, leg, peer.reason, peer.detail + wait, now)
-        self._wake(peer)
+            self._unmet(pull, source, peer.reason, peer.detail + wait, now)
+        if peer.state is not S.READY:
+            self._wake(peer)
 
-    def _unmet(self, pull: Pull, leg: Source, reason: Reason, detail: str, now: float) -> None:
+    def _unmet(self, pull: Pull, source: Source, reason: Reason, detail: str, now: float) -> None:
         """A rank that was to be read cannot be: the end of the pull, unless others hold the same.
 
         Another geometry is the end whoever answers first: the engines do not fit.
         """
-        if (peer := self.peers.get((leg.address, leg.incarnation))) is not None:
-            pull.not_before = max(pull.not_before, peer.not_before)
-        if leg.map is None and reason is not Reason.GEOMETRY:
-            leg.reads = False
-            pull.unmet = pull.unmet or (reason, detail)
-        elif not leg.proven:
-            pull.fail(reason, detail, now)
+        peer = self.peers.get(source.rank.place)
+        pull.could_not_meet(peer.not_before if peer is not None else now)
+        if source.tables is None and reason is not Reason.GEOMETRY:
+            pull.goes_without(source, reason, detail)
+        elif not source.proven:
+            self.fail(pull, reason, detail, now)
 
-    def _hello(self, peer: Peer, now: float) -> None:
-        peer.retry_at = now + self._config.hello_retry_s * 2 ** min(peer.hellos, 3)
-        peer.hellos += 1
-        hello = Hello(peer.nonce, MAJOR, MINOR, peer.engine_id, peer.tp_rank, self._cohort, peer.pp_stage)
-        self._outbox.send(peer.address, peer.incarnation, hello)
-
-    def _answered(self, message: Welcome | Unwelcome, address: Address, source: str, now: float) -> None:
+    def _hello_answered(self, message: Welcome | Unwelcome, address: Address, sender: str, now: float) -> None:
         peer = self._hellos.get(message.nonce)
         if peer is None or peer.state is not S.CONNECTING or peer.address != address:
             self._outbox.counters["dropped.stale_answer"] += 1
@@ -709,21 +802,21 @@ class DecodeSide:
             else:
                 self._failed(peer, message.reason, text, now)
             return
-        refusal = self._inspect(peer, message, source)
-        if refusal:
-            self._lose(peer, refusal[0], f"{peer.where}: {refusal[1]}", now)
+        layout = self._inspect(peer, message, sender)
+        if not isinstance(layout, Layout):
+            reason, why = layout
+            self._lose(peer, reason, f"{peer.where}: {why}", now)
             return
-        peer.agent_name = message.agent_name
         self._hellos.pop(peer.nonce, None)
-        self._change(peer, E.WELCOMED)
-        peer.is_loading = True
+        peer.welcomed(message.agent_name, layout)
+        self._changed(peer, S.CONNECTING)
         self._wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
 
-    def _inspect(self, peer: Peer, welcome: Welcome, source: str) -> tuple[Reason, str] | None:
-        """Refuse what a remote rank says of itself, or make the map to it."""
-        if source != peer.incarnation:
-            there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, source)
+    def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
+        """Return what a remote rank holds, or why it is refused."""
+        if sender != peer.incarnation:
+            there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
             return Reason.RESTARTED, f"{there} answers there now"
         if welcome.major != MAJOR:
             return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
@@ -732,11 +825,8 @@ class DecodeSide:
         except LayoutError as exc:
             return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
         if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
-            return (
-                Reason.WRONG_TARGET,
-                f"{rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, source)} answers there; correct the "
-                f"endpoints",
-            )
+            there = rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, sender)
+            return Reason.WRONG_TARGET, f"{there} answers there; correct the endpoints"
         if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
             return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
         try:
@@ -745,200 +835,52 @@ class DecodeSide:
             return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
         if differences := compare(self._layout, layout):
             return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
-        peer.layout = layout
-        return None
+        return layout
 
-    def _ready(self, peer: Peer, now: float) -> None:
-        self._wake(peer)
-        self._take_turn(peer)
-        for pull in self._pulls_of(peer):
-            self._route(pull, now)
-            self._after(pull, now)
+    # -- inside: peers -------------------------------------------------------------------------------
 
-    def _route(self, pull: Pull, now: float) -> None:
-        """Once every rank that may be read is ready: decide what is read of which, claim, and plan."""
-        while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
-            sources = [leg for leg in pull.sources if leg.reads]
-            if not sources:
-                if pull.is_hit:
-                    return
-                if not self._widen(pull, now):
-                    pull.fail(*(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
-                continue
-            known = [leg for leg in sources if self.peers[leg.address, leg.incarnation].loaded]
-            for leg in known:
-                pull.want_claim(leg, now)
-            if pull.lists is None or pull.state is not PullState.CONNECTING:
-                return
-            if not all(leg.map is not None for leg in sources):
-                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
-                # stages of our own every stage holds layers of ours, and may turn out not to fit.)
-                if len(known) < len(sources):
-                    stages = {leg.pp_stage for leg in known}
-                    whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
-                    if whole and len(stages) < pull.params.pp_size:
-                        return
-                maps = self._maps(known, pull.lists.wanted) if known else ""
-                if isinstance(maps, str):
-                    if len(known) < len(sources):
-                        return
-                    if not self._widen(pull, now):
-                        pull.fail(*(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {maps}")), now)
-                    continue
-                for leg in sources if len(known) < len(sources) else ():
-                    leg.map, leg.reads = None, False
-                for leg, read in zip(known, maps, strict=True):
-                    leg.map, leg.reads = read, read is not None
-            pull.routed(now)
-            return
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._outbox.send(peer.address, peer.incarnation, message)
 
-    def _widen(self, pull: Pull, now: float) -> bool:
-        """Meet all ranks that were not met yet; False if there are none."""
-        others = [leg for leg in pull.sources if not leg.was_met]
-        for leg in others:
-            leg.reads = leg.was_met = True
-        for leg in others:
-            self._meet(pull, leg, now)
-        return bool(others)
+    def _changed(self, peer: Peer, before: PeerState) -> None:
+        if peer.state is not before:
+            self._num_changes += 1
+            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
 
-    def _maps(self, sources: list[Source], groups: tuple[int, ...]) -> tuple[PeerTables | None, ...] | str:
-        """Say what is read of each of these ranks, or why they are not enough."""
-        places = tuple([(leg.address, leg.incarnation) for leg in sources])
-        if (known := self._routes.get((places, groups))) is not None:
-            return known
-        peers = [self.peers[place] for place in places]
-        found: list[PeerTables | None] = []
-        try:
-            shared = assign(self._layout, [_known(peer) for peer in peers], groups)
-            for peer, shares in zip(peers, shared, strict=True):
-                key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
-                if shares and key not in peer.maps:
-                    peer.maps[key] = PeerTables(self._layout, _known(peer), shares, peer.table_ids)
-                    for warning in peer.maps[key].warnings:
-                        self._outbox.commands.append(SlowGeometry(peer, warning))
-                    for table in peer.maps[key].regular:
-                        self._add_table(peer, table)
-                found.append(peer.maps[key] if shares else None)
-        except (NotCovered, LayoutError) as exc:
-            route: tuple[PeerTables | None, ...] | str = str(exc)
-        else:
-            route = tuple(found)
-        if len(self._routes) >= MAX_ROUTES:
-            del self._routes[next(iter(self._routes))]
-        self._routes[places, groups] = route
-        return route
-
-    def _plan(self, pull: Pull, now: float) -> bool:
-        """Decide which pieces are read of every rank; False if it cannot be done, and the pull has failed."""
-        assert pull.lists is not None
-        for leg in pull.sources:
-            if not leg.reads or leg.plan is not None:
-                continue
-            assert leg.map is not None
-            try:
-                plan = plan_read(leg.map, pull.lists)
-            except RemoteTooShort as exc:
-                pull.fail(Reason.REMOTE_TOO_SHORT, str(exc), now)
-                return False
-            except (PlanRefused, LayoutError) as exc:
-                pull.fail(Reason.UNPLANNABLE, str(exc), now)
-                return False
-            peer = self._source(leg)
-            for section in plan.sections:
-                self._add_table(peer, section.table)
-            self._outbox.counters["descriptors.planned"] += plan.num_descriptors
-            pull.planned(leg, plan)
-            self._evict(peer, leg.map)
-        return True
+    def _wake(self, peer: Peer) -> None:
+        self._timers.wake(peer, peer.wake_at(self._config))
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return who has something owed or held at a peer, in order of arrival."""
         return sorted((self.pulls[p] for p in peer.pulls), key=lambda pull: pull.arrival)
 
-    def _source(self, leg: Source) -> Peer:
-        """The peer that a leg reads from."""
-        return self.peers[leg.address, leg.incarnation]
-
-    def _add_table(self, peer: Peer, table: DescTable) -> None:
-        if table.table_id not in peer.tables:
-            peer.tables.add(table.table_id)
-            self._outbox.commands.append(AddTable(peer, table))
-
-    def _evict(self, peer: Peer, known: PeerTables) -> None:
-        """Forget the tables of cuts that have not been seen for long."""
-        if not known.is_full:
-            return
-        sources = [
-            leg for p in peer.pulls for leg in self.pulls[p].sources if leg.map is known and leg.plan is not None
-        ]
-        in_use = {section.table.table_id for leg in sources if leg.plan for section in leg.plan.sections}
-        for table in known.evict(in_use):
-            peer.tables.discard(table.table_id)
-            self._outbox.commands.append(RemoveTable(peer, table.table_id))
-
-    # -- inside: peers -----------------------------------------------------------------------------
-
-    def _change(self, peer: Peer, event: PeerEvent) -> None:
-        before = peer.state
-        if peer.receive(event):
-            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
-
-    def _heard(self, peer: Peer, now: float) -> None:
-        peer.heard_at = now
-        if peer.state is S.SUSPECT:
-            peer.moved_at = now
-            self._change(peer, E.HEARD)
-            self._take_back(peer)
-            self._ready(peer, now)
-
-    def _set_aside(self, peer: Peer) -> None:
-        """Nothing comes from a peer: what waits for it takes no room from others."""
-        if not peer.is_set_aside:
-            peer.is_set_aside = True
-            self._outbox.counters["peers.set_aside"] += 1
-            for transfer_id in peer.transfers:
-                self.window.leave(transfer_id)
-            for pull_id in peer.pulls:
-                self.admission.discount(pull_id)
-
-    def _take_back(self, peer: Peer) -> None:
-        """It goes on."""
-        peer.is_set_aside = False
-        for transfer_id in peer.transfers:
-            transfer = self.transfers[transfer_id]
-            if transfer.pull.reason is None and transfer_id in transfer.leg.running:
-                self.window.enter(transfer_id, transfer.num_bytes, transfer.num_descriptors)
-        for pull_id in peer.pulls:
-            if not self._is_aside(self.pulls[pull_id]):
-                self.admission.recount(pull_id)
-
-    def _is_aside(self, pull: Pull) -> bool:
-        """It waits for a rank from which nothing comes."""
-        for leg in pull.sources:
-            if leg.reads and (peer := self.peers.get((leg.address, leg.incarnation))) is not None and peer.is_set_aside:
-                return True
-        return False
+    def _ready(self, peer: Peer, now: float) -> None:
+        """It may be read: whoever waited for it goes on."""
+        self._wake(peer)
+        self.posting.take_turn(peer.line)
+        for pull in self._pulls_of(peer):
+            self._route(pull, now)
+            if pull.is_queued:
+                self._queue(pull)
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""
         self._hellos.pop(peer.nonce, None)
-        peer.reason, peer.detail = reason, detail
-        peer.not_before = now + min(self._config.backoff_s * 2**peer.failures, self._config.max_backoff_s)
-        peer.failures = min(peer.failures + 1, 16)
-        self._change(peer, E.FAILED)
+        before = peer.state
+        peer.failed(reason, detail, self._config, now)
+        self._changed(peer, before)
         self._fail_readers(peer, reason, detail, now)
 
-    def _lose(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
+    def _lose(self, peer: Peer, reason: Reason, detail: str, now: float, *, pause_s: float | None = None) -> None:
+        """A peer serves us no more: everyone who reads from it fails with the cause."""
         if peer.state is S.GONE:
             return
         self._hellos.pop(peer.nonce, None)
-        peer.reason, peer.detail, peer.gone_at = reason, detail, now
-        peer.not_before = now + self._config.backoff_s
-        self._change(peer, E.LOST)
+        before = peer.state
+        peer.lost(reason, detail, self._config.backoff_s if pause_s is None else pause_s, now)
+        self._changed(peer, before)
         self._fail_readers(peer, reason, detail, now)
-        for _, leg in peer.queue:
-            leg.queued = False
-        peer.queue.clear()
+        peer.line.clear()
         self._reap(peer)
         self._wake(peer)
 
@@ -946,60 +888,63 @@ class DecodeSide:
         peer.num_failed = 0
         for pull in self._pulls_of(peer):
             was_well = pull.failure is None
-            for leg in pull.sources:
-                if (leg.address, leg.incarnation) != (peer.address, peer.incarnation):
+            for source in pull.sources:
+                if source.rank.place != peer.place:
                     continue
-                if pull.is_told:
-                    if self._settles_itself(pull, leg):
-                        pull.settled(leg, "the rank is gone", now)
-                elif leg.reads:
+                if pull.is_published:
+                    if self._is_gone(source):
+                        self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
+                elif source.role is Role.READ:
                     # A rank that was read nothing from never fails a pull.
-                    self._unmet(pull, leg, reason, detail, now)
+                    self._unmet(pull, source, reason, detail, now)
                     self._route(pull, now)
             peer.num_failed += was_well and pull.failure is not None
-            self._after(pull, now)
 
     def _reap(self, peer: Peer) -> None:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
-        if peer.state is S.GONE and peer.loaded and not peer.transfers:
-            peer.loaded = False
-            self._outbox.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.tables)]
+        if peer.is_loaded and not peer.transfers:
+            peer.removed()
+            self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
+        if peer.tables:
             peer.tables.clear()
-            self._outbox.commands.append(RemovePeer(peer, peer.is_alive))
-        if peer.state is S.GONE and peer.maps:
-            peer.maps.clear()
-            place = (peer.address, peer.incarnation)
-            for route in [route for route in self._routes if place in route[0]]:
-                del self._routes[route]
-        if peer.state is S.GONE:
-            self._wake(peer)
+            self.routes.forget(peer.place)
+        self._wake(peer)
 
-    def _take_turn(self, peer: Peer) -> None:
-        if peer.queue and not peer.is_queued:
-            peer.is_queued = True
-            self._turns.append(peer)
+    def _drop(self, peer: Peer) -> None:
+        """Forget a peer."""
+        self._timers.forget(peer)
+        self._num_changes += 1
+        self.peers.pop(peer.place, None)
+        if not any(p.address == peer.address for p in self.peers.values()):
+            self._outbox.commands.append(Disconnect(peer.address))
 
-    def _ping_at(self, peer: Peer) -> float:
-        # One expression for the wish and the check: with two, rounding could wake it for ever.
-        return max(peer.heard_at, peer.watched_at, peer.pinged_at) + self._config.heartbeat_s
+    def _set_aside(self, peer: Peer) -> None:
+        """Nothing comes from a peer: what waits for it takes no room from others."""
+        if not peer.line.is_set_aside:
+            self._outbox.counters["peers.set_aside"] += 1
+            self.posting.set_aside(peer.line, peer.transfers)
+            for pull_id in peer.pulls:
+                self.admission.discount(pull_id)
 
-    def _wake(self, peer: Peer) -> None:
-        match peer.state:
-            case S.CONNECTING:
-                self._timers.wake(peer, min(peer.deadline, peer.retry_at))
-            case S.LOADING:
-                self._timers.wake(peer, peer.deadline)
-            case S.READY | S.SUSPECT if peer.pulls:
-                self._timers.wake(peer, self._ping_at(peer))
-            case S.READY | S.SUSPECT:
-                self._timers.wake(peer, peer.unused_at + self._config.idle_s)
-            case S.NEW if not peer.pulls and not peer.is_loading:
-                self._timers.wake(peer, max(peer.not_before, peer.unused_at))
-            case S.GONE if not peer.pulls and not peer.transfers:
-                # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
-                self._timers.wake(peer, peer.gone_at + TOMBSTONE_S)
-            case _:
-                pass
+    def _take_back(self, peer: Peer) -> None:
+        """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""
+        running = ((t, self.transfers[t]) for t in peer.transfers)
+        self.posting.take_back(
+            peer.line,
+            [
+                (transfer_id, x.num_bytes, x.num_descriptors)
+                for transfer_id, x in running
+                if x.pull.reason is None and transfer_id in x.source.running
+            ],
+        )
+        for pull_id in peer.pulls:
+            if not self._is_aside(self.pulls[pull_id]):
+                self.admission.recount(pull_id)
 
-
-assert set(ON_EVENT) == set(PeerState)
+    def _is_aside(self, pull: Pull) -> bool:
+        """It waits for a rank from which nothing comes."""
+        for source in pull.sources:
+            if source.role is Role.READ and (peer := self.peers.get(source.rank.place)) is not None:
+                if peer.line.is_set_aside:
+                    return True
+        return False

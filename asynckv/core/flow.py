@@ -1,15 +1,19 @@
-"""Who may read now: budgets of requests, in all and per prefill engine; fair between engines, by priority.
+"""Who may read next: which pulls may read at all, and whose read request is posted next. Decided here and nowhere else.
 
-Pulls of one prefill engine wait in one *lane*, in order of priority and arrival. The lanes take turns:
-the one whose head has the best priority goes first, among equals the one that has waited for its turn
-longest. A lane that has its share in flight waits for itself alone.
+Three budgets, each in all and per prefill engine, so that nobody takes the room of others:
 
-What is counted is a pull from its admission to its outcome, whatever still drains afterwards. Pulls at
-ranks that have fallen silent, or from which nothing arrives any more, count against their own lane only
-while that lasts, so that the dead take no room from the living.
+- **Requests** are budgeted where a pull is admitted (`Admission`). Pulls of one prefill engine wait in one *flow*, in
+  order of priority and arrival. The flows take turns: the one whose head has the best priority goes first, among equals
+  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. What is
+  counted is a pull from its admission to its outcome, whatever still drains afterwards.
+- **Bytes and descriptors** are budgeted where a read request is posted (`Posting`). Every peer has a *line* of sources
+  with reads to post, first come first served, and the lines take turns. A pull that is larger than all budgets streams
+  through them, and never waits for more than its next read request.
 
-Bytes and descriptors are budgeted where they are posted (`DecodeSide.next_post`): a pull that is larger than
-all budgets streams through them, and never waits for more than its next post.
+Pulls at ranks that have fallen silent, or from which nothing arrives any more, count against their own flow only while
+that lasts, and so do their bytes: the dead take no room from the living.
+
+It refuses to know: what a pull or a peer is. Pulls are ids here, peers are their lines.
 """
 
 from __future__ import annotations
@@ -17,79 +21,43 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Container
+from collections import deque
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from asynckv.core.pull import Pull
 from asynckv.core.types import Address, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
-__all__ = ["Admission", "Flow", "LaneKey", "Window"]
+__all__ = ["Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
 
-LaneKey = tuple[tuple[Address, str], ...]
+FlowKey = tuple[tuple[Address, str], ...]
 """Address and incarnation of every rank that a pull answers for: one prefill engine, as this rank sees it."""
+
+
+# -- pulls -------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
     """Those who read from one prefill engine."""
 
-    key: LaneKey
+    key: FlowKey
     coming: set[PullId] = field(default_factory=set)
     """Asked for, and still meeting their ranks."""
-    waiting: dict[PullId, Pull] = field(default_factory=dict)
+    waiting: set[PullId] = field(default_factory=set)
     admitted: set[PullId] = field(default_factory=set)
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
     """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
     turn: tuple[int, int] | None = None
-    """Priority and number of its place among the lanes that may go on."""
+    """Priority and number of its place among the flows that may go on."""
 
     @property
-    def head(self) -> tuple[int, Pull] | None:
+    def head(self) -> tuple[int, PullId] | None:
         """Who is next here, and its priority."""
         while self.order and self.order[0][2] not in self.waiting:
             heapq.heappop(self.order)
-        return (self.order[0][0], self.waiting[self.order[0][2]]) if self.order else None
-
-
-class Window:
-    """Posts in flight, and how much they may be; one that is larger than all of it goes alone."""
-
-    def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
-        self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
-        self._held: dict[TransferId, tuple[int, int]] = {}
-        self.num_bytes = self.num_descriptors = 0
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def fits(self, post: ReadRequest) -> bool:
-        """Whether it may be posted now."""
-        return not self._held or (
-            self.num_bytes + post.num_bytes <= self._max_bytes
-            and self.num_descriptors + post.num_descriptors <= self._max_descriptors
-        )
-
-    def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
-        """It is posted, or takes room again; harmless if it does already."""
-        if transfer_id not in self._held:
-            self._held[transfer_id] = num_bytes, num_descriptors
-            self.num_bytes += num_bytes
-            self.num_descriptors += num_descriptors
-
-    def leave(self, transfer_id: TransferId) -> None:
-        """It has ended, or takes room no more; harmless if that was so before."""
-        num_bytes, num_descriptors = self._held.pop(transfer_id, (0, 0))
-        self.num_bytes -= num_bytes
-        self.num_descriptors -= num_descriptors
-
-    def audit(self, running: Container[TransferId]) -> list[str]:
-        """List what does not add up."""
-        wrong = [f"transfer {t} is over and still takes room" for t in self._held if t not in running]
-        sums = [sum(x) for x in zip(*self._held.values(), strict=True)] or [0, 0]
-        if sums != [self.num_bytes, self.num_descriptors]:
-            wrong.append(f"a window counts {self.num_bytes} bytes and {self.num_descriptors} descriptors, not {sums}")
-        return wrong
+        return (self.order[0][0], self.order[0][2]) if self.order else None
 
 
 class Admission:
@@ -102,112 +70,113 @@ class Admission:
 
     def __init__(self, total: int, window: int) -> None:
         self._total, self._window = total, window
-        self._lanes: dict[LaneKey, Flow] = {}
-        self._lane_of: dict[PullId, Flow] = {}
+        self._flows: dict[FlowKey, Flow] = {}
+        self._flow_of: dict[PullId, Flow] = {}
         self._admitted: set[PullId] = set()
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
-        self._turns: list[tuple[tuple[int, int], LaneKey]] = []
+        self.turns: list[tuple[tuple[int, int], FlowKey]] = []
+        """Flows that may go on, a heap by their places; empty if nobody waits."""
         self._places = itertools.count()
 
     @property
     def num_waiting(self) -> int:
         """Pulls in the queue."""
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(len(flow.waiting) for flow in self._flows.values())
 
     @property
     def num_admitted(self) -> int:
         """Pulls in flight."""
         return len(self._admitted)
 
-    def would_block(self, key: LaneKey) -> bool:
+    def would_block(self, key: FlowKey) -> bool:
         """Whether a pull of the lowest rank that came now would have to wait for others."""
-        lane = self._lanes.get(key)
-        full = lane is not None and (lane.waiting or len(lane.admitted) + len(lane.coming) >= self._window)
-        coming = sum(len(lane.coming) for lane in self._lanes.values())
+        flow = self._flows.get(key)
+        full = flow is not None and (flow.waiting or len(flow.admitted) + len(flow.coming) >= self._window)
+        coming = sum(len(flow.coming) for flow in self._flows.values())
         return bool(full) or len(self._counted) + coming >= self._total
 
-    def expect(self, key: LaneKey, pull: Pull) -> None:
+    def expect(self, key: FlowKey, pull_id: PullId) -> None:
         """A pull was asked for and will `ask` once its ranks are met; harmless if it was expected before."""
-        if pull.pull_id not in self._lane_of:
-            lane = self._lane_of[pull.pull_id] = self._lane(key)
-            lane.coming.add(pull.pull_id)
+        if pull_id not in self._flow_of:
+            flow = self._flow_of[pull_id] = self._flow(key)
+            flow.coming.add(pull_id)
 
-    def _lane(self, key: LaneKey) -> Flow:
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Flow(key)
-        return lane
+    def _flow(self, key: FlowKey) -> Flow:
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = Flow(key)
+        return flow
 
-    def enter(self, key: LaneKey, pull: Pull) -> bool:
+    def enter(self, key: FlowKey, pull_id: PullId) -> bool:
         """Admit a pull that comes where there is room and nobody waits; False if it has to `ask`."""
-        if self._turns or len(self._counted) >= self._total:
+        if self.turns or len(self._counted) >= self._total:
             return False
-        lane = self._lane(key)
-        if lane.waiting or len(lane.admitted) >= self._window:
+        flow = self._flow(key)
+        if flow.waiting or len(flow.admitted) >= self._window:
             return False
-        self._lane_of[pull.pull_id] = lane
-        lane.coming.discard(pull.pull_id)
-        self._add(lane, pull.pull_id)
+        self._flow_of[pull_id] = flow
+        flow.coming.discard(pull_id)
+        self._add(flow, pull_id)
         return True
 
-    def _add(self, lane: Flow, pull_id: PullId) -> None:
-        lane.admitted.add(pull_id)
+    def _add(self, flow: Flow, pull_id: PullId) -> None:
+        flow.admitted.add(pull_id)
         self._admitted.add(pull_id)
         self._counted.add(pull_id)
 
-    def ask(self, key: LaneKey, pull: Pull) -> None:
+    def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
         """Queue a pull at its place by priority and arrival; `next` says when it may go on."""
-        lane = self._lane_of[pull.pull_id] = self._lane(key)
-        lane.coming.discard(pull.pull_id)
-        lane.waiting[pull.pull_id] = pull
-        heapq.heappush(lane.order, (pull.priority, pull.arrival, pull.pull_id))
-        self._enlist(lane)
+        flow = self._flow_of[pull_id] = self._flow(key)
+        flow.coming.discard(pull_id)
+        flow.waiting.add(pull_id)
+        heapq.heappush(flow.order, (priority, arrival, pull_id))
+        self._enlist(flow)
 
-    def waits(self, pull: Pull) -> bool:
+    def waits(self, pull_id: PullId) -> bool:
         """It is in the queue."""
-        lane = self._lane_of.get(pull.pull_id)
-        return lane is not None and pull.pull_id in lane.waiting
+        flow = self._flow_of.get(pull_id)
+        return flow is not None and pull_id in flow.waiting
 
-    def next(self) -> Pull | None:
+    def next(self) -> PullId | None:
         """Admit the next pull, if one may go on."""
-        while self._turns and len(self._counted) < self._total:
-            turn, key = heapq.heappop(self._turns)
+        while self.turns and len(self._counted) < self._total:
+            turn, key = heapq.heappop(self.turns)
             if not self._is_current(turn, key):
                 continue  # overtaken by a better place, or gone
-            lane = self._lanes[key]
-            lane.turn = None
-            head = lane.head
-            if head is None or len(lane.admitted) >= self._window:
+            flow = self._flows[key]
+            flow.turn = None
+            head = flow.head
+            if head is None or len(flow.admitted) >= self._window:
                 continue
             if head[0] != turn[0]:
-                self._enlist(lane)  # its urgent ones were cancelled
+                self._enlist(flow)  # its urgent ones were cancelled
                 continue
-            pull = head[1]
-            heapq.heappop(lane.order)
-            del lane.waiting[pull.pull_id]
-            self._add(lane, pull.pull_id)
-            self._enlist(lane)
-            return pull
+            pull_id = head[1]
+            heapq.heappop(flow.order)
+            flow.waiting.discard(pull_id)
+            self._add(flow, pull_id)
+            self._enlist(flow)
+            return pull_id
         return None
 
-    def leave(self, pull: Pull) -> None:
+    def leave(self, pull_id: PullId) -> None:
         """A pull waits for nothing and counts no more. Harmless if it never asked."""
-        lane = self._lane_of.pop(pull.pull_id, None)
-        if lane is None:
+        flow = self._flow_of.pop(pull_id, None)
+        if flow is None:
             return
-        lane.waiting.pop(pull.pull_id, None)
-        lane.coming.discard(pull.pull_id)
-        lane.admitted.discard(pull.pull_id)
-        self._admitted.discard(pull.pull_id)
-        self._counted.discard(pull.pull_id)
-        if not lane.waiting and not lane.admitted and not lane.coming:
-            del self._lanes[lane.key]
+        flow.waiting.discard(pull_id)
+        flow.coming.discard(pull_id)
+        flow.admitted.discard(pull_id)
+        self._admitted.discard(pull_id)
+        self._counted.discard(pull_id)
+        if not flow.waiting and not flow.admitted and not flow.coming:
+            del self._flows[flow.key]
             return
-        if len(lane.order) > 2 * len(lane.waiting) + 64:
-            lane.order = [entry for entry in lane.order if entry[2] in lane.waiting]
-            heapq.heapify(lane.order)
-        self._enlist(lane)
+        if len(flow.order) > 2 * len(flow.waiting) + 64:
+            flow.order = [entry for entry in flow.order if entry[2] in flow.waiting]
+            heapq.heapify(flow.order)
+        self._enlist(flow)
 
     def discount(self, pull_id: PullId) -> None:
         """A pull waits for a rank from which nothing comes: it takes no room from others."""
@@ -215,37 +184,187 @@ class Admission:
 
     def recount(self, pull_id: PullId) -> None:
         """It goes on. There may be more in flight then than there should be, for a while; nobody is added."""
-        lane = self._lane_of.get(pull_id)
-        if lane is not None and pull_id in lane.admitted:
+        flow = self._flow_of.get(pull_id)
+        if flow is not None and pull_id in flow.admitted:
             self._counted.add(pull_id)
 
     def audit(self, queued: set[PullId], reading: set[PullId]) -> list[str]:
         """List what does not add up, given who should be in the queue and who may be in flight, or on its way."""
-        waiting = {p for lane in self._lanes.values() for p in lane.waiting}
+        waiting = {p for flow in self._flows.values() for p in flow.waiting}
         wrong = [f"pull {p} should wait, and does not" for p in sorted(queued - waiting)]
-        wrong += [f"pull {p} should not wait or count" for p in sorted(self._lane_of.keys() - queued - reading)]
-        there = [p for lane in self._lanes.values() for p in (*lane.coming, *lane.waiting, *lane.admitted)]
-        if sorted(there) != sorted(self._lane_of):
-            wrong.append(f"lanes hold {len(there)} pulls, but {len(self._lane_of)} are known")
-        if self._admitted != {p for lane in self._lanes.values() for p in lane.admitted}:
-            wrong.append(f"lanes do not agree on who of {len(self._admitted)} is in flight")
+        wrong += [f"pull {p} should not wait or count" for p in sorted(self._flow_of.keys() - queued - reading)]
+        there = [p for flow in self._flows.values() for p in (*flow.coming, *flow.waiting, *flow.admitted)]
+        if sorted(there) != sorted(self._flow_of):
+            wrong.append(f"flows hold {len(there)} pulls, but {len(self._flow_of)} are known")
+        if self._admitted != {p for flow in self._flows.values() for p in flow.admitted}:
+            wrong.append(f"flows do not agree on who of {len(self._admitted)} is in flight")
         if stray := self._counted - self._admitted:
             wrong.append(f"pulls {sorted(stray)[:4]} count without being in flight")
         return wrong
 
-    def _enlist(self, lane: Flow) -> None:
-        """Give a lane that could go on its place among the others, or a better one than it has."""
-        if not lane.waiting:
+    def _enlist(self, flow: Flow) -> None:
+        """Give a flow that could go on its place among the others, or a better one than it has."""
+        if not flow.waiting:
             return
-        head = lane.head
-        if head is None or len(lane.admitted) >= self._window or (lane.turn is not None and lane.turn[0] <= head[0]):
+        head = flow.head
+        if head is None or len(flow.admitted) >= self._window or (flow.turn is not None and flow.turn[0] <= head[0]):
             return
-        lane.turn = (head[0], next(self._places))
-        heapq.heappush(self._turns, (lane.turn, lane.key))
-        if len(self._turns) > 2 * len(self._lanes) + 64:
-            self._turns = [(turn, key) for turn, key in self._turns if self._is_current(turn, key)]
-            heapq.heapify(self._turns)
+        flow.turn = (head[0], next(self._places))
+        heapq.heappush(self.turns, (flow.turn, flow.key))
+        if len(self.turns) > 2 * len(self._flows) + 64:
+            self.turns = [(turn, key) for turn, key in self.turns if self._is_current(turn, key)]
+            heapq.heapify(self.turns)
 
-    def _is_current(self, turn: tuple[int, int], key: LaneKey) -> bool:
-        lane = self._lanes.get(key)
-        return lane is not None and lane.turn == turn
+    def _is_current(self, turn: tuple[int, int], key: FlowKey) -> bool:
+        flow = self._flows.get(key)
+        return flow is not None and flow.turn == turn
+
+
+# -- read requests -----------------------------------------------------------------------------------
+
+
+class InFlight:
+    """Transfers in flight, and how much they may be; one that is larger than all of it goes alone."""
+
+    def __init__(self, max_bytes: float = math.inf, max_descriptors: float = math.inf) -> None:
+        self._max_bytes, self._max_descriptors = max_bytes, max_descriptors
+        self._sizes: dict[TransferId, tuple[int, int]] = {}
+        self.num_bytes = self.num_descriptors = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def fits(self, read: ReadRequest) -> bool:
+        """Whether it may be posted now: its bytes *and* its descriptors."""
+        return not self._sizes or (
+            self.num_bytes + read.num_bytes <= self._max_bytes
+            and self.num_descriptors + read.num_descriptors <= self._max_descriptors
+        )
+
+    def enter(self, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
+        """It is posted, or takes room again; harmless if it does already."""
+        if transfer_id not in self._sizes:
+            self._sizes[transfer_id] = num_bytes, num_descriptors
+            self.num_bytes += num_bytes
+            self.num_descriptors += num_descriptors
+
+    def leave(self, transfer_id: TransferId) -> None:
+        """It has ended, or takes room no more; harmless if that was so before."""
+        size = self._sizes.pop(transfer_id, None)
+        if size is not None:
+            self.num_bytes -= size[0]
+            self.num_descriptors -= size[1]
+
+    def audit(self, running: Container[TransferId]) -> list[str]:
+        """List what does not add up."""
+        wrong = [f"transfer {t} is over and still takes room" for t in self._sizes if t not in running]
+        sums = [sum(x) for x in zip(*self._sizes.values(), strict=True)] or [0, 0]
+        if sums != [self.num_bytes, self.num_descriptors]:
+            wrong.append(f"{self.num_bytes} bytes and {self.num_descriptors} descriptors are counted, not {sums}")
+        return wrong
+
+
+class Reader(Protocol):
+    """Something with read requests to post, one after the other."""
+
+    next_read: ReadRequest | None
+    may_post: bool
+    """It has been admitted, and has not failed."""
+    not_lent_yet: bool
+    """Posting would be in vain."""
+    is_waiting: bool
+    """It stands in a line."""
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One peer's readers, in order of arrival, and what is in flight from it."""
+
+    in_flight: InFlight
+    readers: deque[Reader] = field(default_factory=deque)
+    is_open: bool = False
+    """The peer is ready."""
+    is_set_aside: bool = False
+    """Nothing comes from it: what is in flight takes no room from others."""
+    has_turn: bool = False
+    """It stands among the lines that may post."""
+
+    def clear(self) -> None:
+        """Send everybody away."""
+        for reader in self.readers:
+            reader.is_waiting = False
+        self.readers.clear()
+
+
+def _can_post(reader: Reader) -> bool:
+    return reader.next_read is not None and reader.may_post and not reader.not_lent_yet
+
+
+class Posting:
+    """Whose read request is posted next.
+
+    Args:
+        max_bytes: Most in flight in all.
+        max_descriptors: Most in flight in all.
+    """
+
+    def __init__(self, max_bytes: float, max_descriptors: float) -> None:
+        self.in_flight = InFlight(max_bytes, max_descriptors)
+        self.turns: deque[Line] = deque()
+        """Lines that may post; empty if nobody has anything to post."""
+
+    def offer(self, line: Line, reader: Reader) -> None:
+        """Put a reader into its peer's line; harmless if it stands there already, or has nothing to post."""
+        if not reader.is_waiting and _can_post(reader):
+            reader.is_waiting = True
+            line.readers.append(reader)
+            self.take_turn(line)
+
+    def take_turn(self, line: Line) -> None:
+        """Something has changed for a line: it may post when its turn comes."""
+        if line.readers and not line.has_turn:
+            line.has_turn = True
+            self.turns.append(line)
+
+    def next(self) -> Reader | None:
+        """Return who posts its next read request now; `posted` says that it did."""
+        while self.turns:
+            line = self.turns[0]
+            readers = line.readers
+            while readers and not _can_post(readers[0]):
+                readers.popleft().is_waiting = False
+            read = readers[0].next_read if readers and line.is_open else None
+            fits = read is not None and line.in_flight.fits(read)
+            if fits and read is not None and not self.in_flight.fits(read):
+                return None  # it keeps its turn
+            self.turns.popleft()
+            line.has_turn = False
+            if fits:
+                return readers[0]
+        return None
+
+    def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
+        """The first of a line has posted a read request; the line goes to the end of the lines."""
+        line.in_flight.enter(transfer_id, num_bytes, num_descriptors)
+        if not line.is_set_aside:
+            self.in_flight.enter(transfer_id, num_bytes, num_descriptors)
+        if line.readers[0].next_read is None:
+            line.readers.popleft().is_waiting = False
+        self.take_turn(line)
+
+    def left(self, line: Line, transfer_id: TransferId) -> None:
+        """A transfer takes no room any more."""
+        line.in_flight.leave(transfer_id)
+        self.in_flight.leave(transfer_id)
+
+    def set_aside(self, line: Line, transfers: Iterable[TransferId]) -> None:
+        """Nothing comes from a peer: its transfers take no room from others."""
+        line.is_set_aside = True
+        for transfer_id in transfers:
+            self.in_flight.leave(transfer_id)
+
+    def take_back(self, line: Line, sizes: Iterable[tuple[TransferId, int, int]]) -> None:
+        """It goes on: what still runs takes room again."""
+        line.is_set_aside = False
+        for size in sizes:
+            self.in_flight.enter(*size)

@@ -10,7 +10,6 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, get_args
 
@@ -30,10 +29,9 @@ from asynckv.core.wire import (
     Unwelcome,
     encode_packet,
 )
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
 
 __all__ = [
-    "AddTable",
     "BlocksRetired",
     "BlocksReturned",
     "Command",
@@ -49,8 +47,8 @@ __all__ = [
     "PullEnded",
     "PullOver",
     "RemovePeer",
-    "RemoveTable",
     "SlowGeometry",
+    "TableRefused",
     "Timers",
     "Traced",
 ]
@@ -65,19 +63,11 @@ class LoadPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class AddTable:
-    """Prepare one more table, before the next read is posted, or say `table_failed`."""
+class TableRefused:
+    """The data plane cannot prepare what is to be read of this peer."""
 
     peer: Peer
-    table: DescTable
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveTable:
-    """Forget a table that no transfer uses."""
-
-    peer: Peer
-    table_id: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +100,7 @@ class PostRead:
 
     transfer_id: TransferId
     agent_name: str
-    post: ReadRequest
+    read: ReadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +182,7 @@ class Traced:
 
 Command = (
     LoadPeer
-    | AddTable
-    | RemoveTable
+    | TableRefused
     | SlowGeometry
     | RemovePeer
     | Disconnect
@@ -225,29 +214,27 @@ class Outbox:
     counters: Counter[str] = field(default_factory=Counter)
     is_urgent: bool = False
     """Somebody waits for one of the messages; nobody does for a release."""
-    _messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
+    messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
+    """What is to be sent: by address, or way back, and the process start that is meant."""
 
     def send(self, to: Address | ReplyTo, target: str, message: Message) -> None:
         """Send a message to a process start, with all others of this turn."""
         if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
             # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
             message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        self._messages.setdefault((to, target), []).append(message)
-        self.is_urgent = self.is_urgent or not isinstance(message, Release)
+        self.messages.setdefault((to, target), []).append(message)
+        if not self.is_urgent and type(message) is not Release:
+            self.is_urgent = True
         self.counters[_SENT[type(message)]] += 1
 
-    @property
-    def has_messages(self) -> bool:
-        """There is something to send."""
-        return bool(self._messages)
-
-    def take_packets(self) -> Iterator[tuple[Address | ReplyTo, bytes]]:
+    def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""
-        outbox, self._messages, self.is_urgent = self._messages, {}, False
-        for (to, target), messages in outbox.items():
+        by_target, self.messages, self.is_urgent = self.messages, {}, False
+        packets = list[tuple[Address | ReplyTo, bytes]]()
+        for (to, target), messages in by_target.items():
             for i in range(0, len(messages), MAX_MESSAGES):
-                for packet in self._packets(target, messages[i : i + MAX_MESSAGES]):
-                    yield to, packet
+                packets += zip(itertools.repeat(to), self._packets(target, messages[i : i + MAX_MESSAGES]))
+        return packets
 
     def _packets(self, target: str, messages: list[Message]) -> list[bytes]:
         """Encode, halving what is too long for the listener's taste."""
@@ -262,11 +249,6 @@ class Outbox:
         half = len(messages) // 2
         return self._packets(target, messages[:half]) + self._packets(target, messages[half:])
 
-    def take_commands(self) -> list[Command]:
-        """Empty the list of commands."""
-        commands, self.commands = self.commands, []
-        return commands
-
 
 class Timed(Protocol):
     """Something that wants to be woken."""
@@ -278,6 +260,8 @@ class Timers:
     """A heap of wishes to be woken; an entry that was overtaken is skipped."""
 
     def __init__(self) -> None:
+        self.earliest = math.inf
+        """Nobody wants to be woken before; `next_at` says when somebody really does."""
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
         self._stale = 0
@@ -288,12 +272,15 @@ class Timers:
         """When `pop` will have something."""
         while self._heap and self._heap[0][2].scheduled_at != self._heap[0][0]:
             heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else math.inf
+        self.earliest = self._heap[0][0] if self._heap else math.inf
+        return self.earliest
 
     def wake(self, item: Timed, when: float) -> None:
         """Wake the item at `when`, or earlier if it asked for that before."""
         if when < item.scheduled_at:
             item.scheduled_at = when
+            if when < self.earliest:
+                self.earliest = when
             heapq.heappush(self._heap, (when, next(self._order), item))
 
     def forget(self, item: Timed) -> None:

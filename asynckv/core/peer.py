@@ -1,28 +1,39 @@
-"""One remote rank as a reader knows it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
+"""One start of a remote rank, as a reader knows it: `NEW -> CONNECTING -> LOADING -> READY <-> SUSPECT -> GONE`.
 
-A peer is one *start* of a remote process (address and incarnation). A restarted engine is a new peer.
-A failed handshake goes back to NEW with a back-off, during which every request fails at once with the
-same cause; a refusal that cannot change (geometry, wrong engine) is GONE for good.
-SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
+A peer is one *start* of a remote process, named by address and incarnation: a restarted engine is a new peer. It owns
+the conversation with that process: the handshake and its repeats, the back-off after one that failed, the heartbeat
+while something is owed or held there, the silence that makes it SUSPECT, and its end.
+
+- A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
+  refusal that cannot change (geometry, wrong engine) is GONE for good.
+- SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
+- What is GONE is remembered for a while, so that late requests fail with the same cause.
+
+It refuses to know: pulls but for their ids, what is read of it, and when it is its turn (`core/flow.py`).
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from asynckv.core.flow import Window
-from asynckv.core.pull import Pull, Source
-from asynckv.core.types import Address, PullId, Reason, TransferId, rank_name
+from asynckv.config import PullConfig
+from asynckv.core.flow import Line
+from asynckv.core.types import Address, Cohort, PullId, Reason, TransferId, rank_name
+from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.plan import PeerTables
 
-__all__ = ["Peer", "PeerEvent", "PeerState"]
+__all__ = ["FINAL", "Peer", "PeerEvent", "PeerState"]
+
+TOMBSTONE_S = 60.0
+"""How long a peer that is gone is remembered, so that late requests fail with the same cause."""
+
+FINAL = {Reason.GEOMETRY, Reason.WRONG_TARGET, Reason.PROTOCOL, Reason.RESTARTED}
+"""Refusals that no further handshake with this start of the process can change."""
 
 
 class PeerState(enum.StrEnum):
@@ -40,11 +51,14 @@ class PeerEvent(enum.StrEnum):
     """What happens to a peer."""
 
     WANTED = "wanted"
+    """Something is to be read from it."""
     WELCOMED = "welcomed"
     LOADED = "loaded"
+    """The data plane knows it."""
     FAILED = "failed"
     """This handshake failed; another may do better."""
     HEARD = "heard"
+    """It speaks again."""
     SILENT = "silent"
     UNLOADED = "unloaded"
     """Our own data plane has lost all that it had loaded; the process is met again when it is needed."""
@@ -54,13 +68,35 @@ class PeerEvent(enum.StrEnum):
 
 S, E = PeerState, PeerEvent
 ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
-    S.NEW: {E.WANTED: S.CONNECTING, E.HEARD: S.NEW, E.LOST: S.GONE},
-    S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.HEARD: S.CONNECTING, E.LOST: S.GONE},
-    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.UNLOADED: S.NEW, E.HEARD: S.LOADING, E.LOST: S.GONE},
-    S.READY: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
-    S.SUSPECT: {E.HEARD: S.READY, E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
-    S.GONE: {E.HEARD: S.GONE, E.LOST: S.GONE},
+    S.NEW: {E.WANTED: S.CONNECTING, E.LOST: S.GONE},
+    S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.LOST: S.GONE},
+    S.LOADING: {E.LOADED: S.READY, E.FAILED: S.NEW, E.UNLOADED: S.NEW, E.LOST: S.GONE},
+    S.READY: {E.SILENT: S.SUSPECT, E.UNLOADED: S.NEW, E.LOST: S.GONE},
+    S.SUSPECT: {E.HEARD: S.READY, E.UNLOADED: S.NEW, E.LOST: S.GONE},
+    S.GONE: {},
 }
+"""What each state takes, and where it leads; anything else raises before anything has changed."""
+
+
+class Due(enum.Enum):
+    """What a peer wants done, now that time has passed."""
+
+    UNREACHABLE = enum.auto()
+    """The handshake took too long."""
+    NOT_LOADED = enum.auto()
+    """The data plane took too long."""
+    HELLO = enum.auto()
+    PING = enum.auto()
+    SILENT = enum.auto()
+    """It has said nothing for a while."""
+    STALLED = enum.auto()
+    """It answers, and yet nothing arrives."""
+    LOST = enum.auto()
+    """It has been silent for so long that it is given up."""
+    IDLE = enum.auto()
+    """Nothing was read from it for long: the connection is closed."""
+    FORGET = enum.auto()
+    """Nothing is known of it that is worth keeping."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +108,10 @@ class Peer:
     pp_stage: int
     address: Address
     incarnation: str
+    line: Line
+    """Whose turn it is to read from it."""
     state: PeerState = S.NEW
+
     nonce: int = 0
     """Of the handshake under way."""
     deadline: float = math.inf
@@ -81,55 +120,57 @@ class Peer:
     """When to repeat the hello."""
     hellos: int = 0
     """Sent in the handshake under way."""
+    hint: str = ""
+    """What may keep the handshake under way from being answered."""
     not_before: float = -math.inf
     """End of the back-off."""
     failures: int = 0
+    """Handshakes that failed in a row."""
     reason: Reason = Reason.UNREACHABLE
-    hint: str = ""
-    """What may keep the handshake under way from being answered."""
     detail: str = ""
     """Why the last handshake failed, or why the peer is gone."""
-    heard_at: float = -math.inf
-    pinged_at: float = -math.inf
+
     agent_name: str = ""
     layout: Layout | None = None
     """What it holds, once it has said so."""
-    maps: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
+    tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     """By what is read of it."""
-    table_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     is_loading: bool = False
-    loaded: bool = False
+    """The data plane is at it."""
+    is_loaded: bool = False
     """The data plane knows it."""
+
     pulls: set[PullId] = field(default_factory=set)
     """Who has something owed or held here."""
     transfers: set[TransferId] = field(default_factory=set)
-    window: Window = field(default_factory=Window)
-    """What is in flight from it."""
-    queue: deque[tuple[Pull, Source]] = field(default_factory=deque)
-    """Who has reads to post here, first come first served."""
-    is_queued: bool = False
-    """In the node's turn of peers that may post."""
-    tables: set[int] = field(default_factory=set)
-    """Piece tables that the data plane knows."""
-    is_alive: bool = False
-    """It is given up for another reason than its end."""
-    is_orderly: bool = False
-    """It said goodbye, or we did: nobody need look into its end."""
-    num_failed: int = 0
-    """Pulls that its last failure, or its end, took along."""
-    moved_at: float = -math.inf
-    """When something was last posted into an empty window, or arrived."""
-    is_set_aside: bool = False
-    """Nothing comes from it: what waits for it takes no room from others."""
-    is_draining: bool = False
-    """It has said that it lends nothing new."""
+    """What runs, or is in doubt."""
     watched_at: float = math.inf
     """Since when something is owed or held here; silence counts from then."""
     unused_at: float = math.inf
     """Since when nothing is owed or held here."""
+    heard_at: float = -math.inf
+    pinged_at: float = -math.inf
+    moved_at: float = -math.inf
+    """When something was last posted while nothing ran, or arrived."""
+
+    is_draining: bool = False
+    """It has said that it lends nothing new."""
+    is_orderly: bool = False
+    """It said goodbye, or we did: nobody need look into its end."""
+    keep_connected: bool = False
+    """Its process lives: the data plane may keep the connection for when it is met again."""
+    num_failed: int = 0
+    """Pulls that its last failure, or its end, took along."""
     gone_at: float = math.inf
     scheduled_at: float = math.inf
-    """For the node's timers only."""
+    """For the timers only."""
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> tuple[Address, str]:
+        """Which start of which process this is."""
+        return self.address, self.incarnation
 
     @property
     def name(self) -> str:
@@ -151,6 +192,13 @@ class Peer:
         """Reads may be posted."""
         return self.state is S.READY
 
+    @property
+    def may_be_met(self) -> bool:
+        """Nothing of an earlier handshake is under way."""
+        return self.state is S.NEW and not self.is_loading
+
+    # -- events ------------------------------------------------------------------------------------
+
     def receive(self, event: PeerEvent) -> bool:
         """Take an event; True if the state changed.
 
@@ -161,4 +209,159 @@ class Peer:
         if after is None:
             raise LocalProtocolError(f"{event.name} while the peer {self.name} is {self.state.name}")
         before, self.state = self.state, after
+        self.line.is_open = after is S.READY
         return before is not after
+
+    def attach(self, pull_id: PullId, now: float) -> None:
+        """Somebody has something owed or held here, so it is watched."""
+        if not self.pulls:
+            self.watched_at = now
+        self.pulls.add(pull_id)
+
+    def detach(self, pull_id: PullId, now: float) -> None:
+        """Somebody has nothing to do with it any more. Harmless if that was so before."""
+        if pull_id in self.pulls:
+            self.pulls.discard(pull_id)
+            if not self.pulls:
+                self.unused_at = now
+
+    def greet(self, nonce: int, handshake_s: float, now: float) -> None:
+        """Begin a handshake; `hello` makes its message."""
+        self.receive(E.WANTED)
+        self.nonce, self.hellos, self.deadline = nonce, 0, now + handshake_s
+
+    def hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
+        """Return the hello that is to be sent now."""
+        self.retry_at = now + retry_s * 2 ** min(self.hellos, 3)
+        self.hellos += 1
+        return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
+
+    def welcomed(self, agent_name: str, layout: Layout) -> None:
+        """It has said what it holds; the data plane is to load it."""
+        self.receive(E.WELCOMED)
+        self.agent_name, self.layout, self.is_loading = agent_name, layout, True
+
+    def load_ended(self) -> None:
+        """The data plane is through with it, well or not."""
+        self.is_loading = False
+
+    def loaded(self, now: float) -> None:
+        """The data plane knows it."""
+        self.receive(E.LOADED)
+        self.is_loaded, self.failures, self.heard_at = True, 0, now
+
+    def failed(self, reason: Reason, detail: str, config: PullConfig, now: float) -> None:
+        """The handshake failed; the next one has to wait, longer each time."""
+        self.receive(E.FAILED)
+        self.reason, self.detail = reason, detail
+        self.not_before = now + min(config.backoff_s * 2**self.failures, config.max_backoff_s)
+        self.failures = min(self.failures + 1, 16)
+
+    def lost(self, reason: Reason, detail: str, pause_s: float, now: float) -> None:
+        """This process start serves us no more."""
+        self.receive(E.LOST)
+        self.reason, self.detail, self.gone_at, self.not_before = reason, detail, now, now + pause_s
+
+    def unloaded(self, reason: Reason, detail: str, now: float) -> None:
+        """Our own data plane has lost it; it may be met again at once."""
+        self.receive(E.UNLOADED)
+        self.reason, self.detail, self.not_before, self.is_loaded = reason, detail, now, False
+        self.tables.clear()
+
+    def heard(self, now: float) -> bool:
+        """It has said something; True if it was SUSPECT."""
+        self.heard_at = now
+        if self.state is not S.SUSPECT:
+            return False
+        self.moved_at = now
+        return self.receive(E.HEARD)
+
+    def fell_silent(self) -> None:
+        """It has said nothing for a while: no new work for it."""
+        self.receive(E.SILENT)
+
+    def posted(self, transfer_id: TransferId, now: float) -> None:
+        """A read is about to be posted; from when nothing ran it is seen whether anything arrives."""
+        self.transfers.add(transfer_id)
+        if not self.line.in_flight:
+            self.moved_at = now
+
+    def transfer_ended(self, transfer_id: TransferId, in_doubt: bool, now: float) -> None:
+        """A transfer of it ended, or fell in doubt and may still write."""
+        self.moved_at = now
+        if not in_doubt:
+            self.transfers.discard(transfer_id)
+
+    def removed(self) -> None:
+        """The data plane is told to forget it."""
+        self.is_loaded = False
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def due(self, config: PullConfig, now: float) -> list[Due]:
+        """Let time pass; return what is to be done, in order."""
+        match self.state:
+            case S.CONNECTING:
+                return [Due.UNREACHABLE] if now >= self.deadline else [Due.HELLO] if now >= self.retry_at else []
+            case S.LOADING:
+                return [Due.NOT_LOADED] if now >= self.deadline else []
+            case S.READY | S.SUSPECT if self.pulls:
+                return self._heartbeat(config, now)
+            case S.READY | S.SUSPECT:
+                return [Due.IDLE] if now >= self.unused_at + config.idle_s else []
+            case S.NEW:
+                # It was only released, or could not be met.
+                return [Due.FORGET] if not self.pulls and not self.is_loading and now >= self.not_before else []
+            case _:
+                over = now >= self.gone_at + TOMBSTONE_S and not self.transfers and not self.pulls
+                return [Due.FORGET] if over else []
+
+    def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
+        ping_at = self._ping_at(config)
+        if now > ping_at + config.heartbeat_s:
+            # We were away (stopped, asleep, busy): that is no silence of theirs. What they said may wait unread.
+            self.watched_at = now - config.heartbeat_s
+            ping_at = self._ping_at(config)
+        silent_s = self.silent_s(now)
+        if silent_s >= config.gone_s:
+            return [Due.LOST]
+        due = []
+        if now >= ping_at:
+            due.append(Due.PING)
+        if silent_s >= config.suspect_s and self.state is S.READY:
+            due.append(Due.SILENT)
+        elif self.line.in_flight and now >= self.moved_at + config.suspect_s:
+            due.append(Due.STALLED)
+        return due
+
+    def ping(self, nonce: int, now: float) -> Ping:
+        """Return the ping that is to be sent now."""
+        self.pinged_at = now
+        return Ping(nonce)
+
+    def silent_s(self, now: float) -> float:
+        """How long it has said nothing, of the time that it was watched."""
+        return now - max(self.heard_at, self.watched_at)
+
+    def _ping_at(self, config: PullConfig) -> float:
+        # One expression for the wish and the check: with two, rounding could wake it for ever.
+        return max(self.heard_at, self.watched_at, self.pinged_at) + config.heartbeat_s
+
+    def wake_at(self, config: PullConfig) -> float:
+        """When `due` has something to say."""
+        match self.state:
+            case S.CONNECTING:
+                return min(self.deadline, self.retry_at)
+            case S.LOADING:
+                return self.deadline
+            case S.READY | S.SUSPECT if self.pulls:
+                return self._ping_at(config)
+            case S.READY | S.SUSPECT:
+                return self.unused_at + config.idle_s
+            case S.NEW if not self.pulls and not self.is_loading:
+                return max(self.not_before, self.unused_at)
+            case S.GONE if not self.pulls and not self.transfers:
+                # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
+                return self.gone_at + TOMBSTONE_S
+            case _:
+                return math.inf

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -23,9 +23,10 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import Outbox, Timers
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
-from asynckv.core.pull import Pull, PullState, Source
+from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.requests import RequestStatus, lease_status, pull_status
-from asynckv.core.types import Address, Cohort, Endpoint, Params, PullId, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.source import Role, Source
+from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId, rank_name
 from asynckv.core.watch import Watch, warn_after
 from asynckv.core.wire import (
     MAJOR,
@@ -55,10 +56,12 @@ from asynckv.errors import (
     RemoteProtocolError,
     RemoteTooShort,
 )
-from asynckv.geometry.layout import Layout, check_layout, pools
-from asynckv.geometry.match import predicted
-from asynckv.geometry.plan import BlockLists, check_block_ids, common_prefix
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.blocks import check_block_ids
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.pairing import common_prefix
+from asynckv.geometry.plan import BlockLists
 
 __all__ = ["Hold", "Identity", "RankCore"]
 
@@ -68,10 +71,6 @@ MAX_GREETERS = 4096
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
-MAX_ENDPOINTS = 65_536
-"""Endpoints of prefill groups that are remembered."""
-MAX_LEGS = 1024
-"""Most remote ranks that one pull answers for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +118,6 @@ class Hold:
     pull_id: str = ""
 
 
-def _answered(params: Params, ranks: range) -> list[Endpoint]:
-    """Return the listed endpoints of some ranks, in every stage: by stage, then by rank."""
-    mine = (e for e in params.endpoints if e.tp_rank in ranks and e.pp_stage < params.pp_size)
-    return sorted(mine, key=lambda e: (e.pp_stage, e.tp_rank))
-
-
 class RankCore:
     """All state of one rank.
 
@@ -155,11 +148,16 @@ class RankCore:
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
         self._pull_ids = itertools.count(1)
         self._pull_prefix = f"{identity.incarnation[:16]}-"
-        self._predicted: dict[int, list[int]] = {}
-        """Group size -> ranks; at most as many as there are sizes."""
-        self._endpoints: dict[tuple[str, tuple[Endpoint, ...], int, int], tuple[tuple[str, Endpoint, bool], ...]] = {}
-        """Prefill groups -> the ranks of them that we answer for, by name, and whether they are met first."""
-        self._num_endpoints = 0
+        pull = config.pull
+        self._pull_limits = PullLimits(
+            pull.drain_s,
+            pull.claim_retry_s,
+            pull.release_retry_s,
+            pull.release_timeout_s,
+            pull.held_s,
+            pull.max_post_bytes,
+            pull.max_post_descriptors,
+        )
         self._digest = hashlib.sha256(identity.metadata).digest()
         self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
         self._has_agent = True
@@ -234,126 +232,72 @@ class RankCore:
             PlanRefused: The params do not list a whole group.
             LocalProtocolError: The request is being pulled already.
         """
-        return self._start(request_id, params, cohort_id, wait_s, now, is_announced=True)
+        self._check_open()
+        pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, is_announced=True)
+        self.decode.announce(pull, now)
+        return pull
 
-    def _start(
+    def _make_pull(
         self,
-        request_id: str,
-        params: Params,
-        cohort_id: str,
+        request: PullRequest,
         wait_s: float,
         now: float,
         *,
         reads: bool = True,
         is_announced: bool = False,
-        is_last: bool = True,
-        priority: int = 0,
+        is_discharge: bool = False,
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
-        is_discharge: bool = False,
-        begins: bool = False,
     ) -> Pull:
-        """Start a pull that answers for every rank that overlaps ours, in every stage."""
-        if attempt == 1 and not is_discharge:
-            self._check_open()
+        """Make a pull that answers for every rank that overlaps ours, in every stage."""
+        params, cohort_id = request.params, request.cohort_id
         if cohort_id and (len(cohort_id) > MAX_NAME or any(0xD800 <= ord(c) <= 0xDFFF for c in cohort_id)):
             raise LocalProtocolError(
                 f"cohort_id {cohort_id[:80]!r} has {len(cohort_id)} characters; at most {MAX_NAME} can be sent, and no "
                 f"lone surrogates"
             )
-        route = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
-        ranks = self._endpoints.get(route)
-        if ranks is None:
-            ranks = self._answered_for(request_id, params)
-            self._num_endpoints += len(params.endpoints)
-            if self._num_endpoints > MAX_ENDPOINTS:
-                self._endpoints.clear()
-                self._num_endpoints = len(params.endpoints)
-            self._endpoints[route] = ranks
+        route = self.decode.routes.answered_for(request.request_id, params)
+        pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        sources = [
-            Source(
-                e.tp_rank, Address(e.address), e.incarnation, is_source and reads, name, e.pp_stage, is_source and reads
-            )
-            for name, e, is_source in ranks
-        ]
-        cohort = msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
-        pull_config = self.config.pull
-        pull = Pull(
-            pull_id=PullId(f"{self._pull_prefix}{next(self._pull_ids)}"),
-            request_id=RequestId(request_id),
+        predicted, other = (Role.READ, Role.UNKNOWN) if reads else (Role.RELEASE_ONLY, Role.RELEASE_ONLY)
+        return Pull(
+            pull_id=pull_id,
+            request_id=RequestId(request.request_id),
             params=params,
-            cohort=cohort,
+            cohort=msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort,
             digest=blocks_digest(params.groups, params.num_tokens, params.written),
-            sources=sources,
+            sources=[Source(pull_id, rank, predicted if rank.is_predicted else other) for rank in route.ranks],
+            route=route,
+            limits=self._pull_limits,
             called_at=now,
             deadline=now + wait_s,
-            drain_s=pull_config.drain_s,
-            claim_retry_s=pull_config.claim_retry_s,
-            release_retry_s=pull_config.release_retry_s,
-            release_timeout_s=pull_config.release_timeout_s,
-            held_s=pull_config.held_s,
             warn_s=warn_after(params.lease_s, self.config.log.held_fraction),
-            is_hit=not reads,
-            is_announced=is_announced,
-            is_last=is_last,
-            max_post_bytes=pull_config.max_post_bytes,
-            max_post_descriptors=pull_config.max_post_descriptors,
-            priority=priority,
+            priority=request.priority,
             attempt=attempt,
             retryable=retryable,
+            is_last=request.is_last,
+            is_announced=is_announced,
+            is_hit=not reads,
             is_discharge=is_discharge,
-        )
-        self.decode.add(pull, now, begins=begins)
-        return pull
-
-    def _answered_for(self, request_id: str, params: Params) -> tuple[tuple[str, Endpoint, bool], ...]:
-        """Return the remote ranks that we answer for, by name, and whether they are met first; by stage and rank.
-
-        Raises:
-            PlanRefused: The endpoints are not a whole group, or much too large a one.
-        """
-        endpoints = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
-        whole = len(endpoints) == len(params.endpoints) == params.tp_size * params.pp_size
-        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in endpoints)):
-            raise PlanRefused(
-                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
-                f"{list(endpoints)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
-                f"listed once",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
-            )
-        layout = self.identity.layout
-        ranks = remote_ranks(layout.tp_rank, layout.tp_size, params.tp_size)
-        if len(ranks) * params.pp_size > MAX_LEGS:
-            raise PlanRefused(
-                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
-                f"ranks, more than {MAX_LEGS}",
-                request_id=request_id,
-                reason=Reason.UNPLANNABLE,
-            )
-        first = self._sources(ranks, params.tp_size)
-        return tuple(
-            (rank_name(params.engine_id, e.tp_rank, e.pp_stage, e.incarnation), e, e.tp_rank in first)
-            for e in _answered(params, ranks)
         )
 
     def pull(
         self,
-        request_id: str,
-        groups: Sequence[tuple[int, Sequence[int | None]]],
-        params: Params,
-        cohort_id: str,
+        request: PullRequest,
         timeout_s: float,
         now: float,
-        hashes: Sequence[str] | None = None,
-        num_tokens: int | None = None,
-        is_last: bool = True,
-        priority: int = 0,
+        *,
         attempt: int = 1,
         retryable: frozenset[Reason] = frozenset(),
     ) -> Pull:
         """Fill blocks: continue what was announced under this id, or start anew.
+
+        Args:
+            request: What is wanted.
+            timeout_s: Of this attempt.
+            now: The time.
+            attempt: Which attempt at the request this is.
+            retryable: Failures after which another attempt follows.
 
         Raises:
             EngineClosed: Nothing new is pulled.
@@ -362,31 +306,17 @@ class RankCore:
             RemoteTooShort: More tokens are wanted than are lent.
             LocalProtocolError: The request is being pulled already, or a block is in use.
         """
+        request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
         if attempt == 1 and pull is None:
             self._check_open()
-        wanted = params.num_tokens if num_tokens is None else num_tokens
-        if not 0 <= wanted <= params.num_tokens:
-            raise RemoteTooShort(
-                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
-                request_id=request_id,
-                reason=Reason.REMOTE_TOO_SHORT,
-            )
-        if hashes is not None:
-            if not params.hash_tokens:
-                raise PlanRefused(
-                    f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
-                    f"give hashes and hash_tokens to make_params",
-                    request_id=request_id,
-                    reason=Reason.UNPLANNABLE,
-                )
-            wanted = common_prefix(hashes, params.hashes, params.hash_tokens, wanted)
-        blocks = check_block_ids(self.identity.layout, groups, wanted)
+        wanted = self._wanted_tokens(request)
+        blocks = check_block_ids(self.identity.layout, request.groups, wanted)
         # Before anything is started: a caller who got a block wrong may ask again with another.
         held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
-        if not lists.is_empty and attempt == 1 and self.decode.num_waiting >= most:
+        if attempt == 1 and self.decode.num_waiting >= most and not lists.is_empty:
             self.outbox.counters["pulls.overloaded"] += 1
             raise Overloaded(
                 f"request {request_id[:200]!r} is not taken: {most} pulls wait already; ask again later, "
@@ -395,64 +325,77 @@ class RankCore:
                 reason=Reason.QUEUE_FULL,
                 is_retryable=True,
             )
-        if pull is None or pull.lists is not None:
-            # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
-            pull = self._start(
-                request_id,
-                params,
-                cohort_id,
-                timeout_s,
-                now,
-                reads=not lists.is_empty,
-                is_last=is_last,
-                priority=priority,
-                attempt=attempt,
-                retryable=retryable,
-                begins=True,
-            )
-        elif pull.params != params or pull.cohort.id != (cohort_id or self.cohort.id):
-            raise LocalProtocolError(
-                f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it first"
-            )
+        if pull is not None and pull.lists is None:
+            if pull.params != params or pull.cohort.id != (request.cohort_id or self.cohort.id):
+                raise LocalProtocolError(
+                    f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it "
+                    f"first"
+                )
+            pull.wanted(request.is_last, request.priority, retryable)
+            begin = self.decode.start
         else:
-            pull.is_last, pull.priority, pull.retryable = is_last, priority, retryable
-        if pull.reason is None:
-            try:
-                self.decode.begin(pull, lists, held, now + timeout_s, now)
-            except BaseException:
-                # Whoever is told that it failed must not have his blocks filled behind his back.
+            # A full prefix hit: nobody is read, so nobody need be met; everybody is released.
+            reads = not lists.is_empty
+            pull = self._make_pull(request, timeout_s, now, reads=reads, attempt=attempt, retryable=retryable)
+            begin = self.decode.begin
+        try:
+            begin(pull, lists, held, now + timeout_s, now)
+        except BaseException:
+            # Whoever is told that it failed must not have his blocks filled behind his back.
+            if self.decode.pulls.get(pull.pull_id) is pull and pull.reason is None:
                 self.decode.cancel(pull, now)
-                raise
+            raise
         return pull
 
-    def _sources(self, ranks: range, size: int) -> Sequence[int]:
-        """Whom to meet first, of these prefill ranks of a group of `size`."""
-        if size not in self._predicted:
-            self._predicted[size] = predicted(self.identity.layout, ranks, size)
-        return self._predicted[size]
+    def _wanted_tokens(self, request: PullRequest) -> int:
+        """Return how many tokens are to be there in the end.
+
+        Raises:
+            PlanRefused: There is nothing to compare the hashes with.
+            RemoteTooShort: More tokens are wanted than are lent.
+        """
+        params = request.params
+        wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
+        if not 0 <= wanted <= params.num_tokens:
+            raise RemoteTooShort(
+                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
+                request_id=request.request_id,
+                reason=Reason.REMOTE_TOO_SHORT,
+            )
+        if request.hashes is None:
+            return wanted
+        if not params.hash_tokens:
+            raise PlanRefused(
+                f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
+                f"give hashes and hash_tokens to make_params",
+                request_id=request.request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(self, request_id: str, now: float) -> bool:
         """Give up a request by the caller's id; False if there is no pull of it without an outcome."""
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
             return False
-        pull.is_last = True
+        pull.wanted(True, pull.priority, pull.retryable)
         self.decode.cancel(pull, now)
         return True
 
-    def discharge(self, request_id: str, params: Params, cohort_id: str, reason: Reason, now: float) -> None:
+    def discharge(self, request: PullRequest, reason: Reason, now: float) -> None:
         """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
-        pull = self._start(
-            request_id, params, cohort_id, self.config.pull.timeout_s, now, reads=False, is_discharge=True
-        )
+        request = replace(request, is_last=True)
+        pull = self._make_pull(request, self.config.pull.timeout_s, now, reads=False, is_discharge=True)
+        self.decode.announce(pull, now)
         self.decode.fail(pull, reason, "no attempt follows", now)
 
     def would_block(self, params: Params) -> bool:
         """Whether a pull of this request would have to wait for others, if it came now."""
-        ranks = remote_ranks(self.identity.layout.tp_rank, self.identity.layout.tp_size, params.tp_size)
-        return self.decode.admission.would_block(
-            tuple((Address(e.address), e.incarnation) for e in _answered(params, ranks))
-        )
+        try:
+            flow = self.decode.routes.answered_for(params.request_id, params).flow
+        except PlanRefused:
+            return False  # it would be refused at once
+        return self.decode.admission.would_block(flow)
 
     def close(self, now: float, how: str = "closed") -> None:
         """Take nothing new, cancel every pull, revoke every lease; say goodbye once that has settled."""
@@ -491,7 +434,7 @@ class RankCore:
                 blocks={},
                 held_s=now - pull.history[0][0],
                 left_s=max(pull.until - now, 0.0),
-                waits_for=tuple(leg.where for leg in pull.sources if not leg.is_settled),
+                waits_for=tuple(source.where for source in pull.sources if not source.is_settled),
                 pull_id=pull.pull_id,
             )
             for pull in self.decode.pulls.values()
@@ -512,7 +455,7 @@ class RankCore:
     @property
     def is_bound(self) -> bool:
         """A promise runs, or a pull has no outcome yet."""
-        return bool(self.prefill.leases) or any(not pull.is_told for pull in self.decode.pulls.values())
+        return bool(self.prefill.leases) or any(not pull.is_published for pull in self.decode.pulls.values())
 
     @property
     def is_serving(self) -> bool:
@@ -527,8 +470,8 @@ class RankCore:
             pull, lease = self.decode.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
             reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
             if pull is not None:
-                sources = (leg for leg in pull.sources if leg.running or leg.doubtful or (leg.reads and not leg.proven))
-                waits_for = tuple(leg.where for leg in sources)
+                open_ones = (x for x in pull.sources if x.running or x.doubtful or (x.reads and not x.proven))
+                waits_for = tuple(x.where for x in open_ones)
                 reason, until = pull.held_as
             elif lease is not None:
                 waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
@@ -567,19 +510,7 @@ class RankCore:
         expected |= {p.pull_id for p in self.decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
-        for transfer_id, transfer in self.decode.transfers.items():
-            if transfer.pull.pull_id not in self.decode.pulls:
-                wrong.append(f"transfer {transfer_id} belongs to pull {transfer.pull.pull_id}, which is over")
-        unfinished = [p for p in self.decode.pulls.values() if p.reason is None]
-        if self.decode.begun != {p.pull_id for p in unfinished if p.lists is not None}:
-            wrong.append(f"{len(self.decode.begun)} pulls count as begun without an outcome, which is not so")
-        queued = {p.pull_id for p in unfinished if p.is_queued and self.decode.can_read(p)}
-        moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
-        reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
-        wrong += self.decode.admission.audit(queued, reading)
-        wrong += self.decode.window.audit(self.decode.transfers)
-        for peer in self.decode.peers.values():
-            wrong += peer.window.audit(peer.transfers)
+        wrong += self.decode.audit()
         return wrong
 
     # -- events ------------------------------------------------------------------------------------
@@ -605,14 +536,14 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 return
             for message in packet.messages:
-                self.decode.receive(message, Address(origin), packet.source, now)
+                self.decode.receive(message, Address(origin), packet.sender, now)
             return
         for message in packet.messages:
             self.outbox.counters[f"received.{type(message).__name__.lower()}"] += 1
             if misdirected:
-                self._misdirected(message, ReplyTo(origin), packet.source)
+                self._misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.source, now)
+                self._serve(message, ReplyTo(origin), packet.sender, now)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -644,10 +575,8 @@ class RankCore:
                 case Pull() as pull:
                     self.decode.tick_pull(pull, now)
                 case Lease() as lease:
-                    lease.tick(now)
-                    if not lease.is_over and lease.is_stuck(now):
+                    if self.prefill.tick_lease(lease, now):
                         self.watch.add(lease, now)
-                    self.prefill.after(lease, now)
                 case Peer() as peer:
                     self.decode.tick_peer(peer, now)
                 case other:
@@ -657,6 +586,11 @@ class RankCore:
     def next_at(self) -> float:
         """When `tick` will have something to do."""
         return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at)
+
+    @property
+    def earliest(self) -> float:
+        """`tick` has nothing to do before; cheaper than `next_at`, and never later."""
+        return min(self.timers.earliest, self.prefill.next_at, self.watch.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -761,19 +695,19 @@ class RankCore:
             "parked": self.prefill.num_parked,
             "pulls": len(pulls),
             "pulls_waiting": len(self.decode.by_request),
-            "pulls_unanswered": sum(not pull.is_told and not pull.is_answered for pull in pulls),
+            "pulls_unanswered": sum(not pull.is_published and not pull.is_answered for pull in pulls),
             "pulls_queued": self.decode.admission.num_waiting,
             "pulls_admitted": self.decode.admission.num_admitted,
-            "bytes_in_flight": self.decode.window.num_bytes,
+            "bytes_in_flight": self.decode.in_flight.num_bytes,
             "transfers": len(self.decode.transfers),
-            "transfers_in_doubt": sum(len(leg.doubtful) for p in pulls for leg in p.sources),
+            "transfers_in_doubt": sum(len(source.doubtful) for p in pulls for source in p.sources),
             "peers": len(self.decode.peers),
             "blocks_lent": self.ledger.num_held("lent"),
             "blocks_writing": self.ledger.num_held("writing"),
             "blocks_quarantined": sum(
                 hold.num_blocks
                 for hold in self.ledger
-                if hold.kind == "writing" and (p := self.decode.pulls.get(PullId(hold.holder))) and p.is_told
+                if hold.kind == "writing" and (p := self.decode.pulls.get(PullId(hold.holder))) and p.is_published
             ),
         }
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.pull import Pull, ReleaseState, Source
+from asynckv.core.pull import Pull
+from asynckv.core.source import ReleaseState, Source
 
 __all__ = ["RankStatus", "RequestStatus", "lease_status", "pull_status"]
 
@@ -81,11 +82,10 @@ class RequestStatus:
 def lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     """Say how a lent request stands."""
     ranks = []
-    for reader, state, promise in lease.readers():
-        granted = promise.until - now if promise is not None and state == "granted" else None
-        heard = now - promise.asked_at if promise is not None else None
-        pull_id = promise.pull_id if promise is not None else ""
-        name = reader.name if reader is not None else "*"
+    for name, state, grant in lease.readers():
+        granted = grant.until - now if grant is not None and state == "granted" else None
+        heard = now - grant.asked_at if grant is not None else None
+        pull_id = grant.pull_id if grant is not None else ""
         ranks.append(RankStatus(name, state, pull_id=pull_id, granted_s=granted, heard_s=heard))
     return RequestStatus(
         kind="lease",
@@ -114,40 +114,40 @@ def pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: in
         left_s=_finite(pull.until - now),
         blocks=blocks,
         waits=pull.waits(now),
-        ranks=tuple(_leg_status(leg, peer_of(leg), now) for leg in pull.sources),
+        ranks=tuple(_rank_status(source, peer_of(source), now) for source in pull.sources),
         pull_id=pull.pull_id,
         attempt=pull.attempt,
         sequence=pull.params.key.sequence,
     )
 
 
-def _leg_status(leg: Source, peer: Peer | None, now: float) -> RankStatus:
+def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
     return RankStatus(
-        rank=leg.name,
-        state=_leg_state(leg, peer, now),
-        address=leg.address,
-        granted_s=leg.covered_until - now if leg.covered_until > now else None,
+        rank=source.name,
+        state=_rank_state(source, peer, now),
+        address=source.address,
+        granted_s=source.covered_until - now if source.covered_until > now else None,
         heard_s=now - peer.heard_at if peer is not None and peer.heard_at > -math.inf else None,
-        bytes_read=leg.bytes_read,
-        bytes_planned=leg.plan.num_bytes if leg.plan is not None else 0,
-        transfers=len(leg.running | leg.doubtful),
+        bytes_read=source.bytes_read,
+        bytes_planned=source.plan.num_bytes if source.plan is not None else 0,
+        transfers=len(source.running | source.doubtful),
     )
 
 
-def _leg_state(leg: Source, peer: Peer | None, now: float) -> str:
+def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
     """The last word that is true."""
     met = peer.state if peer is not None else PeerState.NEW
     words = [
-        (leg.release is ReleaseState.SETTLED, "released"),
-        (leg.release is ReleaseState.SENT, "releasing"),
-        (not leg.reads, "only_released"),
-        (leg.proven, "proven"),
+        (source.release is ReleaseState.SETTLED, "released"),
+        (source.release is ReleaseState.SENT, "releasing"),
+        (not source.reads, "only_released"),
+        (source.proven, "proven"),
         (met is PeerState.SUSPECT, "silent"),
         (met in (PeerState.CONNECTING, PeerState.LOADING), "connecting"),
         (met in (PeerState.NEW, PeerState.GONE), "unreachable"),
-        (leg.is_done, "landed"),
-        (leg.is_not_yet, "not_lent"),
-        (leg.covered_until > now, "granted"),
+        (source.has_landed, "landed"),
+        (source.not_lent_yet, "not_lent"),
+        (source.covered_until > now, "granted"),
     ]
     return next((word for is_so, word in words if is_so), "met")
 

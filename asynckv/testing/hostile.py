@@ -25,8 +25,9 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core.pull import Pull, Source
+from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
+from asynckv.core.source import Source
 from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
@@ -120,7 +121,7 @@ class Hostile:
                 continue
             for message in heard.messages:
                 if isinstance(message, Claim | Renew | Release):
-                    for source, forged in self._forgeries(message, heard.source):
+                    for source, forged in self._forgeries(message, heard.sender):
                         self._send(source, forged)
 
     def _forgeries(self, message: Claim | Renew | Release, source: str) -> Iterator[tuple[str, Message]]:
@@ -134,7 +135,7 @@ class Hostile:
         if (lease := self.node.prefill.leases.get(message.key)) is None:
             yield other, change(message, pull_id=f"{other[:16]}-1")
             return
-        hold = lease.held.get(message.pull_id)  # type: ignore[call-overload]
+        hold = lease.grants.get(message.pull_id)  # type: ignore[call-overload]
         if hold is not None:
             cohort = next((c for c in lease.cohorts if c == hold.reader.cohort), "")
             speaker = Cohort(cohort, lease.cohorts[cohort].sizes[0], hold.reader.tp_rank)
@@ -144,7 +145,7 @@ class Hostile:
                 Renew(message.key, pull_id, rng.getrandbits(48), 1e5),
                 Claim(message.key, request_id, speaker, pull_id, rng.getrandbits(48), lease.digest, 1e5),
             ):
-                if lease.held.get(pull_id) is hold:  # type: ignore[call-overload]
+                if lease.grants.get(pull_id) is hold:  # type: ignore[call-overload]
                     yield other, forged
         if isinstance(message, Renew):
             return
@@ -218,40 +219,40 @@ class Hostile:
     def _lie(self) -> None:
         """Answer a reader in the name of a rank that it reads from."""
         node, rng = self.node, self.rng
-        open_legs = [(p, leg) for p in node.decode.pulls.values() for leg in p.sources]
-        if (control := self._control) is None or not open_legs:
+        open_sources = [(p, source) for p in node.decode.pulls.values() for source in p.sources]
+        if (control := self._control) is None or not open_sources:
             return
-        pull, leg = rng.choice(open_legs)
+        pull, source = rng.choice(open_sources)
         key, pull_id, nonce = pull.params.key, pull.pull_id, rng.getrandbits(48) + 1
         other = f"{rng.getrandbits(128):032x}"
-        known = next(iter(leg.nonces), nonce)
+        known = next(iter(source.nonces), nonce)
         lies: list[tuple[Address, str, Message]] = [
-            (leg.address, leg.incarnation, Granted(key, pull_id, nonce, 1e5, 1e5)),
-            (leg.address, leg.incarnation, NotYet(key, pull_id, nonce)),
+            (source.address, source.incarnation, Granted(key, pull_id, nonce, 1e5, 1e5)),
+            (source.address, source.incarnation, NotYet(key, pull_id, nonce)),
             (
-                leg.address,
-                leg.incarnation,
+                source.address,
+                source.incarnation,
                 Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED))),
             ),
-            (leg.address, leg.incarnation, Unwelcome(nonce, Reason.GEOMETRY, "")),
+            (source.address, source.incarnation, Unwelcome(nonce, Reason.GEOMETRY, "")),
             (
-                leg.address,
-                leg.incarnation,
+                source.address,
+                source.incarnation,
                 Granted(msgspec.structs.replace(key, token=other), pull_id, known, 1e5, 1e5),
             ),
-            (leg.address, other, Granted(key, pull_id, known, 1e5, 1e5)),
-            (leg.address, other, Ack(key, pull_id)),
-            (leg.address, other, Goodbye()),
-            (NOWHERE, leg.incarnation, Granted(key, pull_id, known, 1e5, 1e5)),
-            (NOWHERE, leg.incarnation, Refused(key, pull_id, known, Reason.REVOKED)),
-            (NOWHERE, leg.incarnation, Ack(key, pull_id)),
-            (NOWHERE, leg.incarnation, Goodbye()),
+            (source.address, other, Granted(key, pull_id, known, 1e5, 1e5)),
+            (source.address, other, Ack(key, pull_id)),
+            (source.address, other, Goodbye()),
+            (NOWHERE, source.incarnation, Granted(key, pull_id, known, 1e5, 1e5)),
+            (NOWHERE, source.incarnation, Refused(key, pull_id, known, Reason.REVOKED)),
+            (NOWHERE, source.incarnation, Ack(key, pull_id)),
+            (NOWHERE, source.incarnation, Goodbye()),
         ]
-        for address, source, lie in rng.sample(lies, len(lies)):
+        for address, sender, lie in rng.sample(lies, len(lies)):
             self.world.counts["hostile.lied"] += 1
-            before = _beliefs(pull, leg)
-            control.deliver(address, encode_packet(source, node.identity.incarnation, [lie]))
-            if _beliefs(pull, leg) != before:
+            before = _beliefs(pull, source)
+            control.deliver(address, encode_packet(sender, node.identity.incarnation, [lie]))
+            if _beliefs(pull, source) != before:
                 self.world.violate(f"a forged {type(lie).__name__} changed what {self.process.name} believes: {lie}")
 
 
@@ -261,11 +262,19 @@ def _leases(node: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
         key.token: (
             {name: frozenset(bound.owed) for name, bound in lease.cohorts.items()},
             frozenset(lease.final),
-            {pull_id: hold.until for pull_id, hold in lease.held.items()},
+            {pull_id: hold.until for pull_id, hold in lease.grants.items()},
         )
         for key, lease in node.prefill.leases.items()
     }
 
 
-def _beliefs(pull: Pull, leg: Source) -> tuple[object, ...]:
-    return pull.state, pull.failure, leg.covered_until, leg.lent_before, leg.confirmed, leg.release, leg.is_not_yet
+def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
+    return (
+        pull.state,
+        pull.failure,
+        source.covered_until,
+        source.lent_before,
+        source.confirmed,
+        source.release,
+        source.not_lent_yet,
+    )

@@ -13,8 +13,8 @@ from functools import lru_cache
 import msgspec
 
 from asynckv.config import PullConfig
-from asynckv.core.pull import RATE_MARGIN
 from asynckv.core.rank import RankCore
+from asynckv.core.source import RATE_MARGIN
 from asynckv.core.types import Key
 from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.errors import AsyncKVError

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.geometry.topology import owed_readers
-from asynckv.ports import Ending
-from asynckv.registration import Registration
+from asynckv.geometry.match import owed_readers
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
@@ -946,8 +946,9 @@ class Service:
                 world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
             for peer in node.decode.peers.values():
-                if not stuck and (len(peer.window) or peer.queue):
-                    world.violate(f"{rank.name} counts {peer.window.num_bytes} bytes in flight from {peer.name}")
+                if not stuck and (peer.line.in_flight or peer.line.readers):
+                    in_flight = peer.line.in_flight.num_bytes
+                    world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return
 
 

@@ -1,0 +1,89 @@
+"""The life of an engine, as one table.
+
+    NEW -> RUNNING -> DRAINING -> SUSPENDING -> SUSPENDED -> RUNNING ...
+                \\________\\____________\\_____________\\-> CLOSING -> SHUT -> CLOSED
+                                                                  SHUT <-> STUCK
+
+DRAINING takes nothing new. In SUSPENDING and CLOSING pulls are cancelled and leases revoked, while promises that run
+are kept. In SHUT the planes are being closed: no turn is taken any more. STUCK means that something is still inside the
+data plane and may write: what is held is watched until closing is tried again. CLOSED: nothing can write any more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["LifeEvent", "LifeState", "Lifecycle"]
+
+
+class LifeState(enum.StrEnum):
+    """Where an engine stands."""
+
+    NEW = "new"
+    RUNNING = "running"
+    DRAINING = "draining"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    CLOSING = "closing"
+    SHUT = "shut"
+    STUCK = "stuck"
+    CLOSED = "closed"
+
+
+class LifeEvent(enum.StrEnum):
+    """What happens to an engine."""
+
+    STARTED = "started"
+    """Both planes are up, and the memory is registered."""
+    DRAIN = "drain"
+    SUSPEND = "suspend"
+    LET_GO = "let_go"
+    """The agent is destroyed: nothing reads or writes the memory until the engine is resumed."""
+    RESUMED = "resumed"
+    CLOSE = "close"
+    SHUT = "shut"
+    """The planes are about to be closed."""
+    STUCK = "stuck"
+    """Something did not come out of the data plane."""
+    DESTROYED = "destroyed"
+    """The data plane is gone."""
+
+
+S, E = LifeState, LifeEvent
+ON_EVENT: Mapping[LifeState, Mapping[LifeEvent, LifeState]] = {
+    S.NEW: {E.STARTED: S.RUNNING, E.SHUT: S.SHUT},
+    S.RUNNING: {E.DRAIN: S.DRAINING, E.SUSPEND: S.SUSPENDING, E.CLOSE: S.CLOSING},
+    S.DRAINING: {E.DRAIN: S.DRAINING, E.SUSPEND: S.SUSPENDING, E.CLOSE: S.CLOSING},
+    S.SUSPENDING: {E.DRAIN: S.SUSPENDING, E.SUSPEND: S.SUSPENDING, E.LET_GO: S.SUSPENDED, E.CLOSE: S.CLOSING},
+    S.SUSPENDED: {E.DRAIN: S.SUSPENDED, E.RESUMED: S.RUNNING, E.SHUT: S.SHUT},
+    S.CLOSING: {E.DRAIN: S.CLOSING, E.SHUT: S.SHUT},
+    S.SHUT: {E.DRAIN: S.SHUT, E.STUCK: S.STUCK, E.DESTROYED: S.CLOSED},
+    S.STUCK: {E.DRAIN: S.STUCK, E.SHUT: S.SHUT},
+    S.CLOSED: {E.DRAIN: S.CLOSED},
+}
+"""What each state takes, and where it leads; anything else raises before anything has changed."""
+
+_SHUT = {S.SHUT, S.STUCK, S.CLOSED}
+
+
+class Lifecycle:
+    """The life of one engine."""
+
+    def __init__(self) -> None:
+        self.state = S.NEW
+        self.is_shut = False
+        """No turn is taken any more."""
+
+    def receive(self, event: LifeEvent) -> None:
+        """Take an event.
+
+        Raises:
+            LocalProtocolError: The event is impossible here; nothing was changed.
+        """
+        after = ON_EVENT[self.state].get(event)
+        if after is None:
+            raise LocalProtocolError(f"{event.name} while the engine is {self.state.name}")
+        self.state, self.is_shut = after, after in _SHUT

@@ -1,0 +1,156 @@
+"""Which remote ranks a request has to do with, and what is read of each: worked out once per set of ranks.
+
+Params list every rank of a prefill group. This reader answers for those that overlap it (`answered_for`): it releases
+all of them, and reads those that hold something of it. Which these are the usual rule predicts (`is_predicted`); what
+they say they hold decides (`choose_sources`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from asynckv.core.flow import FlowKey
+from asynckv.core.peer import Peer
+from asynckv.core.source import RemoteRank
+from asynckv.core.types import Address, Endpoint, Params, Reason, rank_name
+from asynckv.errors import LayoutError, PlanRefused
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
+from asynckv.geometry.plan import PeerTables
+
+__all__ = ["Route", "Routes"]
+
+MAX_ENDPOINTS = 65_536
+"""Endpoints of prefill groups that are remembered."""
+
+MAX_SOURCES = 1024
+"""Most remote ranks that one pull answers for."""
+
+MAX_CHOICES = 4096
+
+Chosen = tuple[PeerTables | None, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """The ranks of a prefill group that this reader answers for, by stage and rank.
+
+    Attributes:
+        flow: Who reads from the same waits in the same queue.
+        ready: Groups of which something is wanted -> for every rank its peer and what is read of it, and when this was
+            worked out (`DecodeSide`): while nothing has changed since, a request need not find out again.
+    """
+
+    ranks: tuple[RemoteRank, ...]
+    flow: FlowKey
+    ready: dict[tuple[int, ...], tuple[int, tuple[tuple[Peer, PeerTables | None], ...]]] = field(default_factory=dict)
+
+
+class Routes:
+    """What is known of prefill groups, and of the ranks that were met.
+
+    Args:
+        layout: This rank's.
+        on_tables: Told of the tables that were made of a peer.
+    """
+
+    def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
+        self._layout, self._on_tables = layout, on_tables
+        self._table_ids = itertools.count(1)
+        # One for all peers: two of them may be one process under two addresses.
+        self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
+        self._num_endpoints = 0
+        self._predicted: dict[int, Sequence[int]] = {}
+        """Group size -> ranks; at most as many as there are sizes."""
+        self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
+        """Ranks that were met together, and groups of which something is wanted -> what is read of each, or why these
+        ranks are not enough."""
+
+    def answered_for(self, request_id: str, params: Params) -> Route:
+        """Return the remote ranks that this one answers for.
+
+        Raises:
+            PlanRefused: The endpoints are not a whole group, or much too large a one.
+        """
+        group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
+        found = self._groups.get(group)
+        if found is None:
+            found = self._answered_for(request_id, params)
+            self._num_endpoints += len(params.endpoints)
+            if self._num_endpoints > MAX_ENDPOINTS:
+                self._groups.clear()
+                self._num_endpoints = len(params.endpoints)
+            self._groups[group] = found
+        return found
+
+    def _answered_for(self, request_id: str, params: Params) -> Route:
+        listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
+        whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
+        if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):
+            raise PlanRefused(
+                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
+                f"{list(listed)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
+                f"listed once",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        ranks = remote_ranks(self._layout.tp_rank, self._layout.tp_size, params.tp_size)
+        if len(ranks) * params.pp_size > MAX_SOURCES:
+            raise PlanRefused(
+                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
+                f"ranks, more than {MAX_SOURCES}",
+                request_id=request_id,
+                reason=Reason.UNPLANNABLE,
+            )
+        if params.tp_size not in self._predicted:
+            self._predicted[params.tp_size] = predicted(self._layout, ranks, params.tp_size)
+        first = self._predicted[params.tp_size]
+        mine = tuple(
+            RemoteRank(
+                e.tp_rank,
+                e.pp_stage,
+                (Address(e.address), e.incarnation),
+                rank_name(params.engine_id, e.tp_rank, e.pp_stage, e.incarnation),
+                e.tp_rank in first,
+            )
+            for e in sorted(params.endpoints, key=lambda e: (e.pp_stage, e.tp_rank))
+            if e.tp_rank in ranks
+        )
+        return Route(mine, tuple([rank.place for rank in mine]))
+
+    def choose_sources(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> Chosen | str:
+        """Say what is read of each of these ranks, or why they are not enough."""
+        places = tuple([peer.place for peer in peers])
+        if (known := self._chosen.get((places, groups))) is not None:
+            return known
+        try:
+            chosen: Chosen | str = tuple(self._tables(peers, groups))
+        except (NotCovered, LayoutError) as exc:
+            chosen = str(exc)
+        if len(self._chosen) >= MAX_CHOICES:
+            del self._chosen[next(iter(self._chosen))]
+        self._chosen[places, groups] = chosen
+        return chosen
+
+    def _tables(self, peers: Sequence[Peer], groups: tuple[int, ...]) -> list[PeerTables | None]:
+        layouts = [peer.layout for peer in peers]
+        found: list[PeerTables | None] = []
+        for peer, shares in zip(peers, assign(self._layout, [x for x in layouts if x], groups), strict=True):
+            assert peer.layout is not None
+            key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
+            if shares and key not in peer.tables:
+                tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids)
+                self._on_tables(peer, tables)
+            found.append(peer.tables[key] if shares else None)
+        return found
+
+    def forget(self, place: tuple[Address, str]) -> None:
+        """Forget what is read of a rank that is gone."""
+        for known in [known for known in self._chosen if place in known[0]]:
+            del self._chosen[known]
+
+    def clear(self) -> None:
+        """Forget what is read of anybody."""
+        self._chosen.clear()

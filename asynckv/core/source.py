@@ -1,0 +1,318 @@
+"""One remote rank of one attempt: what was asked of it, read from it, proven of it, and what it was told.
+
+A pull has a `Source` for every remote rank that this reader answers for, read or not: each of them is released.
+A source has three conversations, which go on beside each other:
+
+- **claims**: the rank promises its blocks for some seconds, and renews that while it is asked to;
+- **reads**: its bytes are fetched, one read request after the other, as room allows;
+- **the release**: told once everything is over, until it is acknowledged.
+
+Its bytes are *proven* if
+
+- every read ended well, and the clock read after observing the last one says less than the end of some promise: the
+  moment before *that* claim was sent, plus the seconds granted, less a rate margin; or a claim sent after the last
+  read was granted, which needs no clock; and
+- the first read began after the blocks were lent. Params may travel ahead of the data, so a read can be too early; a
+  grant says how long the blocks have been lent, and a read that cannot be shown to be younger is done again.
+
+What is proven stays so: what becomes of the lease, or of the rank, cannot take the bytes back.
+
+A source refuses to know: other sources, the pull that it belongs to, and how its rank is reached.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.wire import Granted, Refused
+from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
+
+__all__ = ["RATE_MARGIN", "ReleaseState", "RemoteRank", "Role", "Source"]
+
+RATE_MARGIN = 1e-3
+"""Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
+
+MIN_RENEW_S = 0.05
+"""No peer can make us renew more often."""
+
+MAX_CLAIM_PAUSE_S = 2.0
+"""Between two claims that are not answered, or answered `NotYet`."""
+
+MAX_RELEASE_PAUSE_S = 5.0
+"""Between two releases that are not acknowledged."""
+
+MAX_NONCES = 8
+"""Claims per source whose answers still count."""
+
+NEVER = -math.inf
+
+
+class Role(enum.StrEnum):
+    """What a remote rank is to an attempt."""
+
+    UNKNOWN = "unknown"
+    """It may hold something of ours; nobody has asked it yet."""
+    READ = "read"
+    """It is read, as far as is known: of what is known once all ranks to read are met."""
+    RELEASE_ONLY = "release_only"
+    """Nothing is read of it, but it has lent the request to us and waits for our release."""
+
+
+class ReleaseState(enum.StrEnum):
+    """How far one rank's release has come."""
+
+    UNSENT = "unsent"
+    SENT = "sent"
+    SETTLED = "settled"
+
+
+class RemoteRank(NamedTuple):
+    """A rank as params list it, with what is made of that once for all requests.
+
+    Attributes:
+        place: Address and incarnation: which start of which process is meant.
+        name: For people.
+        is_predicted: The usual rule says that it is read.
+    """
+
+    tp_rank: int
+    pp_stage: int
+    place: tuple[Address, str]
+    name: str
+    is_predicted: bool
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One attempt's dealings with one remote rank."""
+
+    pull_id: PullId
+    rank: RemoteRank
+    role: Role
+
+    tables: PeerTables | None = None
+    """What is read of it, once all ranks to read are met."""
+    plan: Plan | None = None
+    next_read: ReadRequest | None = None
+    """What to post next; None once everything is posted."""
+    following: Iterator[ReadRequest] = field(default_factory=lambda: iter(()))
+    """What comes after it."""
+    may_post: bool = False
+    """Its pull reads."""
+    is_waiting: bool = False
+    """It stands in the line of its peer (`core/flow.py`)."""
+    running: set[TransferId] = field(default_factory=set)
+    doubtful: set[TransferId] = field(default_factory=set)
+    first_posted_at: float = math.inf
+    done_at: float = NEVER
+    nonce_when_done: int = 0
+    has_landed: bool = False
+    """Everything that is to be read has landed."""
+    bytes_read: int = 0
+    """Landed so far."""
+
+    nonces: dict[int, float] = field(default_factory=dict)
+    """Claim or renewal -> the moment before it was sent."""
+    granted_nonce: int = 0
+    """The newest that was granted."""
+    covered_until: float = NEVER
+    """End of the longest promise."""
+    lent_before: float = math.inf
+    """The blocks were lent by then, on our clock."""
+    not_lent_yet: bool = False
+    """The rank has said that the request is not lent yet: reading now would be in vain."""
+    not_lent_yet_at: float = NEVER
+    """When it said so last."""
+    confirmed: bool = False
+    """A claim sent after the last read was granted."""
+    proven: bool = False
+    """The bytes are what was lent."""
+    claim_at: float = math.inf
+    """When to claim or renew next."""
+    claims: int = 0
+    """Sent since the last answer."""
+
+    release: ReleaseState = ReleaseState.UNSENT
+    release_at: float = math.inf
+    releases: int = 0
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    @property
+    def reads(self) -> bool:
+        """It is read, as far as is known."""
+        return self.role is Role.READ
+
+    @property
+    def address(self) -> Address:
+        """Where its control plane listens."""
+        return self.rank.place[0]
+
+    @property
+    def incarnation(self) -> str:
+        """Which start of its process is meant."""
+        return self.rank.place[1]
+
+    @property
+    def tp_rank(self) -> int:
+        """Of its stage."""
+        return self.rank.tp_rank
+
+    @property
+    def name(self) -> str:
+        """The rank, for people."""
+        return self.rank.name
+
+    @property
+    def where(self) -> str:
+        """The rank and its address, for people."""
+        return f"{self.rank.name} ({self.rank.place[0]})"
+
+    @property
+    def is_settled(self) -> bool:
+        """The rank was told, or need not be."""
+        return self.release is ReleaseState.SETTLED
+
+    @property
+    def is_early(self) -> bool:
+        """Granted, but the first read cannot be shown to be younger than the lease."""
+        return self.first_posted_at <= self.lent_before < math.inf
+
+    def wanted(self) -> None:
+        """It may hold something of ours: it is to be met."""
+        self.role = Role.READ
+
+    def not_wanted(self) -> None:
+        """Nothing is read of it."""
+        self.role, self.tables = Role.RELEASE_ONLY, None
+
+    # -- reads -------------------------------------------------------------------------------------
+
+    def start(self, plan: Plan, max_bytes: int, max_descriptors: int) -> None:
+        """Read what the plan says, from its beginning."""
+        self.plan = plan
+        self.following = plan.posts(max_bytes, max_descriptors)
+        self.next_read = next(self.following, None)
+        self.has_landed = self.next_read is None
+
+    def restart(self, max_bytes: int, max_descriptors: int) -> None:
+        """Read everything again: the first time was before the blocks were lent."""
+        assert self.plan is not None
+        self.first_posted_at, self.done_at, self.confirmed, self.bytes_read = math.inf, NEVER, False, 0
+        self.lent_before = NEVER  # granted by now, so whatever begins from here on is late enough
+        self.start(self.plan, max_bytes, max_descriptors)
+
+    def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
+        """Return the next read, about to be posted; look one further, so that the last one is known as such."""
+        read = self.next_read
+        assert read is not None
+        self.next_read = next(self.following, None)
+        self.running.add(transfer_id)
+        if before < self.first_posted_at:
+            self.first_posted_at = before
+        return read
+
+    def transfer_ended(self, transfer_id: TransferId, num_bytes: int, in_doubt: bool, now: float) -> bool:
+        """A transfer ended, or fell in doubt; True if with it everything has landed.
+
+        Args:
+            transfer_id: Which.
+            num_bytes: That it has landed; -1 if it failed.
+            in_doubt: It failed, and may still write.
+            now: Read after that was observed.
+        """
+        if in_doubt:
+            self.doubtful.add(transfer_id)
+        else:
+            self.doubtful.discard(transfer_id)
+        self.running.discard(transfer_id)
+        self.has_landed = self.next_read is None and not self.running and not self.doubtful
+        if num_bytes < 0:
+            return False
+        self.bytes_read += num_bytes
+        if not self.has_landed:
+            return False
+        self.done_at = now
+        self.nonce_when_done = max(self.nonces, default=0)
+        return True
+
+    def prove(self) -> None:
+        """Note it if the bytes are what was lent."""
+        if not self.proven and self.has_landed:
+            timely = self.lent_before < math.inf and not self.is_early
+            covered = self.confirmed or self.done_at < self.covered_until
+            self.proven = self.first_posted_at == math.inf or (timely and covered)
+
+    # -- claims ------------------------------------------------------------------------------------
+
+    def claimed(self, nonce: int, retry_s: float, now: float) -> None:
+        """A claim or renewal is about to be sent."""
+        self.nonces[nonce] = now
+        if len(self.nonces) > MAX_NONCES:
+            del self.nonces[next(iter(self.nonces))]
+        self.claims += 1
+        self.claim_at = now + min(retry_s * 2 ** min(self.claims - 1, 6), MAX_CLAIM_PAUSE_S)
+
+    def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
+        """It promises its blocks; the promise counts from before the claim was sent that is answered."""
+        sent_at = self.nonces[answer.nonce]
+        deadline = sent_at + answer.seconds * (1 - RATE_MARGIN)
+        if deadline > self.covered_until:
+            self.covered_until = deadline
+        if answer.nonce > self.granted_nonce:
+            self.granted_nonce = answer.nonce
+        self.not_lent_yet = False
+        # Params that left after the KV was written can only be read too late, never too early; and what
+        # is granted before the first read needs no clock either.
+        if written or self.first_posted_at == math.inf:
+            self.lent_before = NEVER
+        else:
+            self.lent_before = min(self.lent_before, now - answer.lent_for_s * (1 - RATE_MARGIN))
+        if answer.nonce > self.nonce_when_done and self.has_landed:
+            self.confirmed = True
+        if deadline > now or answer.nonce == next(reversed(self.nonces)):
+            self.claims = 0
+            self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
+
+    def refused(self, answer: Refused, now: float) -> tuple[Reason, str] | None:
+        """It grants nothing any more; return why the attempt fails, if it does."""
+        if answer.nonce < self.granted_nonce:
+            return None  # late, or repeated: what was asked after it was granted
+        if now < self.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED):
+            # Nothing is granted any more, but what was promised stands: read on until it runs out.
+            self.claim_at = self.covered_until
+            return None
+        if answer.reason is Reason.EXPIRED and self.nonces[answer.nonce] < self.covered_until:
+            # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
+            self.covered_until, self.confirmed, self.claim_at = NEVER, False, now
+            return None
+        self.claim_at = math.inf
+        if self.proven or self.role is not Role.READ:
+            return None
+        reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
+        text = f"{self.where} refused: {answer.reason}"
+        return reason, f"{text} ({answer.detail})" if answer.detail else text
+
+    # -- the release -------------------------------------------------------------------------------
+
+    def ended(self, now: float) -> None:
+        """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
+        self.claim_at, self.next_read = math.inf, None
+        self.has_landed = not self.running and not self.doubtful
+        if self.release is not ReleaseState.SETTLED:
+            self.release_at = now
+
+    def released(self, retry_s: float, now: float) -> None:
+        """A release is about to be sent."""
+        self.release = ReleaseState.SENT
+        self.releases += 1
+        self.release_at = now + min(retry_s * 2 ** min(self.releases - 1, 6), MAX_RELEASE_PAUSE_S)
+
+    def settled(self) -> None:
+        """The rank needs no release any more: acknowledged, refused, or gone."""
+        self.release, self.release_at, self.claim_at = ReleaseState.SETTLED, math.inf, math.inf

@@ -1,0 +1,128 @@
+"""Count the Python calls of one warm small pull, on either side. `python -m scripts.count_calls --help`.
+
+Two engines on simulated planes (no sockets, no NIXL) on one event loop; after some warm-up every call of a function of
+the package is counted, by the engine on whose behalf it was made. What is below the ports is not counted. The figures
+are exact and repeat, on however busy a host; compare them between two checkouts:
+
+    python -m scripts.count_calls                # a table of files
+    python -m scripts.count_calls --json -       # {"decode": ..., "prefill": ..., "files": ...}
+    PYTHONPATH=../other python scripts/count_calls.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import asynckv
+from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
+from asynckv.geometry.layout import Memory
+from asynckv.testing.planes import SimControl, SimData, SimNetwork
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
+
+PACKAGE = str(Path(asynckv.__file__).parent)
+BELOW = (f"{PACKAGE}/testing", f"{PACKAGE}/observe")
+BLOCKS = 64
+
+
+class Calls:
+    """Counts calls while it is the profiler."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._stack: list[str] = []
+        self.by_side: Counter[str] = Counter()
+        self.by_file: Counter[tuple[str, str]] = Counter()
+        self.by_function: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            code = frame.f_code
+            owner = frame.f_locals.get("self") if code.co_filename.endswith("/engine.py") else None
+            side = self._names.get(id(owner)) or (self._stack[-1] if self._stack else "")
+            self._stack.append(side)
+            if side and code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(BELOW):
+                file = code.co_filename.removeprefix(f"{PACKAGE}/")
+                self.by_side[side] += 1
+                self.by_file[side, file] += 1
+                self.by_function[side, f"{file}:{code.co_qualname}"] += 1
+        elif event == "return" and self._stack:
+            self._stack.pop()
+
+
+def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    """Blocks of one layer."""
+    layout = model_layout(Model("small", (Heads(2, 32),)), num_blocks=BLOCKS)
+    arrays = [np.zeros(memory.length, np.uint8) for memory in layout.memories]
+    memories = tuple(Memory(array.ctypes.data, array.nbytes) for array in arrays)
+    return register_memory(msgspec.structs.replace(layout, memories=memories), tuple(arrays)), arrays
+
+
+async def count(warm: int, pulls: int) -> Calls:
+    """Pull one block after the other, and count the calls of the last ones."""
+    network = SimNetwork()
+    engines, arrays = [], []
+    for name in ("prefill", "decode"):
+        registration, array = memory()
+        arrays.append(array)
+        data, control = SimData(network, name), SimControl(network)
+        engines.append(Engine(EngineConfig(engine_id=name), registration, data=data, control=control))
+    prefill, decode = engines
+    async with prefill, decode:
+        group = PrefillGroup("prefill", [prefill.endpoint])
+        calls = Calls({id(prefill): "prefill", id(decode): "decode"})
+        for number in range(warm + pulls):
+            params = group.make_params(f"p{number}", [(0, [1])], 16, written=True)
+            if number == warm:
+                sys.setprofile(calls)
+            lent = prefill.lend(params)
+            await decode.pull(f"d{number}", [(0, [2])], params)
+            await lent.wait_released()
+        # The release is acknowledged, and the timers are armed.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        sys.setprofile(None)
+        return calls
+
+
+def main(
+    warm: Annotated[int, typer.Option(min=1, help="Pulls before counting begins.")] = 20,
+    pulls: Annotated[int, typer.Option(min=1, help="Pulls that are counted.")] = 20,
+    functions: Annotated[int, typer.Option(min=0, help="Show so many functions of each side.")] = 0,
+    to_json: Annotated[str, typer.Option("--json", help="Write JSON to this file; - for stdout.")] = "",
+) -> None:
+    """Count the Python calls of one warm small pull."""
+    calls = asyncio.run(count(warm, pulls))
+    found: dict[str, Any] = {side: round(number / pulls, 2) for side, number in sorted(calls.by_side.items())}
+    files = {f"{side} {file}": round(n / pulls, 2) for (side, file), n in calls.by_file.most_common()}
+    if to_json:
+        text = json.dumps(found | {"files": files})
+        print(text) if to_json == "-" else Path(to_json).write_text(text)
+        return
+    table = Table("side", "file", "calls per pull")
+    for (side, file), number in sorted(calls.by_file.items(), key=lambda x: (x[0][0], -x[1])):
+        table.add_row(side, file, f"{number / pulls:.2f}")
+    console = Console()
+    console.print(table)
+    for side in found if functions else ():
+        for (of, name), number in calls.by_function.most_common():
+            if of == side and number / pulls >= 0.5:
+                console.print(f"{side:8} {number / pulls:6.2f} {name}", highlight=False)
+    console.print(found)
+
+
+if __name__ == "__main__":
+    typer.run(main)
