@@ -112,7 +112,7 @@ SEEN = {
 
 SLOW = {
     "closing_returns_blocks_too_soon": 1096,
-    "completion_stamped_before_it_was_observed": 803,
+    "completion_stamped_before_it_was_observed": 766,
     "deadline_from_another_transmission": 879,
     "draining_revokes": 152,
     "nobody_says_that_no_attempt_follows": 246,
