@@ -834,13 +834,13 @@ def peers_are_removed_under_transfers(rank: Rank) -> None:
                     remove(agent)
         return news
 
-    def remove_peer(agent: str, **options: Any) -> None:
+    def remove_remote_agent(agent: str, **options: Any) -> None:
         if agent in removed:
             removed.remove(agent)
         else:
             rank.data.honest.remove_remote_agent(agent, **options)
 
-    rank.data.post_read, rank.data.poll, rank.data.remove_remote_agent = post_read, poll, remove_peer
+    rank.data.post_read, rank.data.poll, rank.data.remove_remote_agent = post_read, poll, remove_remote_agent
 
     @rank.hears(Welcome, Goodbye)
     def note(said: Said) -> Said:
@@ -943,9 +943,9 @@ def a_dead_agent_is_given_out(rank: Rank) -> None:
     """Whoever shakes hands is told of the first agent for ever."""
     first: list[Welcome] = []
 
-    def start(*args: Any) -> Any:
+    def start(*args: Any) -> None:
         first.clear()
-        return rank.data.honest.start(*args)
+        rank.data.honest.start(*args)
 
     rank.data.start = start
 
@@ -961,9 +961,9 @@ def nobody_is_greeted_after_the_agent_died(rank: Rank) -> None:
     """Hellos that come while there is no agent are never answered, nor those after them."""
     lost: list[AgentLost] = []
 
-    def start(*args: Any) -> Any:
+    def start(*args: Any) -> None:
         lost.clear()
-        return rank.data.honest.start(*args)
+        rank.data.honest.start(*args)
 
     def poll() -> Sequence[Any]:
         news: Sequence[Any] = rank.data.honest.poll()
