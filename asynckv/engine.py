@@ -28,11 +28,10 @@ import msgspec
 from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import RETRYABLE, Request, RequestState
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Command,
@@ -46,8 +45,8 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Traced,
 )
 from asynckv.core.peer import Peer
@@ -92,7 +91,7 @@ from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, phases
-from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]
@@ -367,13 +366,12 @@ class Engine:
 
     def _begin(self, memory_epoch: int = 0) -> RankCore:
         """Bring the data plane up, register the memory, and make the core that speaks for it."""
-        self._data.start(self._on_data)
-        self._data.register(self.registration.layout.memories)
+        agent = self._data.start(self.registration.layout.memories, self._on_data)
         identity = Identity(
             self.config.engine_id,
             self.incarnation,
-            self._data.agent_name,
-            self._data.metadata(),
+            agent.name,
+            agent.metadata,
             self.registration.layout,
             int(self._token_hex(6), 16),
             memory_epoch,
@@ -919,19 +917,19 @@ class Engine:
         now = self._polled_at = self._clock.now()
         for news in found:
             match news:
-                case Ended():
-                    self._safely(self._core.decode.ended, _news(news), now - before, now)
+                case TransferEnded():
+                    self._safely(self._core.decode.ended, news, now - before, now)
                 case AgentLost():
                     self._safely(self._core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
-                    self._safely(self._core.agent_replaced, news.agent_name, news.metadata)
+                    self._safely(self._core.agent_replaced, news.agent.name, news.agent.metadata)
                     self._recorder.event(
                         "warning",
                         "data_plane_restarted",
                         cause=news.cause,
-                        agent=news.agent_name,
+                        agent=news.agent.name,
                         seconds=round(news.seconds, 6),
                         transfers_failed=news.transfers_failed,
                     )
@@ -1033,21 +1031,16 @@ class Engine:
         started = began = clock.now()
         while True:
             if (post := decode.next_read(began)) is not None:
-                read = post.read
                 try:
-                    ended = self._data.post_read(
-                        post.transfer_id, post.agent_name, read.table_id, read.local, read.remote
-                    )
+                    ended = self._data.post_read(post.transfer_id, post.agent_name, post.read)
                 except Exception as exc:  # a bug of the plane's, which may have posted it
                     self._internal_error(exc)
-                    ended = Ended(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
                 decode.spent(post.transfer_id, now - began)
                 if ended is not None:
-                    decode.ended(_news(ended), 0.0, now)
+                    decode.ended(ended, 0.0, now)
             elif (pull := decode.admit(began)) is not None:
-                if core.outbox.commands:
-                    self._obey(core)  # its plan may need tables
                 now = clock.now()
                 pull.plan_took(now)
             else:
@@ -1133,20 +1126,12 @@ class Engine:
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case AddTable(peer, table):
-                assert peer.layout is not None
-                mine, theirs = core.identity.layout.memories, peer.layout.memories
-                try:
-                    self._data.add_table(peer.agent_name, table, mine, theirs)
-                except BackendError as exc:
-                    self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
-                    core.decode.table_failed(peer, str(exc), now)
-            case RemoveTable(peer, table_id):
-                self._data.remove_table(peer.agent_name, table_id)
+            case TableRefused(peer, cause):
+                self._recorder.event("error", "table_refused", peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
                 self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
-                self._data.remove_peer(peer.agent_name, keep=keep)
+                self._data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self._control.disconnect(address)
             case PeerChanged(peer, before, after):
@@ -1160,8 +1145,9 @@ class Engine:
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self._core
+        assert peer.layout is not None
         try:
-            await self._data.prepare_peer(peer.agent_name, metadata)
+            await self._data.add_remote_agent(AgentInfo(peer.agent_name, metadata), peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
             self._safely(core.decode.load_failed, peer, cause, self._clock.now())
@@ -1398,12 +1384,6 @@ def _cancelled(last: PullError) -> PullCancelled:
 def _names(stragglers: Sequence[Hold]) -> list[str]:
     """Name a few of them in a log."""
     return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
-
-
-def _news(ended: Ended) -> News:
-    return News(
-        ended.transfer_id, ended.ending is Ending.DONE, ended.ending is Ending.IN_DOUBT, ended.cause, ended.peer_lost
-    )
 
 
 def _params(value: Params | Mapping[str, Any]) -> Params:

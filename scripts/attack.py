@@ -287,7 +287,7 @@ class Attack:
         stranger = Stranger(address, self.mallory)
         try:
             stranger.socket.send(m.encode_packet("mallory", "", [m.Ping(1)]))
-            return m.decode_packet(stranger.socket.recv()).source
+            return m.decode_packet(stranger.socket.recv()).sender
         finally:
             stranger.close()
 

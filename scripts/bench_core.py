@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
@@ -214,7 +214,7 @@ class Pulls:
         if side is self.decode:
             for _ in range(TURN):
                 if (read := decode.next_read(self._time())) is not None:
-                    decode.ended(News(read.transfer_id, True, False), 0.0, self._time())
+                    decode.ended(TransferEnded(read.transfer_id, Ending.DONE), 0.0, self._time())
                     self.counts["events"] += 2
                 elif decode.admit(self._time()) is not None:
                     self.counts["events"] += 1

@@ -262,10 +262,9 @@ def execute(
     limits: tuple[int, int],
 ) -> int:
     """Run a plan as memory copies; no byte may be written twice. Returns the bytes."""
-    tables = {s.table.table_id: s.table for s in plan.sections}
     total = 0
     for post in plan.posts(*limits):
-        table = tables[post.table_id]
+        table = post.table
         moved = 0
         for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)

@@ -251,9 +251,9 @@ def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> No
     )
     plan = read(peer_map(here, there), 0, mine, ids, 4 * len(ids))
     most_bytes, most = data.draw(st.sampled_from([1, 200, 4000, 1 << 30])), data.draw(st.sampled_from([1, 2, 7, 64]))
-    total, tables = 0, {section.table.table_id: section.table for section in plan.sections}
+    total = 0
     for post in plan.posts(most_bytes, most):
-        table = tables[post.table_id]
+        table = post.table
         row = post.local // table.local_blocks
         merges = (np.diff(post.local) == 1) & (np.diff(post.remote) == 1) & (np.diff(row) == 0) & table.dense[row[1:]]
         assert post.num_descriptors == len(post.local) - np.count_nonzero(merges) <= most
@@ -283,7 +283,7 @@ def test_a_plan_that_fits_is_posted_as_it_would_be_cut(data: st.DataObject) -> N
     assert (len(whole), sum(p.num_descriptors for p in whole)) == plan.count_posts(1 << 40, 1 << 30)
     for post, section in zip(whole, plan.sections, strict=True):
         rows, blocks = section.table.num_rows, len(section.local)
-        assert post.table_id == section.table.table_id
+        assert post.table is section.table
         for ids, each, size in (
             (post.local, section.local, section.table.local_blocks),
             (post.remote, section.remote, section.table.remote_blocks),

@@ -300,8 +300,7 @@ async def test_an_answer_of_many_frames_is_dropped_and_counted() -> None:
             assert plane.statistics()["dropped_frames"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [MAX_REQUEST_PACKET + 1, 100 * 1024 * 1024])
+@pytest.mark.parametrize("size", [MAX_REQUEST_PACKET + 1, pytest.param(100 * 1024 * 1024, marks=pytest.mark.slow)])
 async def test_a_frame_beyond_the_limit_never_arrives(size: int) -> None:
     async with planes(1) as [(plane, inbox)]:
         with stranger(plane.address) as dealer, dealer.get_monitor_socket() as monitor:

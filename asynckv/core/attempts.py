@@ -95,12 +95,12 @@ def keeps_its_params(request: Request) -> bool:
     return not request.can_renew
 
 
-WHEN: Mapping[RequestState, tuple[tuple[Callable[[Request], bool], RequestState], ...]] = {
-    S.TRYING: (),
-    S.PAUSING: (),
-    S.RECOVERING: ((holds_nothing, S.RENEWING),),
-    S.RENEWING: ((keeps_its_params, S.TRYING),),
-    S.OVER: (),
+WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = {
+    S.TRYING: {},
+    S.PAUSING: {},
+    S.RECOVERING: {holds_nothing: S.RENEWING},
+    S.RENEWING: {keeps_its_params: S.TRYING},
+    S.OVER: {},
 }
 """What is acted upon at once: the first condition that holds, until none does."""
 
@@ -224,7 +224,7 @@ class Request:
 
     def _enter(self, after: RequestState) -> None:
         self.state = after
-        for condition, following in WHEN[after]:
+        for condition, following in WHEN[after].items():
             if condition(self):
                 self._enter(following)
                 return

@@ -1,5 +1,10 @@
 """Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
 
+An engine has tensors whose dims it can name. What a `Layout` says of memory follows from them: their storages are the
+memories, their shapes and strides the views, and nothing is guessed. What a GPU does is asynchronous, and NIXL asks no
+stream: `written` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for benchmarks
+and checks, which fill and compare a GPU's memory from the host.
+
 It loads torch on first use.
 """
 

@@ -29,7 +29,7 @@ __all__ = ["BlockLists", "DescTable", "PeerTables", "Plan", "ReadRequest", "Sect
 class ReadRequest(NamedTuple):
     """One transfer to post: equally long index arrays into one table, and what it amounts to."""
 
-    table_id: int
+    table: DescTable
     local: Int32s
     remote: Int32s
     num_bytes: int
@@ -177,7 +177,7 @@ def _expand(part: _Part) -> ReadRequest:
     if part.end > 1:  # the first row's indices are the blocks themselves
         local = (table.local_index[part.row : part.end] + local).ravel()
         remote = (table.remote_index[part.row : part.end] + remote).ravel()
-    return ReadRequest(table.table_id, local, remote, part.num_bytes, part.num_descriptors)
+    return ReadRequest(table, local, remote, part.num_bytes, part.num_descriptors)
 
 
 def _expand_whole(section: Section) -> ReadRequest:
@@ -188,4 +188,4 @@ def _expand_whole(section: Section) -> ReadRequest:
     if table.num_rows > 1:
         local = (table.local_index + local).ravel()
         remote = (table.remote_index + remote).ravel()
-    return ReadRequest(table.table_id, local, remote, num_bytes, merged)
+    return ReadRequest(table, local, remote, num_bytes, merged)
