@@ -161,7 +161,7 @@ async def test_nobody_outlives_a_fleet() -> None:
     assert not fleet.folder.exists()
 
 
-async def test_processes_end_with_their_driver() -> None:
+async def test_processes_end_with_their_driver(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, signal\n"
         "from tests.test_fleet import Fleet, start\n"
@@ -174,7 +174,9 @@ async def test_processes_end_with_their_driver() -> None:
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # what it leaves behind
+    command = [sys.executable, "-c", code]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, env=env)
     pid = int(done.stdout)
     while is_running(pid):  # noqa: ASYNC110 - the system's kill is on its way
         await asyncio.sleep(0.001)
