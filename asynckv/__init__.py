@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         RemoteTooShort,
         WrongThread,
     )
+    from asynckv.geometry.check import Registration, register_memory
     from asynckv.geometry.layout import (
         ONE_PER_REQUEST,
         Dim,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
         shard,
     )
     from asynckv.observe.log import configure as configure_logging
-    from asynckv.registration import Registration, register_memory
     from asynckv.results import LeaseEnd, PullResult, Statistics
     from asynckv.scheduler import PrefillGroup
 
@@ -75,7 +75,7 @@ _HOMES = {
         "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
     "asynckv.observe.log": "configure_logging",
-    "asynckv.registration": "Registration register_memory",
+    "asynckv.geometry.check": "Registration register_memory",
     "asynckv.results": "LeaseEnd PullResult Statistics",
 }
 _RENAMED = {"configure_logging": "configure"}

@@ -105,7 +105,7 @@ def layout(
     The file is for `asynckv plan`; its fields are those of `asynckv.Layout`, so an engine can write its own.
     """
     from asynckv.errors import LayoutError
-    from asynckv.registration import register_memory
+    from asynckv.geometry.check import register_memory
     from asynckv.tools import models
     from asynckv.tools.layout_file import dump_layouts
 

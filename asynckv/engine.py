@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar, TypeVarTuple, assert_never
 
@@ -27,11 +27,11 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
-from asynckv.core.decode import News
+from asynckv.core.attempts import RETRYABLE, Request, RequestState
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Command,
@@ -45,15 +45,14 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Traced,
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import Hold, Identity, RankCore
 from asynckv.core.requests import RequestStatus
-from asynckv.core.retry import RETRYABLE, Retry
 from asynckv.core.types import (
     MAX_HASHES,
     Address,
@@ -89,10 +88,10 @@ from asynckv.errors import (
 )
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS, NULL
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder, phases
-from asynckv.ports import AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, Ended, Ending, TimerHandle
-from asynckv.registration import Registration
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 from asynckv.results import LeaseEnd, LoopLag, PullResult, Statistics
 
 __all__ = ["Engine", "LentRequest"]
@@ -209,20 +208,15 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Retrying:
-    """A request whose attempts follow each other."""
+    """A request whose attempts follow each other, and whoever waits for the next."""
 
-    begun_at: float
-    deadline: float
-    blocks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of the attempt before."""
+    request: Request
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Time is up, or no attempt may follow."""
-    stop: Reason | None = None
-    """Why no attempt may follow, if so."""
 
     def end(self, reason: Reason) -> None:
         """No attempt may follow."""
-        self.stop = self.stop or reason
+        self.request.stop(reason)
         self.wake.set()
 
     async def first(self, work: Awaitable[T]) -> tuple[T] | None:
@@ -236,9 +230,6 @@ class _Retrying:
             task.add_done_callback(_swallow)
             for each in (task, woken):
                 each.cancel()
-
-
-_NOT_RETRYING = _Retrying(0.0, 0.0)
 
 
 class Engine:
@@ -375,13 +366,12 @@ class Engine:
 
     def _begin(self, memory_epoch: int = 0) -> RankCore:
         """Bring the data plane up, register the memory, and make the core that speaks for it."""
-        self._data.start(self._on_data)
-        self._data.register(self.registration.layout.memories)
+        agent = self._data.start(self.registration.layout.memories, self._on_data)
         identity = Identity(
             self.config.engine_id,
             self.incarnation,
-            self._data.agent_name,
-            self._data.metadata(),
+            agent.name,
+            agent.metadata,
             self.registration.layout,
             int(self._token_hex(6), 16),
             memory_epoch,
@@ -659,51 +649,59 @@ class Engine:
             raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
         if renew_params is not None and not (callable(renew_params) and most):
             raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
-        now, state = self._clock.now(), _NOT_RETRYING
-        retry = Retry(most, config.retry_s, now + timeout, renew_params is not None)
-        ask = PullRequest(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority)
-        if most:
-            state = self._retrying[request_id] = _Retrying(now, retry.deadline)
+        now = self._clock.now()
+        wanted = PullRequest(request_id, groups, _params(params), cohort_id, hashes, num_tokens, is_last, priority)
+        request = Request(wanted, most, config.retry_s, now + timeout, renew_params is not None, now)
+        if not most:
+            pull, waiting = await self._attempt(request, timeout)
+            if pull.reason is not Reason.COMPLETE:
+                raise self._error(pull, waiting)
+            return _result(pull, self.registration.layout)
+        retrying = self._retrying[request_id] = _Retrying(request)
         try:
-            while True:
-                left = max(retry.deadline - self._clock.now(), 1e-3) if retry.attempts > 1 else timeout
-                try:
-                    pull, waiting = await self._attempt(ask, left, retry)
-                except AsyncKVError:
-                    if retry.attempts > 1 and is_last:
-                        self._discharge(ask, Reason.UNPLANNABLE)  # the attempt before was told that this one follows
-                    raise
-                if pull.reason is Reason.COMPLETE:
-                    return _result(pull, self.registration.layout)
-                error = self._error(pull, waiting)
-                again = None
-                try:
-                    again = await self._cure(ask, renew_params, pull, error, retry, state)
-                finally:
-                    given_up = is_last or state.stop is Reason.CANCELLED
-                    if again != ask.params and given_up and pull.reason in pull.retryable:
-                        # The rank was told that another attempt would follow.
-                        self._discharge(ask, state.stop or pull.reason)
-                if state.stop is Reason.CANCELLED and pull.reason in pull.retryable:
-                    raise _cancelled(error) from error
-                if again is None:
-                    raise error
-                ask = replace(ask, params=again)
-                retry.attempts += 1
+            return await self._attempts(retrying, timeout, renew_params)
         finally:
-            if self._retrying.pop(request_id, None) is not None:
-                self._soon()
+            del self._retrying[request_id]
+            self._soon()
 
-    async def _attempt(self, ask: PullRequest, seconds: float, retry: Retry) -> tuple[Pull, _Waiting]:
+    async def _attempts(self, retrying: _Retrying, seconds: float, renew_params: RenewParams | None) -> PullResult:
+        """Try a request until it is over."""
+        request = retrying.request
+        while True:
+            try:
+                pull, waiting = await self._attempt(request, seconds)
+            except AsyncKVError:
+                request.refused()
+                self._discharge(request)
+                raise
+            request.ended(self._clock.now())
+            if pull.reason is Reason.COMPLETE:
+                return _result(pull, self.registration.layout)
+            error = self._error(pull, waiting)
+            try:
+                await self._wait_for_next(retrying, error, renew_params)
+            finally:
+                if request.state not in (RequestState.OVER, RequestState.TRYING):
+                    request.give_up()
+                self._discharge(request)
+            if request.state is RequestState.OVER:
+                if request.stopped is Reason.CANCELLED and request.was_promised:
+                    raise _cancelled(error) from error
+                raise error
+            seconds = max(request.deadline - self._clock.now(), 1e-3)
+
+    async def _attempt(self, request: Request, seconds: float) -> tuple[Pull, _Waiting]:
         """Pull once, to its outcome."""
         core = self._core
         self._soon()  # also where it is refused: there may be something to say to somebody
-        pull = core.pull(ask, seconds, self._clock.now(), attempt=retry.attempts, retryable=retry.retryable)
+        now = self._clock.now()
+        pull = core.pull(request.wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
         if pull.planned_at == pull.admitted_at < math.inf:
             pull.plan_took(self._clock.now())  # the core cannot tell how long it took
-        if self._retrying and (retrying := self._retrying.get(ask.request_id)) is not None:
-            retrying.blocks = _blocks(pull)
-        waiting = self._waiting.setdefault(pull.pull_id, _Waiting())
+        request.tried(pull)
+        waiting = self._waiting.get(pull.pull_id)
+        if waiting is None:
+            waiting = self._waiting[pull.pull_id] = _Waiting()
         try:
             await self._outcome(pull, waiting)
         except asyncio.CancelledError:
@@ -713,63 +711,57 @@ class Engine:
             while pull.reason is None and not self._life.is_shut and self._core_or_none is core:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
-            if ask.is_last and pull.reason in pull.retryable:
-                self._discharge(ask, Reason.CANCELLED)  # it had failed just before
+            if pull.reason is not None:
+                request.ended(self._clock.now())
+                if request.state is not RequestState.OVER:
+                    request.give_up(Reason.CANCELLED)  # it had failed just before
+                self._discharge(request)
             raise
         return pull, waiting
 
-    async def _cure(
-        self,
-        ask: PullRequest,
-        renew_params: RenewParams | None,
-        pull: Pull,
-        error: PullError,
-        retry: Retry,
-        state: _Retrying,
-    ) -> Params | None:
-        """Wait until a request may be tried again; with which params, or None if not."""
-        assert pull.reason is not None
-        when = retry.next_at(pull.reason, pull.not_before, self._clock.now())
-        if when == math.inf:
-            return None
-        self._recorder.pull_retried(pull, retry.attempts + 1, when - self._clock.now())
-        with self._waking(state, when):
-            await state.wake.wait()
-        with self._waking(state, retry.deadline):
+    async def _wait_for_next(self, retrying: _Retrying, error: PullError, renew_params: RenewParams | None) -> None:
+        """Wait for what a request waits for, until its next attempt may begin, or none follows."""
+        request, state = retrying.request, RequestState
+        if request.state is state.PAUSING and request.pull is not None:
+            self._recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - self._clock.now())
+            with self._waking(retrying, request.next_at):
+                await retrying.wake.wait()
+            if request.stopped is None:
+                request.time()
+            else:
+                request.give_up()
+        with self._waking(retrying, request.deadline):
             try:
-                if error.held and await state.first(error.returned()) is None:
-                    return None
-                if renew_params is None or state.stop is not None:
-                    return ask.params if state.stop is None else None
-                found = await state.first(renew_params(error))
-                fresh = _params(found[0]) if found and found[0] is not None else None
+                if request.state is state.RECOVERING:
+                    found = await retrying.first(error.returned())
+                    request.give_up() if found is None else request.returned()
+                if request.state is state.RENEWING and renew_params is not None:
+                    given = await retrying.first(renew_params(error))
+                    params = None if given is None or given[0] is None else _params(given[0])
+                    request.give_up() if params is None else request.renewed(params)
             except Retired:
-                return None
+                request.give_up()
             except Exception as exc:
                 raise error from exc  # `renew_params` failed, so there is nothing to go on with
-        if fresh is not None and state.stop is not None:
-            # Given up meanwhile: what was prefilled anew is needed no more either.
-            if fresh != ask.params:
-                self._discharge(replace(ask, params=fresh), state.stop)
-            return None
-        return fresh
 
     @contextmanager
-    def _waking(self, state: _Retrying, when: float) -> Iterator[None]:
-        state.wake.clear()
-        if state.stop is not None:
-            state.wake.set()
-        timer = self._clock.call_at(when, state.wake.set)
+    def _waking(self, retrying: _Retrying, when: float) -> Iterator[None]:
+        retrying.wake.clear()
+        if retrying.request.stopped is not None:
+            retrying.wake.set()
+        timer = self._clock.call_at(when, retrying.wake.set)
         try:
             yield
         finally:
             timer.cancel()
 
-    def _discharge(self, ask: PullRequest, reason: Reason) -> None:
-        if not self._life.is_shut and self._life.state is not LifeState.SUSPENDED:
-            with suppress(AsyncKVError):
-                self._core.discharge(ask, reason, self._clock.now())
-            self._soon()
+    def _discharge(self, request: Request) -> None:
+        """Tell the prefill ranks that no attempt follows, if they were told that one would."""
+        for wanted, reason in request.discharges():
+            if not self._life.is_shut and self._life.state is not LifeState.SUSPENDED:
+                with suppress(AsyncKVError):
+                    self._core.discharge(wanted, reason, self._clock.now())
+                self._soon()
 
     def cancel(self, request_id: str) -> bool:
         """Give up a request, announced, being pulled or waiting for a retry; False if there is nothing to give up.
@@ -925,19 +917,19 @@ class Engine:
         now = self._polled_at = self._clock.now()
         for news in found:
             match news:
-                case Ended():
-                    self._safely(self._core.decode.ended, _news(news), now - before, now)
+                case TransferEnded():
+                    self._safely(self._core.decode.ended, news, now - before, now)
                 case AgentLost():
                     self._safely(self._core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self._recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
-                    self._safely(self._core.agent_replaced, news.agent_name, news.metadata)
+                    self._safely(self._core.agent_replaced, news.agent.name, news.agent.metadata)
                     self._recorder.event(
                         "warning",
                         "data_plane_restarted",
                         cause=news.cause,
-                        agent=news.agent_name,
+                        agent=news.agent.name,
                         seconds=round(news.seconds, 6),
                         transfers_failed=news.transfers_failed,
                     )
@@ -1039,21 +1031,16 @@ class Engine:
         started = began = clock.now()
         while True:
             if (post := decode.next_read(began)) is not None:
-                read = post.read
                 try:
-                    ended = self._data.post_read(
-                        post.transfer_id, post.agent_name, read.table_id, read.local, read.remote
-                    )
+                    ended = self._data.post_read(post.transfer_id, post.agent_name, post.read)
                 except Exception as exc:  # a bug of the plane's, which may have posted it
                     self._internal_error(exc)
-                    ended = Ended(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
                 now = clock.now()
                 decode.spent(post.transfer_id, now - began)
                 if ended is not None:
-                    decode.ended(_news(ended), 0.0, now)
+                    decode.ended(ended, 0.0, now)
             elif (pull := decode.admit(began)) is not None:
-                if core.outbox.commands:
-                    self._obey(core)  # its plan may need tables
                 now = clock.now()
                 pull.plan_took(now)
             else:
@@ -1139,20 +1126,12 @@ class Engine:
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case AddTable(peer, table):
-                assert peer.layout is not None
-                mine, theirs = core.identity.layout.memories, peer.layout.memories
-                try:
-                    self._data.add_table(peer.agent_name, table, mine, theirs)
-                except BackendError as exc:
-                    self._recorder.event("error", "table_refused", peer=peer.name, detail=str(exc))
-                    core.decode.table_failed(peer, str(exc), now)
-            case RemoveTable(peer, table_id):
-                self._data.remove_table(peer.agent_name, table_id)
+            case TableRefused(peer, cause):
+                self._recorder.event("error", "table_refused", peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
                 self._recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
-                self._data.remove_peer(peer.agent_name, keep=keep)
+                self._data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self._control.disconnect(address)
             case PeerChanged(peer, before, after):
@@ -1166,8 +1145,9 @@ class Engine:
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self._core
+        assert peer.layout is not None
         try:
-            await self._data.prepare_peer(peer.agent_name, metadata)
+            await self._data.add_remote_agent(AgentInfo(peer.agent_name, metadata), peer.layout.memories)
         except Exception as exc:  # whatever it is, who waits for this peer must hear of it
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
             self._safely(core.decode.load_failed, peer, cause, self._clock.now())
@@ -1252,8 +1232,15 @@ class Engine:
         """Say which requests wait for another attempt."""
         now, known = self._clock.now(), self._core.decode.by_request
         return tuple(
-            Hold(request_id, "retrying", state.blocks, now - state.begun_at, max(state.deadline - now, 0.0), ())
-            for request_id, state in self._retrying.items()
+            Hold(
+                request_id,
+                "retrying",
+                _blocks(retrying.request.pull) if retrying.request.pull is not None else {},
+                now - retrying.request.begun_at,
+                max(retrying.request.deadline - now, 0.0),
+                (),
+            )
+            for request_id, retrying in self._retrying.items()
             if request_id not in known
         )
 
@@ -1397,12 +1384,6 @@ def _cancelled(last: PullError) -> PullCancelled:
 def _names(stragglers: Sequence[Hold]) -> list[str]:
     """Name a few of them in a log."""
     return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
-
-
-def _news(ended: Ended) -> News:
-    return News(
-        ended.transfer_id, ended.ending is Ending.DONE, ended.ending is Ending.IN_DOUBT, ended.cause, ended.peer_lost
-    )
 
 
 def _params(value: Params | Mapping[str, Any]) -> Params:

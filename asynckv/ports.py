@@ -1,5 +1,19 @@
 """What the engine needs from outside: a clock, a control plane and a data plane.
 
+The *clock* says what time it is and calls back later. The *control plane* carries packets between ranks and promises
+nothing. The *data plane* moves bytes from remote memory into ours, and promises one thing only, the one on which
+everything else stands: it never says that a transfer has ended while that transfer may still write.
+
+The words of the data plane are NIXL's. An *agent* is what registers memory and reads; it has a name, and *metadata*
+with which a remote agent can read from it. A read names descriptors by their index in a *table* (`DescTable`), and NIXL
+wants the two sides of a table prepared as *descriptor lists* before it takes indices. When that happens is the plane's
+own business: on the first read of a table, in the place that posts it. So a read carries its table, nobody announces
+tables or takes them back, and a plane keeps what it has prepared for as long as it likes, within bounds, but never
+releases it under a transfer.
+
+The life of a data plane: `start` with the memory that is to be read and written; `add_remote_agent` for everybody who
+is read from; `post_read`, and `poll` for what becomes of it; `remove_remote_agent`; `quiesce` and `close`.
+
 Both planes live on the engine's event loop, and all their methods are called on its thread. Neither
 ever blocks longer than one call to the library beneath takes. A plane may have threads of its own; what they
 find comes back through `on_ready` and `poll`, on the loop.
@@ -7,31 +21,25 @@ find comes back through `on_ready` and `poll`, on the loop.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from asynckv.core.events import TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
+from asynckv.geometry.plan import ReadRequest
 
 __all__ = [
+    "AgentInfo",
     "AgentLost",
     "AgentReplaced",
     "Clock",
     "ControlPlane",
     "DataNews",
     "DataPlane",
-    "Ended",
-    "Ending",
     "TimerHandle",
 ]
-
-IndexArray = npt.NDArray[np.int32]
 
 
 class TimerHandle(Protocol):
@@ -91,26 +99,13 @@ class ControlPlane(Protocol):
         """Close everything, keeping sent packets moving for a moment. Idempotent."""
 
 
-class Ending(enum.StrEnum):
-    """What is known about a posted transfer that is no longer simply running."""
+class AgentInfo(NamedTuple):
+    """With what a remote data plane can reach an agent's memory."""
 
-    DONE = "done"
-    """All bytes are in place."""
-    FAILED = "failed"
-    """It failed, and it is proven that nothing will be written any more."""
-    IN_DOUBT = "in_doubt"
-    """It failed, but it may still write. `DONE` or `FAILED` may follow, or nothing at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """News of one transfer."""
-
-    transfer_id: TransferId
-    ending: Ending
-    cause: str = ""
-    peer_lost: bool = False
-    """The failure says that the remote process is gone."""
+    name: str
+    """Unique per agent, in this process and all others."""
+    metadata: bytes
+    """Opaque to all but the data planes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +116,14 @@ class AgentLost:
     pause_s: float = 0.0
     """Seconds until the next serves, because too many have ended."""
     reads: bool = True
-    """It posted our reads as well: all that was loaded is gone, peers and tables, and every transfer was reported."""
+    """It posted our reads as well: all remote agents are gone from it, and every transfer was reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentReplaced:
     """Another agent serves the same memory, by another name."""
 
-    agent_name: str
-    metadata: bytes
+    agent: AgentInfo
     cause: str
     """Why the one before ended."""
     seconds: float
@@ -138,74 +132,49 @@ class AgentReplaced:
     """Transfers that ended with the one before."""
 
 
-DataNews = Ended | AgentLost | AgentReplaced
+DataNews = TransferEnded | AgentLost | AgentReplaced
 
 
 class DataPlane(Protocol):
     """Moves bytes between registered memories."""
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Create the agent. From now on `on_ready` is called on the loop when `poll` may have news.
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Create an agent, register memory with it, and say with what remote planes reach it.
 
-        May follow `close`: another start has an agent of another name, and nothing of the one before.
-
-        Raises:
-            BackendError: No usable back end.
-        """
-
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory, before any metadata is given out.
+        From now on `on_ready` is called on the loop when `poll` may have news. May follow `close`: every start has an
+        agent of another name, and nothing of the one before.
 
         Raises:
-            BackendError: The back end refuses.
+            BackendError: No usable back end, or it refuses the memory.
         """
 
-    @property
-    def agent_name(self) -> str:
-        """Unique per agent, in this process and all others: another for every `start` and `AgentReplaced`."""
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load a remote rank's metadata, and note the memory that its tables speak of.
 
-    def metadata(self) -> bytes:
-        """Opaque bytes with which a remote data plane can reach this one's memory."""
-
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
-        """Load a remote rank's metadata.
-
-        `name` is the remote plane's `agent_name`. A plane may be reached by several addresses: it is loaded as often
-        as it is asked for, and gone when it was removed as often.
+        A plane may be reached by several addresses: it is there as often as it was added, and gone when it was removed
+        as often.
 
         Raises:
-            BackendError: Metadata refused, peer not reachable.
+            BackendError: Metadata refused, remote process not reachable, or the name is taken by another.
         """
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare descriptor lists for a piece table of a prepared peer.
-
-        Raises:
-            BackendError: The back end refuses.
-        """
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget a piece table. Never called while a transfer of it is posted or in doubt."""
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Forget a peer. Never called while one of its transfers is posted.
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent. Never called while one of its transfers is posted or in doubt.
 
         `keep` says that its process lives and may be met again: what is costly to open may be kept, within bounds.
         """
 
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
-        """Start reading, or hand it to a thread that will; news at once if it already ended, else `poll` will tell.
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+        """Start reading from an agent, or hand it to a thread that will; news if it has ended, else `poll` will tell.
 
-        `local` and `remote` are equally long arrays of descriptor indices into the table. Never
-        raises for what the back end does: a failed post is news.
+        Never raises for what the back end does: a failed post is news, and so is a table that cannot be prepared.
         """
 
     def poll(self) -> Sequence[DataNews]:
         """News since the last call, in order, and progress for remote readers. Never blocks.
 
-        A transfer is reported `DONE` or `FAILED` once; its handle is released by then.
+        A transfer is reported once with an ending that is final; its handle is released by then, or kept to be
+        released later.
         """
 
     def watch(self, serving: bool) -> None:

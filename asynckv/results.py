@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asynckv.geometry.plan import Padding
+from asynckv.geometry.pairing import Padding
 
 __all__ = ["LeaseEnd", "PullResult", "Statistics"]
 

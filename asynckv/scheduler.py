@@ -1,7 +1,12 @@
 """What a prefill engine's scheduler does: mint keys and make the params that travel to the decode side.
 
-Pure, and independent of any worker: it needs to know where the ranks listen, nothing more. It has no event loop
-either: a group may be called from any thread.
+The life of a request begins here. A scheduler knows before any rank does which blocks a prompt's KV is, or will be, in;
+it describes them once (`make_params`), and hands the same params to all ranks of its engine, which lend, and by way of
+a router to the decode engine, which pulls. Params describe the whole group, because one rank cannot know the others,
+and carry a key that is minted here and never again: it is what ranks compare.
+
+It needs to know where the ranks listen and how often their memory was registered anew, nothing more: no worker, no
+socket, no clock, and no event loop, so that a group may be called from any thread.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, 
 from asynckv.config import MAX_NAME, LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.blocks import as_block_ids, runs_of
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL, BlockRuns
-from asynckv.geometry.layout import as_block_ids, runs_of
 
 __all__ = ["PrefillGroup"]
 

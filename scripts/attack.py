@@ -12,19 +12,17 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-import msgspec
 import typer
 import zmq
 from rich.console import Console
@@ -33,12 +31,11 @@ from rich.progress import Progress
 from asynckv.core import wire as m
 from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, decode_params
 from asynckv.edges import zmq as edge
-from asynckv.geometry.layout import Layout
 from asynckv.keys import KeyPair, write_pair
-from asynckv.tools.layouts import model_layout
-from scripts import chaos
+from scripts import command, strangers
+from scripts.arena import PATIENCE_S, Arena, Worker, arena, layout_of
+from scripts.strangers import HUGE, Proxy, Stranger, connected, every_message, mutate, packets, place
 
-MODULE = "scripts.attack"
 BATCH = 250
 SLOW = 100
 """Slow connections at a time."""
@@ -52,111 +49,6 @@ HANDSHAKE_COMMANDS = {b"WELCOME", b"ERROR"}
 
 
 # -- what attackers do -------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def connected(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a raw connection; whenever one is cancelled, it is closed."""
-    opening = asyncio.create_task(asyncio.open_connection(host, port))
-    try:
-        yield await asyncio.shield(opening)
-    finally:
-        with contextlib.suppress(OSError):
-            _, writer = await opening
-            writer.transport.abort()
-            await writer.wait_closed()
-
-
-class Tap:
-    """Stands between clients and a listener, and keeps what they say."""
-
-    def __init__(self, address: str) -> None:
-        self._target, self._key = chaos.place(address), address.partition("#")[2]
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._answers: list[bytearray] = []
-        self.asked, self.answered = bytearray(), bytearray()
-        self.address = ""
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.address = f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        self.address += f"#{self._key}" * bool(self._key)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        answers = bytearray()
-        self._answers.append(answers)
-
-        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, *kept: bytearray) -> None:
-            with contextlib.suppress(OSError):
-                while data := await source.read(1 << 16):
-                    for each in kept:
-                        each.extend(data)
-                    sink.write(data)
-                    await sink.drain()
-
-        try:
-            async with connected(*self._target) as (there, back):
-                pumps = [
-                    asyncio.create_task(pump(reader, back, self.asked)),
-                    asyncio.create_task(pump(there, writer, answers, self.answered)),
-                ]
-                try:
-                    await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for each in pumps:
-                        each.cancel()
-                    await asyncio.gather(*pumps, return_exceptions=True)
-        finally:
-            writer.transport.abort()
-
-    def commands(self) -> set[bytes]:
-        """Names of the commands that the listener sent; a frame of a message is named so."""
-        found = set()
-        for answers in map(bytes, self._answers):
-            at = 64  # the greeting is the same for everybody
-            while at + 2 <= len(answers):
-                flags, size, head = answers[at], answers[at + 1], 2
-                if flags & 2:
-                    size, head = int.from_bytes(answers[at + 1 : at + 9], "big"), 9
-                body = answers[at + head : at + head + size]
-                found.add(body[1 : 1 + body[0]] if flags & 4 and body else b"a frame")
-                at += head + size
-        return found
-
-
-def every_message(params: Params, layout: Layout, cohort: Cohort) -> list[m.Message]:
-    """One of each message, valid, about a request that is lent: what mutations start from."""
-    key, name, pull = params.key, params.request_id, f"{cohort.id}-1"
-    digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
-    encoded = msgspec.Raw(msgspec.msgpack.encode(layout))
-    return [
-        m.Hello(7, m.MAJOR, m.MINOR, params.engine_id, 0, cohort),
-        m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"metadata", bytes(32), encoded),
-        m.Unwelcome(7, Reason.WRONG_TARGET, "detail"),
-        m.Claim(key, name, cohort, pull, 8, digest, 5.0),
-        m.Renew(key, pull, 9, 5.0),
-        m.Granted(key, pull, 8, 10.0, 1.0),
-        m.NotYet(key, pull, 8),
-        m.Refused(key, pull, 8, Reason.EXPIRED),
-        m.Release(key, name, cohort, pull, Outcome.FAILED),
-        m.Ack(key, pull),
-        m.Ping(10),
-        m.Pong(10),
-        m.StatusRequest(11),
-        m.Status(11, "x", 0, 1, {"leases": 1}),
-        m.Goodbye(),
-    ]
 
 
 @dataclass(slots=True)
@@ -175,7 +67,7 @@ class Flood:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        stranger = chaos.Stranger(self.address, self.pair, 2.0)
+        stranger = Stranger(self.address, self.pair, 2.0)
         try:
             while self.sent < self.number and not self.stop.is_set():
                 try:
@@ -185,7 +77,7 @@ class Flood:
                 except zmq.Again:
                     self.cut += 1
                     stranger.close()
-                    stranger = chaos.Stranger(self.address, self.pair, 2.0)
+                    stranger = Stranger(self.address, self.pair, 2.0)
                 with contextlib.suppress(zmq.Again):
                     while True:
                         stranger.socket.recv(zmq.NOBLOCK)
@@ -203,7 +95,7 @@ class Flood:
 async def drip(address: str, was_cut: Callable[[float], None]) -> None:
     """Hold a connection as long as it is let, saying a byte of a greeting now and then; for ever."""
     while True:
-        async with connected(*chaos.place(address)) as (reader, writer):
+        async with connected(*place(address)) as (reader, writer):
             began, listening = time.monotonic(), asyncio.create_task(reader.read())
             try:
                 for byte in itertools.chain(CURVE_GREETING[:11], itertools.repeat(0)):
@@ -222,13 +114,13 @@ async def shout(address: str, rng: random.Random, counts: Counter[str]) -> None:
     while True:
         said = (
             rng.randbytes(rng.randint(1, 4096)),
-            chaos.mutate(rng, chaos.HANDSHAKE) + rng.randbytes(100),
-            chaos.mutate(rng, hello + rng.randbytes(120)),
+            mutate(rng, strangers.HANDSHAKE) + rng.randbytes(100),
+            mutate(rng, hello + rng.randbytes(120)),
             CURVE_GREETING + bytes([rng.choice((0, 1, 2, 4, 6))]) + rng.randbytes(300),
             b"GET /metrics HTTP/1.1\r\n\r\n",
         )
         with contextlib.suppress(OSError, TimeoutError):
-            async with connected(*chaos.place(address)) as (reader, writer), asyncio.timeout(1.0):
+            async with connected(*place(address)) as (reader, writer), asyncio.timeout(1.0):
                 writer.write(rng.choice(said))
                 writer.write_eof()
                 while await reader.read(1 << 16):
@@ -240,10 +132,10 @@ async def shout(address: str, rng: random.Random, counts: Counter[str]) -> None:
 # -- a victim, healthy readers, and those who attack -------------------------------------------------
 
 
-class Watched(chaos.Worker):
+class Watched(Worker):
     """A worker whose params a malicious peer has seen, as a router would."""
 
-    def __init__(self, arena: chaos.Arena, name: str) -> None:
+    def __init__(self, arena: Arena, name: str) -> None:
         super().__init__(arena, name)
         self.seen: list[Params] = []
 
@@ -256,7 +148,7 @@ class Watched(chaos.Worker):
 class Attack:
     """One victim under every attack."""
 
-    def __init__(self, arena: chaos.Arena, frames: int, tell: Callable[[int], None]) -> None:
+    def __init__(self, arena: Arena, frames: int, tell: Callable[[int], None]) -> None:
         self.arena, self.frames, self.tell = arena, frames, tell
         self.rng, self.counts = arena.rng, Counter[str]()
         self.victim = Watched(arena, "prefill")
@@ -299,7 +191,7 @@ class Attack:
                 if self.mallory is not None:
                     await self.strangers()
                 await victim.more(20)
-                async with asyncio.timeout(chaos.PATIENCE_S):
+                async with asyncio.timeout(PATIENCE_S):
                     await everyone_cut.wait()
                 for task in raw:
                     task.cancel()
@@ -345,17 +237,13 @@ class Attack:
         # A mutated claim may bind it to a cohort that nobody is; then it has to run out.
         own = decode_params((await victim.lend(lease_s=15.0))["params"])
         self.reader = await asyncio.to_thread(self.incarnation, arena.decode.address)
-        layout = model_layout(chaos.MODEL, num_blocks=chaos.NUM_BLOCKS, block_size=chaos.BLOCK)
-        said = every_message(own, layout, Cohort("mallory"))
+        said = every_message(own, layout_of(), Cohort("mallory"))
         targets = {"prefill": own.endpoints[0].incarnation, "decode": self.reader}
-        packets = {
-            name: [m.encode_packet("mallory", target, x) for x in (*([y] for y in said), said)]
-            for name, target in targets.items()
-        }
+        valid = {name: packets("mallory", target, said) for name, target in targets.items()}
 
         def mutated(name: str) -> Callable[[], bytes]:
             mine = random.Random(rng.getrandbits(32))
-            return lambda: chaos.mutate(mine, mine.choice(packets[name]))
+            return lambda: mutate(mine, mine.choice(valid[name]))
 
         def repeated() -> bytes:
             return repeats[next(numbers) % len(repeats)]
@@ -366,7 +254,7 @@ class Attack:
                 mine.choice((targets["decode"], targets["prefill"], "mallory")), targets[name], [self.forge(mine, name)]
             )
 
-        repeats, numbers = packets["prefill"][3:9], itertools.count()
+        repeats, numbers = valid["prefill"][3:9], itertools.count()
         tenth = max(1, self.frames // 10)
         floods = {
             "mutated_to_prefill": (victim.address, mutated("prefill"), self.frames * 3 // 4),
@@ -396,10 +284,10 @@ class Attack:
 
     def incarnation(self, address: str) -> str:
         """Ask a listener who it is; any peer may."""
-        stranger = chaos.Stranger(address, self.mallory)
+        stranger = Stranger(address, self.mallory)
         try:
             stranger.socket.send(m.encode_packet("mallory", "", [m.Ping(1)]))
-            return m.decode_packet(stranger.socket.recv()).source
+            return m.decode_packet(stranger.socket.recv()).sender
         finally:
             stranger.close()
 
@@ -434,15 +322,15 @@ class Attack:
     async def huge(self) -> None:
         """Send frames of 100 MB, with a key that is listed and on raw connections."""
         for worker in (self.victim, self.arena.decode):
-            stranger = chaos.Stranger(worker.address, self.mallory)
+            stranger = Stranger(worker.address, self.mallory)
             try:
                 was_cut = await asyncio.to_thread(stranger.send_huge)
             finally:
                 stranger.close()
             self.arena.check(was_cut, f"a frame of 100 MB did not end its connection to {worker.name}")
-            head = chaos.HANDSHAKE + b"\x02" + chaos.HUGE.to_bytes(8, "big")
-            took = await chaos.shout(worker.address, [head, *[bytes(chaos.HUGE // 100)] * 100])
-            self.arena.check(took < chaos.HUGE, f"{worker.name} took a frame of 100 MB from a raw connection")
+            head = strangers.HANDSHAKE + b"\x02" + HUGE.to_bytes(8, "big")
+            took = await strangers.shout(worker.address, [head, *[bytes(HUGE // 100)] * 100])
+            self.arena.check(took < HUGE, f"{worker.name} took a frame of 100 MB from a raw connection")
             self.counts["huge_frames"] += 2
 
     # -- what everybody else can do ----------------------------------------------------------------
@@ -460,16 +348,16 @@ class Attack:
         for worker in (self.victim, self.arena.decode):
             for cause, pair in tried.items():
                 before = (await worker.ask("state", wait_s=0))["counters"]
-                async with Tap(worker.address) as tap:
-                    stranger = chaos.Stranger(tap.address, pair, 0.5)
+                async with Proxy(worker.address) as between:
+                    stranger = Stranger(between.address, pair, 0.5)
                     try:
                         stranger.socket.send(question)
                         heard = await asyncio.to_thread(stranger.socket.poll, 500)
                     finally:
                         stranger.close()
-                    said = tap.commands()
+                    said = between.commands()
                 self.counts[f"strangers_with_{cause}"] += 1
-                self.counts["bytes_to_strangers"] += len(tap.answered)
+                self.counts["bytes_to_strangers"] += len(between.answered)
                 after = (await worker.ask("state", wait_s=0))["counters"]
                 name = f"control.rejected.{cause}"
                 problem = f"{worker.name}: a stranger ({cause})"
@@ -481,38 +369,20 @@ class Attack:
 # -- the command line --------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def arena(name: str, seed: int) -> AsyncIterator[chaos.Arena]:
-    """Make a place for processes; none is left."""
-    with tempfile.TemporaryDirectory(prefix="asynckv-attack-") as path:
-        made = chaos.Arena(name, seed, "tcp", Path(path))
-        made.seconds = 1.0
-        try:
-            yield made
-        except* (chaos.Failure, TimeoutError) as group:
-            made.blame(group)
-        finally:
-            for worker in (made.decode, *made.prefill):
-                await worker.kill()
-            for log in os.listdir(path) if made.problems else ():
-                for line in (made.logs / log).read_text(errors="replace").splitlines()[-8:]:
-                    made.note(f"{log}: {line[:300]}")
-
-
 async def attack(frames: int, seed: int, tell: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
     """Attack workers with keys, then without; half of the mutated frames each."""
     began, rounds, problems = time.monotonic(), list[dict[str, Any]](), list[str]()
     for has_keys, number in ((True, frames - frames // 2), (False, frames // 2)):
-        async with arena("keys" if has_keys else "no keys", seed) as place:
-            work = Attack(place, number, tell)
+        async with arena("keys" if has_keys else "no keys", seed) as made:
+            work = Attack(made, number, tell)
             if not has_keys:
                 # Once with limits, as it should be, and once without, so that everything is looked at.
-                place.setup["limits"] = {"messages_per_s": 1e9, "message_burst": 10**9}
+                made.setup["limits"] = {"messages_per_s": 1e9, "message_burst": 10**9}
             with tempfile.TemporaryDirectory(prefix="asynckv-keys-") as path:
                 if has_keys:
                     work.make_keys(Path(path))
                 rounds.append(await work.run())
-        problems += [f"{place.name}: {x}" for x in place.problems]
+        problems += [f"{made.name}: {x}" for x in made.problems]
     return {
         "schema": "asynckv.attack/1",
         "ok": not problems,
@@ -524,7 +394,28 @@ async def attack(frames: int, seed: int, tell: Callable[[int], None] = lambda _:
     }
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+def assail(
+    frames: Annotated[int, typer.Option(help="Mutated frames, half with keys and half without.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="Of mutations, sizes and moments.")] = 0,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Where the record goes; - is stdout, in one line.")
+    ] = None,
+) -> int:
+    """Attack real workers on this host while healthy pulls go on, and compare every byte of those.
+
+    A malicious peer whose key is listed, strangers whose key is not, raw garbage, slow connections, huge frames.
+    """
+    command.check(10 <= frames <= 1 << 30, f"--frames {frames} is outside 10 ... {1 << 30}")
+    errors = Console(stderr=True)
+    with command.output(json_to or "-") as out:
+        with Progress(console=errors, disable=not errors.is_terminal, transient=True) as bar:
+            task = bar.add_task("mutated frames", total=frames)
+            record = asyncio.run(attack(frames, seed, lambda n: bar.advance(task, n)))
+        print(json.dumps(record, indent=None if json_to == "-" else 2), file=out, flush=True)
+    verdict = "nobody noticed" if record["ok"] else "FAILED: " + "; ".join(record["problems"])
+    print(f"[attack] {frames} mutated frames, {record['seconds']} s: {verdict}", file=sys.stderr)
+    return 0 if record["ok"] else 1
+
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -535,34 +426,13 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 nobody noticed, 1 something went wrong, 2 bad input, 130 Ctrl-C
 """
+app = command.application(assail, EPILOG)
 
 
-@app.command(epilog=EPILOG)
-def main(
-    frames: Annotated[int, typer.Option(help="Mutated frames, half with keys and half without.")] = 1_000_000,
-    seed: Annotated[int, typer.Option(help="Of mutations, sizes and moments.")] = 0,
-    json_: Annotated[str | None, typer.Option("--json", help="Where the record goes; - for stdout.")] = None,
-) -> None:
-    """Attack real workers on this host while healthy pulls go on, and compare every byte of those.
-
-    A malicious peer whose key is listed, strangers whose key is not, raw garbage, slow connections, huge frames.
-    """
-    if not 10 <= frames <= 1 << 30:
-        raise typer.BadParameter(f"--frames {frames} is outside 10 ... {1 << 30}")
-    try:
-        out = sys.stdout if json_ in (None, "-") else open(str(json_), "w", encoding="utf-8")  # noqa: SIM115
-    except OSError as exc:
-        raise typer.BadParameter(f"--json {json_}: {exc.strerror}") from exc
-    errors = Console(stderr=True)
-    with contextlib.nullcontext() if out is sys.stdout else out:
-        with Progress(console=errors, disable=not errors.is_terminal, transient=True) as bar:
-            task = bar.add_task("mutated frames", total=frames)
-            record = asyncio.run(attack(frames, seed, lambda n: bar.advance(task, n)))
-        print(json.dumps(record, indent=None if json_ == "-" else 2), file=out, flush=True)
-    verdict = "nobody noticed" if record["ok"] else "FAILED: " + "; ".join(record["problems"])
-    print(f"[attack] {frames} mutated frames, {record['seconds']} s: {verdict}", file=sys.stderr)
-    raise typer.Exit(0 if record["ok"] else 1)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "attack", arguments)
 
 
 if __name__ == "__main__":
-    app()
+    sys.exit(main())

@@ -38,17 +38,18 @@ from rich.console import Console
 from rich.table import Table
 
 from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Layout, runs_of
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
@@ -213,7 +214,7 @@ class Pulls:
         if side is self.decode:
             for _ in range(TURN):
                 if (read := decode.next_read(self._time())) is not None:
-                    decode.ended(News(read.transfer_id, True, False), 0.0, self._time())
+                    decode.ended(TransferEnded(read.transfer_id, Ending.DONE), 0.0, self._time())
                     self.counts["events"] += 2
                 elif decode.admit(self._time()) is not None:
                     self.counts["events"] += 1

@@ -16,21 +16,20 @@ CPU is this process's, so that other load on the host shows less; ratios are mad
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import io
 import json
 import statistics
-import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -39,8 +38,10 @@ from asynckv.bench import garbage
 from asynckv.config import LimitsConfig, PullConfig
 from asynckv.observe import log
 from asynckv.testing import SimControl, SimData, SimNetwork
+from asynckv.testing.fleet import Failure, Fleet
 from asynckv.tools.layouts import model_layout, with_addresses
 from asynckv.tools.models import Heads, Model
+from scripts import command
 
 SCHEMA = 1
 Figures = dict[str, float]
@@ -80,6 +81,8 @@ class Pair:
     decode: Engine
     prefill: list[Engine]
     groups: list[PrefillGroup]
+    data: SimData | None = None
+    """Of the decode engine, if it is simulated."""
     numbers: int = 0
 
     async def requests(self, total: int, in_flight: int, of: Sequence[int]) -> float:
@@ -120,14 +123,16 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
     network = SimNetwork()
 
     def engine(name: str) -> Engine:
-        return Engine(_config(name), _memory(num_blocks), data=SimData(network, name), control=SimControl(network))
+        return Engine(_config(name), _memory(num_blocks), data=planes[name], control=SimControl(network))
 
-    decode, prefill = engine("decode"), [engine(f"prefill-{i}") for i in range(peers)]
+    names = [f"prefill-{i}" for i in range(peers)]
+    planes = {name: SimData(network, name) for name in ("decode", *names)}
+    decode, prefill = engine("decode"), [engine(name) for name in names]
     for each in (decode, *prefill):
         await each.start()
     groups = [PrefillGroup(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
     try:
-        return await work(Pair(decode, prefill, groups))
+        return await work(Pair(decode, prefill, groups, planes["decode"]))
     finally:
         for each in (decode, *prefill):
             await each.aclose()
@@ -186,8 +191,8 @@ async def memory() -> Figures:
     """Start reads that do not end, and look at what they take."""
 
     async def work(pair: Pair) -> Figures:
-        data = pair.decode._data
-        assert isinstance(data, SimData)
+        data = pair.data
+        assert data is not None
         await pair.requests(64, 8, [0])
         data.deferred = True
         number = 4000
@@ -287,13 +292,36 @@ CASES: Mapping[str, Callable[[], Awaitable[Figures]]] = {
 # -- the command -----------------------------------------------------------------------------------
 
 
-def _run_alone(case: str) -> Figures:
-    """Run a case in a fresh process: what one leaves behind is not another's cost."""
-    command = [sys.executable, "-m", "scripts.bench_engine", "--inside", case]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"case {case} failed with status {done.returncode}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+class Alone:
+    """A fresh process for one case: what one leaves behind is not another's cost."""
+
+    def __init__(self, *, case: str) -> None:
+        self._case = case
+        log.configure("error")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def figures(self) -> Figures:
+        return await CASES[self._case]()
+
+
+async def _run(cases: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    async with Fleet() as fleet:
+        for case in cases:
+            with Console(stderr=True).status(f"{case} ..."):
+                process = await fleet.start(case, "scripts.bench_engine:Alone", case=case)
+                try:
+                    figures = await process.ask("figures", None)
+                except Failure as exc:
+                    raise Failure("\n".join([str(exc), *process.last_words()])) from exc
+                await process.end()
+            found |= {f"{case}.{name}": value for name, value in figures.items()}
+    return found
 
 
 def _table(figures: Mapping[str, float]) -> Table:
@@ -305,38 +333,53 @@ def _table(figures: Mapping[str, float]) -> Table:
     return table
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the chosen cases."""
-    parser = argparse.ArgumentParser("bench_engine", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)} (all)")
-    parser.add_argument("--json", metavar="PATH", help="write the figures; '-' is stdout, without the table")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.inside:
-        print(json.dumps(asyncio.run(_inside(args.inside))))
-        return 0
-    chosen = args.cases.split(",")
-    if unknown := [case for case in chosen if case not in CASES]:
-        parser.error(f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
-    console = Console(stderr=True)
-    figures: dict[str, float] = {}
-    for case in chosen:
-        with console.status(f"{case} ..."):
-            figures |= {f"{case}.{name}": value for name, value in _run_alone(case).items()}
+def measure(
+    cases: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CASES),
+    json_to: Annotated[
+        str | None,
+        typer.Option("--json", metavar="PATH", help="Write the figures; '-' is stdout, without the table."),
+    ] = None,
+) -> int:
+    """Measure what whole engines cost beside the bytes they move, next to the goals they are held to.
+
+    Every case runs in a process of its own. CPU is that process's, so that other load on the host shows less; ratios
+    are made within one run.
+    """
+    chosen = cases.split(",")
+    unknown = [case for case in chosen if case not in CASES]
+    command.check(not unknown, f"unknown cases {', '.join(unknown)}; there are {', '.join(CASES)}")
+    try:
+        figures = asyncio.run(_run(chosen))
+    except Failure as exc:
+        print(f"bench_engine: {exc}", file=sys.stderr)
+        return 1
     report: dict[str, Any] = {"schema": SCHEMA, "figures": figures, "goals": {n: g.most for n, g in GOALS.items()}}
-    if args.json == "-":
-        print(json.dumps(report, indent=2))
-    else:
+    if json_to != "-":
         Console().print(_table(figures))
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as file:
-                json.dump(report, file, indent=2)
+    if json_to:
+        with command.output(json_to) as out:
+            json.dump(report, out, indent=2)
+            out.write("\n")
     return 0
 
 
-async def _inside(case: str) -> Figures:
-    log.configure("error")
-    return await CASES[case]()
+EPILOG = f"""
+[bold]Cases[/bold]
+
+{command.listed(command.first_lines(CASES))}
+
+[bold]Example[/bold]
+
+  python -m scripts.bench_engine --cases flight,peers --json - | jq .figures
+
+[bold]Exit status[/bold]  0 measured, 1 a case failed, 2 bad input, 130 Ctrl-C
+"""
+app = command.application(measure, EPILOG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "bench_engine", arguments)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ import msgspec
 import numpy as np
 
 from asynckv.errors import LayoutError
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, decode_layout, runs_of
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import assign, compare
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 

@@ -3,53 +3,34 @@
 Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL (UCX)
 and check the bytes. Whoever is not being measured is stopped (SIGSTOP): vLLM's idle processes use a core each. Every
 round measures each contender once, each time another first; ratios are taken within a round.
-
-Contenders:
-  asynckv                  driven by steps, like vLLM: submits when a step begins, takes results when it ends, and the
-                           engine's loop runs on its own between (with steps of 0 ms: whenever the loop turns)
-  asynckv-announced        the same; requests are announced a round of the loop ahead, so that claims are ahead
-  asynckv-asyncio          no steps: a task per request in flight, as an asyncio application pulls (beside 0 ms steps)
-  vllm                     NixlConnector as shipped, with NIXL's progress thread
-  vllm-no-progress-thread  the same code with an agent made without it: the harder bar on a small host
-  vllm-pinned              as shipped, with vLLM's CPU pinning of the worker kept
-
-Cases are LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT, or with :contiguous instead of random block ids; `quick`, `all`.
-
-vLLM is not a dependency. To install it beside (no GPU, nothing is compiled, a few minutes):
-  python3.11 -m venv VENV
-  VENV/bin/pip install torch==2.13.0 numpy setuptools setuptools_scm setuptools-rust wheel packaging jinja2 cmake ninja
-  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 SETUPTOOLS_SCM_PRETEND_VERSION=0.33.0 \\
-    VENV/bin/pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.33.0 && tar xzf vllm-0.33.0.tar.gz
-  VENV/bin/pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 -r scripts/versus/requirements-vllm.txt
-then: python -m scripts.bench_vs_vllm --vllm-python VENV/bin/python --vllm-source vllm-0.33.0
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from asynckv.bench.noise import Interval, median_of
+from asynckv.errors import ConfigError
+from asynckv.testing.fleet import Failure, Fleet, Process
+from scripts import command
 from scripts.versus.vllm_side import write_config
-from scripts.versus.workload import Board, Setup, Window
+from scripts.versus.workload import Setup, Window
 
 SCHEMA = "asynckv.versus/1"
-ROOT = Path(__file__).parents[1]
 REMOTE_BLOCKS = 1024
 START_S, WINDOW_S = 180.0, 180.0
 MOST_REQUESTS = 200_000
@@ -71,10 +52,6 @@ ALL = (
     "1x4096:1:1,1x4096:1:64,1x4096:1:256,32x16384:16:1,32x16384:16:16,32x16384:16:64,32x16384:16:256,32x16384:64:1,"
     "32x16384:64:16,32x16384:64:64,32x16384:16:16:contiguous,32x16384:64:16:contiguous"
 )
-
-
-class Trouble(Exception):
-    """Something that ends the run, said in a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,160 +92,116 @@ class Case:
         return case
 
 
-class Process:
-    """One of a contender's two processes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is to be measured, and how."""
 
-    def __init__(self, name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
-        self.name, self._errors = name, folder / f"{name}.stderr"
-        with self._errors.open("wb") as stderr:
-            self._popen = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=dict(env), text=True
-            )
-
-    def tell(self, command: Mapping[str, Any]) -> None:
-        """Send a line."""
-        assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.write(json.dumps(command) + "\n")
-            self._popen.stdin.flush()
-
-    def hear(self, seconds: float) -> dict[str, Any]:
-        """Wait for a line.
-
-        Raises:
-            Trouble: The process ended or said nothing; with the end of what it wrote to stderr.
-        """
-        assert self._popen.stdout is not None
-        timer = threading.Timer(seconds, self._popen.kill)
-        timer.start()
-        try:
-            line = self._popen.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            status = self._popen.wait()
-            words = self._errors.read_text(errors="replace").strip().splitlines()[-12:]
-            raise Trouble(
-                f"{self.name} ended (status {status}) or was silent for {seconds:.0f} s:\n" + "\n".join(words)
-            )
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def signal(self, number: int) -> None:
-        """Stop it, or let it go on."""
-        if self._popen.poll() is None:
-            self._popen.send_signal(number)
-
-    def end(self) -> None:
-        """Make sure that it is gone."""
-        self.signal(signal.SIGCONT)
-        for stream in (self._popen.stdin, self._popen.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        try:
-            self._popen.wait(15.0)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+    vllm_python: str | None
+    vllm_source: Path | None
+    cases: list[Case]
+    contenders: list[str]
+    steps: list[float]
+    rounds: int
+    seconds: float
+    seed: int
 
 
 class Engine:
     """A prefill and a decode process of one kind, stopped except in their own windows."""
 
-    def __init__(self, kind: str, case: Case, local_blocks: int, given: argparse.Namespace, folder: Path) -> None:
-        self.kind, self._first, self._processes = kind, 0, list[Process]()
-        folder = folder / kind
-        folder.mkdir()
-        Board.create(folder)
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        paths = [str(ROOT)]
-        if kind == "asynckv":
-            argv = [sys.executable, "-m", "scripts.versus.asynckv_side"]
-            paths.append(env.get("PYTHONPATH", ""))
-        else:
-            argv = [given.vllm_python, "-m", "scripts.versus.vllm_side"]
-            paths.append(str(given.vllm_source))
-        env["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    def __init__(self, kind: str, fleet: Fleet) -> None:
+        self.kind, self._fleet, self._first = kind, fleet, 0
+        self.versions: dict[str, Any] = {}
+
+    async def start(self, case: Case, local_blocks: int, given: Given) -> None:
+        """Start both processes, and let them know each other."""
         setup = Setup(
             role="producer",
             layers=case.layers,
             block_bytes=case.block_bytes,
             num_blocks=REMOTE_BLOCKS,
             seed=given.seed,
-            folder=str(folder),
-            progress_thread=kind != "vllm-no-progress-thread",
-            keep_affinity=kind == "vllm-pinned",
+            folder=str(self._fleet.folder),
+            progress_thread=self.kind != "vllm-no-progress-thread",
+            keep_affinity=self.kind == "vllm-pinned",
         )
         write_config(setup)
-        try:
-            self._prefill = self._start("prefill", argv, env, folder, setup)
-            consumer = replace(setup, role="consumer", num_blocks=local_blocks)
-            self._decode = self._start("decode", argv, env, folder, consumer)
-            peer = self._prefill.hear(START_S)
-            self.versions = self._decode.hear(START_S)["versions"]
-            self._decode.tell(peer)
-        except BaseException:
-            self.end()
-            raise
+        self._prefill = await self._start("prefill", setup, given)
+        self._decode = await self._start("decode", replace(setup, role="consumer", num_blocks=local_blocks), given)
+        processes = self._fleet.processes
+        prefill, decode = await asyncio.gather(*(each.ask("ready", START_S) for each in processes))
+        self.versions = decode["versions"]
+        for process in processes:
+            await process.ask("meet", peer=prefill)
         self.pause()
 
-    def _start(self, role: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, setup: Setup) -> Process:
-        process = Process(f"{self.kind}-{role}", argv, env, folder)
-        self._processes.append(process)
-        process.tell(msgspec.to_builtins(setup))
-        return process
+    async def _start(self, role: str, setup: Setup, given: Given) -> Process:
+        name, fields = f"{self.kind}-{role}", asdict(setup)
+        if self.kind == "asynckv":
+            return await self._fleet.start(name, "scripts.versus.asynckv_side:Side", **fields)
+        python = given.vllm_python or sys.executable
+        return await self._fleet.start(name, "scripts.versus.vllm_side:Side", python=python, **fields)
 
-    def window(self, window: Window) -> dict[str, Any]:
+    async def window(self, window: Window) -> dict[str, Any]:
         """Measure once.
 
         Raises:
-            Trouble: A process ended, a request was not released, failed, or held wrong bytes.
+            Failure: A process ended, a request was not released, failed, or held wrong bytes.
         """
         window = replace(window, first=self._first)
         self._first += window.requests
-        for process in self._processes:
+        for process in self._fleet.processes:
             process.signal(signal.SIGCONT)
-        for process in self._processes:
-            process.tell(msgspec.to_builtins(window))
-        found = self._decode.hear(WINDOW_S)
-        served = self._prefill.hear(WINDOW_S)
+        asked = (each.ask("window", WINDOW_S, **asdict(window)) for each in (self._prefill, self._decode))
+        served, found = await asyncio.gather(*asked)
         self.pause()
         if found["wrong"] or found["failed"] or served["left"] or found["requests"] != window.requests:
-            raise Trouble(
+            raise Failure(
                 f"{self.kind}: of {window.requests} requests {found['failed']} failed, {found['wrong']} of "
                 f"{found['checked']} compared held wrong bytes, {served['left']} were not released"
             )
         # Of both processes: a side that polls pays for what the other one saves.
         found["prefill_cpu_us"] = served["cpu_s"] / window.requests * 1e6
         found["both_cpu_us"] = found["cpu_us"] + found["prefill_cpu_us"]
-        return found
+        measured: dict[str, Any] = found
+        return measured
 
     def pause(self) -> None:
         """Stop both processes."""
-        for process in self._processes:
+        for process in self._fleet.processes:
             process.signal(signal.SIGSTOP)
 
-    def end(self) -> None:
-        """End both processes."""
-        for process in reversed(self._processes):
-            process.end()
+    async def end(self) -> None:
+        """Let both processes end in order."""
+        for process in reversed(self._fleet.processes):
+            process.signal(signal.SIGCONT)
+            with contextlib.suppress(Failure):
+                await process.end()
 
 
-@contextlib.contextmanager
-def engines(cases: Sequence[Case], given: argparse.Namespace) -> Iterator[dict[str, Engine]]:
+@contextlib.asynccontextmanager
+async def engines(cases: Sequence[Case], given: Given) -> AsyncIterator[dict[str, Engine]]:
     """Start what is needed for cases of one geometry."""
     local_blocks = max(case.blocks * case.concurrency for case in cases)
-    with tempfile.TemporaryDirectory(prefix="asynckv-versus-") as folder, contextlib.ExitStack() as stack:
-        found = {}
-        for kind in dict.fromkeys(ENGINES[name] for name in given.contenders):
-            said(f"starting {kind} for {cases[0].layers} x {cases[0].block_bytes} bytes ...")
-            found[kind] = engine = Engine(kind, cases[0], local_blocks, given, Path(folder))
-            stack.callback(engine.end)
-        yield found
+    found: dict[str, Engine] = {}
+    fleets: list[Fleet] = []
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            for kind in dict.fromkeys(ENGINES[name] for name in given.contenders):
+                said(f"starting {kind} for {cases[0].layers} x {cases[0].block_bytes} bytes ...")
+                # vLLM's Python has modules of its own.
+                env = {} if kind == "asynckv" else {"PYTHONPATH": str(given.vllm_source or "")}
+                fleets.append(await stack.enter_async_context(Fleet(env)))
+                found[kind] = Engine(kind, fleets[-1])
+                stack.push_async_callback(found[kind].end)
+                await found[kind].start(cases[0], local_blocks, given)
+            yield found
+        except Failure as exc:
+            words = "\n".join(line for fleet in fleets for line in fleet.last_words())
+            raise Failure(f"{exc}\n{words}") from exc
 
 
-def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: argparse.Namespace) -> dict[str, Any]:
+async def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: Given) -> dict[str, Any]:
     """All rounds of one case at one length of step."""
     names = [n for n in given.contenders if n != "asynckv-asyncio" or not step_ms]
     windows: dict[str, Window] = {}
@@ -283,15 +216,17 @@ def measure(case: Case, step_ms: float, running: Mapping[str, Engine], given: ar
             announced=name == "asynckv-announced",
         )
         # The first window is compared in full; the second tells how many requests last `--seconds`.
-        running[ENGINES[name]].window(replace(window, check_all=True))
-        rate = running[ENGINES[name]].window(window)["requests_per_s"]
+        engine = running[ENGINES[name]]
+        await engine.window(replace(window, check_all=True))
+        rate = (await engine.window(window))["requests_per_s"]
         most = max(3 * case.concurrency, min(int(rate * given.seconds), MOST_REQUESTS))
         windows[name] = replace(window, requests=most)
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(given.rounds):
         said(f"{case}, steps of {step_ms:g} ms, round {number + 1} of {given.rounds}")
         turn = number % len(names)
-        rounds.append({name: running[ENGINES[name]].window(windows[name]) for name in names[turn:] + names[:turn]})
+        order = names[turn:] + names[:turn]
+        rounds.append({name: await running[ENGINES[name]].window(windows[name]) for name in order})
     measured = (*KEYS, "both_cpu_us")
     figures = {name: {key: median_of([r[name][key] for r in rounds]) for key in measured} for name in names}
     ratios = {
@@ -353,51 +288,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what is wrong with it ends with status 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", help="python of the environment that holds vLLM's requirements")
-    parser.add_argument("--vllm-source", type=Path, help="folder of vLLM's source, if it is not installed there")
-    parser.add_argument("--cases", default="quick", help="comma-separated, or `quick` or `all` (%(default)s)")
-    parser.add_argument(
-        "--contenders", default="asynckv,asynckv-announced,asynckv-asyncio,vllm,vllm-no-progress-thread"
-    )
-    parser.add_argument("--steps-ms", default="0,10,30", help="lengths of a model step; 0 is a busy loop (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one window, about (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of block ids")
-    parser.add_argument("--json", metavar="PATH", help="write the report; '-' is stdout, without the tables")
-    given = parser.parse_args(argv)
-    given.cases = {"quick": QUICK, "all": ALL}.get(given.cases, given.cases)
-    try:
-        given.cases = [Case.parse(text) for text in given.cases.split(",")]
-    except (ValueError, TypeError):
-        parser.error(
-            f"--cases {given.cases!r}: a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT[:contiguous], block bytes 4096, "
-            f"8192 or a multiple of 16384, at most {REMOTE_BLOCKS} blocks"
-        )
-    given.contenders = [name.strip() for name in given.contenders.split(",")]
-    if unknown := [name for name in given.contenders if name not in ENGINES]:
-        parser.error(f"--contenders: {', '.join(unknown)} unknown; choose from {', '.join(ENGINES)}")
-    try:
-        given.steps = [float(text) for text in given.steps_ms.split(",")]
-    except ValueError:
-        given.steps = []
-    if not given.steps or not all(0 <= step <= 10_000 for step in given.steps):
-        parser.error(f"--steps-ms {given.steps_ms!r} is no list of milliseconds such as 0,10,30")
-    if not 1 <= given.rounds <= 1000 or not 0 < given.seconds <= 600:
-        parser.error(f"--rounds {given.rounds} must be in 1 ... 1000, --seconds {given.seconds:g} in (0, 600]")
-    if given.json not in (None, "-"):
-        try:
-            Path(given.json).open("a").close()
-        except OSError as exc:
-            parser.error(f"--json {given.json}: cannot be written: {exc.strerror}")
-    if any(name.startswith("vllm") for name in given.contenders) and (why := missing(given)):
-        parser.exit(2, f"bench_vs_vllm: {why}\n{(__doc__ or '')[(__doc__ or '').index('To install') :]}")
-    return given
-
-
-def missing(given: argparse.Namespace) -> str:
+def missing(given: Given) -> str:
     """Say why vLLM cannot be run, or nothing."""
     if not given.vllm_python:
         return "vLLM is not installed here: give --vllm-python (and --vllm-source), or --contenders asynckv"
@@ -416,30 +307,135 @@ def missing(given: argparse.Namespace) -> str:
     return ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
-    given = parse(argv)
+async def run(given: Given) -> dict[str, Any]:
+    """Measure everything."""
     rows: list[dict[str, Any]] = []
     versions: dict[str, Any] = {}
+    for geometry in dict.fromkeys(case.geometry for case in given.cases):
+        cases = [case for case in given.cases if case.geometry == geometry]
+        async with engines(cases, given) as running:
+            versions |= {kind: engine.versions for kind, engine in running.items()}
+            rows += [await measure(case, step, running, given) for case in cases for step in given.steps]
+    return {"schema": SCHEMA, "versions": versions, "cpu_count": os.cpu_count(), "seed": given.seed, "rows": rows}
+
+
+def compare(
+    vllm_python: Annotated[
+        str | None, typer.Option(help="Python of the environment that holds vLLM's requirements.")
+    ] = None,
+    vllm_source: Annotated[
+        Path | None, typer.Option(help="Folder of vLLM's source, if it is not installed there.")
+    ] = None,
+    cases: Annotated[str, typer.Option(help="Comma-separated, or `quick` or `all`.")] = "quick",
+    contenders: Annotated[
+        str, typer.Option(help="Comma-separated.")
+    ] = "asynckv,asynckv-announced,asynckv-asyncio,vllm,vllm-no-progress-thread",
+    steps_ms: Annotated[str, typer.Option(help="Lengths of a model step; 0 is a busy loop.")] = "0,10,30",
+    rounds: Annotated[int, typer.Option(help="Alternating rounds.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Of one window, about.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of block ids.")] = 0,
+    json: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Write the report; '-' is stdout, without the tables.")
+    ] = None,
+) -> int:
+    """Measure asynckv and vLLM's own NixlConnector on the same workload, in turns.
+
+    Both move the same blocks of the same memory, in the same order, between two processes on this host over NIXL
+    (UCX), and check the bytes. Whoever is not being measured is stopped (SIGSTOP): vLLM's idle processes use a core
+    each. Every round measures each contender once, each time another first; ratios are taken within a round.
+    """
+    names = {"quick": QUICK, "all": ALL}.get(cases, cases)
     try:
-        for geometry in dict.fromkeys(case.geometry for case in given.cases):
-            cases = [case for case in given.cases if case.geometry == geometry]
-            with engines(cases, given) as running:
-                versions |= {kind: engine.versions for kind, engine in running.items()}
-                rows += [measure(case, step, running, given) for case in cases for step in given.steps]
-    except Trouble as exc:
+        chosen = [Case.parse(text) for text in names.split(",")]
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"--cases {names!r}: a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT[:contiguous], block bytes 4096, "
+            f"8192 or a multiple of 16384, at most {REMOTE_BLOCKS} blocks"
+        ) from None
+    who = [name.strip() for name in contenders.split(",")]
+    unknown = [name for name in who if name not in ENGINES]
+    command.check(not unknown, f"--contenders: {', '.join(unknown)} unknown; choose from {', '.join(ENGINES)}")
+    try:
+        steps = [float(text) for text in steps_ms.split(",")]
+    except ValueError:
+        steps = []
+    is_good = steps and all(0 <= step <= 10_000 for step in steps)
+    command.check(bool(is_good), f"--steps-ms {steps_ms!r} is no list of milliseconds such as 0,10,30")
+    command.check(
+        1 <= rounds <= 1000 and 0 < seconds <= 600,
+        f"--rounds {rounds} must be in 1 ... 1000, --seconds {seconds:g} in (0, 600]",
+    )
+    if json not in (None, "-"):
+        try:
+            Path(json).open("a").close()
+        except OSError as exc:
+            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    given = Given(
+        vllm_python=vllm_python,
+        vllm_source=vllm_source,
+        cases=chosen,
+        contenders=who,
+        steps=steps,
+        rounds=rounds,
+        seconds=seconds,
+        seed=seed,
+    )
+    if any(name.startswith("vllm") for name in who) and (why := missing(given)):
+        raise ConfigError(f"{why}\n{INSTALL}")
+    try:
+        report = asyncio.run(run(given))
+    except Failure as exc:
         said(f"bench_vs_vllm: {exc}")
         return 1
-    except KeyboardInterrupt:
-        return 130
-    report = {"schema": SCHEMA, "versions": versions, "cpu_count": os.cpu_count(), "seed": given.seed, "rows": rows}
-    if given.json == "-":
+    if json == "-":
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
     else:
-        if given.json:
-            Path(given.json).write_bytes(msgspec.json.encode(report))
-        show(rows, Console() if sys.stdout.isatty() else Console(width=240))
+        if json:
+            Path(json).write_bytes(msgspec.json.encode(report))
+        show(report["rows"], Console() if sys.stdout.isatty() else Console(width=240))
     return 0
+
+
+INSTALL = """To install it beside (no GPU, nothing is compiled, a few minutes):
+
+  python3.11 -m venv VENV
+
+  VENV/bin/pip install torch==2.13.0 numpy setuptools setuptools_scm setuptools-rust wheel packaging jinja2 cmake ninja
+
+  VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 SETUPTOOLS_SCM_PRETEND_VERSION=0.33.0 \\
+    VENV/bin/pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.33.0 && tar xzf vllm-0.33.0.tar.gz
+
+  VENV/bin/pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 -r scripts/versus/requirements-vllm.txt
+
+then: python -m scripts.bench_vs_vllm --vllm-python VENV/bin/python --vllm-source vllm-0.33.0
+"""
+CONTENDERS = {
+    "asynckv": "driven by steps, like vLLM: submits when a step begins, takes results when it ends, and the engine's "
+    "loop runs on its own between (with steps of 0 ms: whenever the loop turns)",
+    "asynckv-announced": "the same; requests are announced a round of the loop ahead, so that claims are ahead",
+    "asynckv-asyncio": "no steps: a task per request in flight, as an asyncio application pulls (beside 0 ms steps)",
+    "vllm": "NixlConnector as shipped, with NIXL's progress thread",
+    "vllm-no-progress-thread": "the same code with an agent made without it: the harder bar on a small host",
+    "vllm-pinned": "as shipped, with vLLM's CPU pinning of the worker kept",
+}
+EPILOG = f"""
+[bold]Contenders[/bold]
+
+{command.listed(CONTENDERS)}
+
+[bold]Cases[/bold]  LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT, or with :contiguous instead of random block ids; `quick`, `all`
+
+[bold]vLLM is not a dependency[/bold]
+
+{INSTALL}
+[bold]Exit status[/bold]  0 measured, 1 a process or a request failed, 2 bad input, 130 Ctrl-C
+"""
+app = command.application(compare, EPILOG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and report what the command line says; returns the exit status."""
+    return command.run(app, "bench_vs_vllm", arguments)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,25 @@ The controls show that the judge is awake: with any one part of any one layer se
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
 
 import msgspec
 import torch
+import typer
 
 from asynckv import Engine, EngineConfig, PrefillGroup, configure_logging, register_memory
+from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Part, View
+from asynckv.testing.fleet import Failure, Fleet, Process
 from asynckv.tools.layouts import model_groups, model_layout, with_addresses
 from asynckv.tools.models import Heads, Latent, Model, State, model_of_config
+from scripts import command
 
 ATTENTION = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "vocab_size": 128}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -140,6 +142,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 NUM_BLOCKS = 24
+HEAR_S = 120.0
 
 
 class Numbers(msgspec.Struct):
@@ -171,10 +174,7 @@ def load() -> Any:
             warnings.simplefilter("ignore")
             import transformers
     except ImportError:
-        print(
-            "disagg_generate: transformers is not installed; run: pip install 'transformers==5.23.0'", file=sys.stderr
-        )
-        sys.exit(2)
+        raise ConfigError("transformers is not installed; run: pip install 'transformers==5.23.0'") from None
     quiet: Any = transformers
     quiet.logging.set_verbosity_error()
     return quiet
@@ -442,9 +442,25 @@ class Guard:
 # -- the two processes ----------------------------------------------------------------------------------------
 
 
-async def prefill_process(families: list[str], numbers: Numbers) -> None:
-    """Prefill each family, lend it twice, and wait until everybody has read."""
-    for family in families:
+class Prefill:
+    """The process that prefills families, lends each twice, and knows when everybody has read."""
+
+    def __init__(self, **numbers: int) -> None:
+        torch.set_num_threads(1)
+        configure_logging("error")
+        self._numbers = Numbers(**numbers)
+        self._causes: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def prefill(self, family: str) -> AsyncIterator[dict[str, Any]]:
+        """Prefill and lend a family; the answer is what a reader needs."""
+        numbers = self._numbers
+        causes = self._causes = asyncio.get_running_loop().create_future()
         subject = Subject(family, numbers.seed)
         tokens = numbers.prompt_tokens
         logits, cache = subject.step(prompt(numbers))
@@ -459,18 +475,22 @@ async def prefill_process(families: list[str], numbers: Numbers) -> None:
             group = PrefillGroup("prefill", [rank.engine.endpoint for rank in ranks])
             params = [group.make_params(f"{family}-P{i}", blocks, tokens, written=True) for i in range(2)]
             lent = [rank.engine.lend(each) for each in params for rank in ranks]
-            print(json.dumps({"family": family, "params": params, "first": int(logits.argmax())}), flush=True)
+            yield {"params": params, "first": int(logits.argmax())}
             ends = [await each.wait_released() for each in lent]
-        print(json.dumps({"family": family, "causes": sorted({end.cause for end in ends})}), flush=True)
+        causes.set_result(sorted({end.cause for end in ends}))
+
+    async def causes(self) -> list[str]:
+        """Wait until everybody has read, and say how the leases ended."""
+        return await self._causes
 
 
 async def decode_family(
-    family: str, numbers: Numbers, hear: Any, spoil: Callable[[list[Rank]], None] = lambda ranks: None
+    family: str, numbers: Numbers, lender: Process, spoil: Callable[[list[Rank]], None] = lambda ranks: None
 ) -> dict[str, Any]:
     """Pull a family's cache, go on generating, and compare with a process that did it all alone."""
     subject = Subject(family, numbers.seed)
     tokens, cached = numbers.prompt_tokens, numbers.cached_tokens
-    told = await hear()
+    told = await lender.ask("prefill", HEAR_S, family=family)
     ranks = [Rank(subject, "decode", r, numbers) for r in range(numbers.decode_tp)]
     blocks = lists(subject, numbers, "decode", tokens)
     size = numbers.block_size
@@ -486,7 +506,7 @@ async def decode_family(
         guard = Guard(ranks, full, blocks, cached)
         rest = [await r.engine.pull("rest", after, told["params"][1]) for r in ranks]
         moved = [(a.num_bytes, b.num_bytes) for a, b in zip(first, rest, strict=True)]
-        ended = await hear()
+        causes = await lender.ask("causes", HEAR_S)
         stray = guard.check(ranks, subject, tokens)
         spoil(ranks)
         found = gather(ranks, subject, blocks, tokens)
@@ -521,7 +541,7 @@ async def decode_family(
         "tokens": got_tokens,
         "tokens_equal": got_tokens == want_tokens,
         "controls_see": controls,
-        "leases": ended["causes"],
+        "leases": causes,
     }
 
 
@@ -547,77 +567,91 @@ async def decode_process(
         numbers: What both processes agree on.
         spoil: For tests of the judge: called with all ranks when everything has arrived.
     """
-    argv = [sys.executable, "-m", "scripts.disagg_generate", "--role", "prefill", "--numbers"]
-    plain = json.dumps(msgspec.to_builtins(numbers))
-    child = await asyncio.create_subprocess_exec(*argv, plain, *families, stdout=subprocess.PIPE, limit=1 << 26)
-    assert child.stdout is not None
-    stream = child.stdout
-
-    async def hear() -> Any:
-        while line := await asyncio.wait_for(stream.readline(), 120):
-            if line.startswith(b"{"):
-                return json.loads(line)
-        raise SystemExit(f"disagg_generate: the prefill process ended with status {await child.wait()}")
-
     good = True
-    try:
-        for family in families:
-            row = await decode_family(family, numbers, hear, spoil)
-            good &= is_good(row)
-            print(json.dumps(row), flush=True)
-        await child.wait()
-    finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
+    async with Fleet() as fleet:
+        lender = await fleet.start("prefill", "scripts.disagg_generate:Prefill", **msgspec.to_builtins(numbers))
+        try:
+            for family in families:
+                row = await decode_family(family, numbers, lender, spoil)
+                good &= is_good(row)
+                print(json.dumps(row), flush=True)
+            await lender.end()
+        except Failure as exc:
+            raise Failure("\n".join([str(exc), *lender.last_words()])) from exc
     return good
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Keeps the text's lines, and shows defaults."""
+def generate(
+    families: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(FAMILIES)}; all if left out.")] = None,
+    prefill_tp: Annotated[int, typer.Option(help="Ranks of the prefill engine (a divisor of 6).")] = 3,
+    decode_tp: Annotated[int, typer.Option(help="Ranks of the decode engine (a divisor of 6).")] = 2,
+    prefill_block_size: Annotated[int, typer.Option(help="Tokens per block of the prefill engine.")] = 12,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the decode engine.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 45,
+    cached_tokens: Annotated[int, typer.Option(help="Pulled first, as a prefix.")] = 21,
+    new_tokens: Annotated[int, typer.Option(help="To generate after the transfer.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of weights and prompt.")] = 0,
+) -> int:
+    """Prefill real models in one process and decode them in another; every tensor and logit must be equal bit by bit.
 
-
-def main() -> int:
-    """Run both processes; 0 if all is equal, 1 if not, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="disagg_generate", description=__doc__, formatter_class=Formatter)
-    parser.add_argument("families", nargs="*", default=[], help=f"of {', '.join(FAMILIES)}; all if left out")
-    parser.add_argument("--prefill-tp", type=int, default=3, help="ranks of the prefill engine (a divisor of 6)")
-    parser.add_argument("--decode-tp", type=int, default=2, help="ranks of the decode engine (a divisor of 6)")
-    parser.add_argument("--prefill-block-size", type=int, default=12, help="tokens per block of the prefill engine")
-    parser.add_argument("--block-size", type=int, default=8, help="tokens per block of the decode engine")
-    parser.add_argument("--prompt-tokens", type=int, default=45, help="length of the prompt")
-    parser.add_argument("--cached-tokens", type=int, default=21, help="pulled first, as a prefix")
-    parser.add_argument("--new-tokens", type=int, default=4, help="to generate after the transfer")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompt")
-    parser.add_argument("--role", choices=["decode", "prefill"], default="decode", help=argparse.SUPPRESS)
-    parser.add_argument("--numbers", default="", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    families = given.families or list(FAMILIES)
-    if strange := [f for f in families if f not in FAMILIES]:
-        parser.error(f"family {strange[0]!r} is unknown; choose from {', '.join(FAMILIES)}")
+    A small, randomly initialised Hugging Face model of each kind. Its KV cache and states are cut over tensor-parallel
+    ranks into paged memory, moved by asynckv to the ranks of a decode engine of another size (in two pulls: a prefix
+    first, then the rest), gathered there, and generation goes on. Judged against one process alone.
+    """
+    numbers = Numbers(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        new_tokens=new_tokens,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_block_size=prefill_block_size,
+        block_size=block_size,
+        seed=seed,
+    )
+    for family in families or ():
+        command.check(family in FAMILIES, f"family {family!r} is unknown; choose from {', '.join(FAMILIES)}")
+    for name in ("prefill_tp", "decode_tp"):
+        value, option = getattr(numbers, name), f"--{name.replace('_', '-')}"
+        command.check(value in (1, 2, 3, 6), f"{option} {value} is none of 1, 2, 3, 6: the models have 6 KV heads")
+    for name in ("prefill_block_size", "block_size", "prompt_tokens", "new_tokens"):
+        value, option = getattr(numbers, name), f"--{name.replace('_', '-')}"
+        command.check(value >= 1, f"{option} {value} must be 1 or more")
+    command.check(
+        0 <= cached_tokens < prompt_tokens,
+        f"--cached-tokens {cached_tokens} is outside 0 ... {prompt_tokens - 1}, less than the prompt",
+    )
+    least = min(block_size, prefill_block_size)
+    command.check(
+        -(-prompt_tokens // least) <= NUM_BLOCKS,
+        f"--prompt-tokens {prompt_tokens} need more than {NUM_BLOCKS} blocks of {least} tokens",
+    )
     torch.set_num_threads(1)
     load()
     configure_logging("error")
-    if given.role == "prefill":
-        asyncio.run(prefill_process(families, msgspec.json.decode(given.numbers, type=Numbers)))
-        return 0
-    for name in ("prefill_tp", "decode_tp"):
-        if getattr(given, name) not in (1, 2, 3, 6):
-            parser.error(
-                f"--{name.replace('_', '-')} {getattr(given, name)} is none of 1, 2, 3, 6: the models have 6 KV heads"
-            )
-    for name in ("prefill_block_size", "block_size", "prompt_tokens", "new_tokens"):
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)} must be 1 or more")
-    if not 0 <= given.cached_tokens < given.prompt_tokens:
-        parser.error(
-            f"--cached-tokens {given.cached_tokens} is outside 0 ... {given.prompt_tokens - 1}, less than the prompt"
-        )
-    least = min(given.block_size, given.prefill_block_size)
-    if -(-given.prompt_tokens // least) > NUM_BLOCKS:
-        parser.error(f"--prompt-tokens {given.prompt_tokens} need more than {NUM_BLOCKS} blocks of {least} tokens")
-    numbers = Numbers(**{f: getattr(given, f) for f in Numbers.__struct_fields__})
-    return 0 if asyncio.run(decode_process(families, numbers)) else 1
+    try:
+        return 0 if asyncio.run(decode_process(families or list(FAMILIES), numbers)) else 1
+    except Failure as exc:
+        print(f"disagg_generate: {exc}", file=sys.stderr)
+        return 1
+
+
+EPILOG = """
+[bold]Controls[/bold]  show that the judge is awake: with any part of any layer set to zero, the logits must differ
+
+[bold]Examples[/bold]
+
+  python -m scripts.disagg_generate llama
+
+  python -m scripts.disagg_generate --prefill-tp 6 --decode-tp 1 | jq .logits_equal
+
+[bold]Exit status[/bold]  0 all is equal, 1 something is not, 2 bad input, 130 Ctrl-C
+"""
+app = command.application(generate, EPILOG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "disagg_generate", arguments)
 
 
 if __name__ == "__main__":

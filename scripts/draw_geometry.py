@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from rich.console import RenderableType
 
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part, runs_of
-from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, Part, View, dense_part
+from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.tools import explain
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import PRESETS, Heads, Latent, Model, Projection, State
@@ -82,10 +82,10 @@ def tokens(title: str, here: int, there: int, first: int, num_tokens: int) -> Re
     )
     pieces = []
     for section in plan_read(peer, lists).sections:
-        cut = section.table.cut
+        span = section.table.span
         for block, source in zip(section.local.tolist(), section.remote.tolist(), strict=True):
-            start = block * here + cut.local_offset
-            pieces.append(Segment(start, start + cut.tokens, f"{source}>{block}", source))
+            start = block * here + span.local_offset
+            pieces.append(Segment(start, start + span.tokens, f"{source}>{block}", source))
     pieces.sort()
     extent = max(mine * here, theirs * there)
     padding = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def table(title: str, intro: str, on_event: Any, when: Any) -> str:
                 name = event.name if isinstance(event, Enum) else event.__name__
                 edges[state, after].append(name.replace("_", " ").upper())
     for state, row in when.items():
-        for condition, after in row.items() if isinstance(row, Mapping) else row:
+        for condition, after in row.items():
             edges[state, after].append(f"*{_words(condition)}*")
     lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
     lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
@@ -60,9 +59,9 @@ def page() -> str:
             ),
             table(
                 "Lease",
-                "One lent request on a prefill rank. In ENDING nothing is granted any more, but promises are kept.",
+                "One lent request on a prefill rank. In ENDING nothing is granted any more; what was granted is kept.",
                 lease.ON_EVENT,
-                lease.WHEN_SETTLED,
+                lease.WHEN,
             ),
             table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
         )

@@ -9,26 +9,27 @@ almost every piece is a NIXL descriptor of its own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
+import typer
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
 from asynckv.bench.memory import Pool
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
+from asynckv.testing.fleet import TRANSPORTS, Failure, Fleet
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
+from scripts import command
 
 TICK_S = 0.001
 SHAPES = {
@@ -47,15 +48,25 @@ def make_engine(role: str, workload: str, posting_threads: int | str) -> tuple[E
     return Engine(config, pool.registration), pool
 
 
-async def prefill(workload: str) -> None:
-    """Lend whatever the other process says, until it goes."""
-    engine, _pool = make_engine("prefill", workload, 0)
-    async with engine:
-        print(msgspec.json.encode(engine.endpoint).decode(), flush=True)
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            for params in json.loads(line):
-                engine.lend(params)
-            print("lent", flush=True)
+class Prefill:
+    """The process that lends whatever it is told to."""
+
+    def __init__(self, *, workload: str) -> None:
+        self._engine, self._pool = make_engine("prefill", workload, 0)
+
+    async def __aenter__(self) -> Self:
+        await self._engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.aclose()
+
+    def endpoint(self) -> Any:
+        return msgspec.to_builtins(self._engine.endpoint)
+
+    def lend(self, every: list[dict[str, Any]]) -> None:
+        for params in every:
+            self._engine.lend(params)
 
 
 class Sampler:
@@ -83,51 +94,44 @@ class Sampler:
 async def decode(workload: str, posting_threads: int | str, requests: int) -> dict[str, Any]:
     """Pull all requests, some in flight at a time."""
     _, _, _, blocks, in_flight = SHAPES[workload]
-    command = [sys.executable, "-m", "scripts.loop_stall", workload, "--prefill"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:  # noqa: ASYNC220 - before the clock runs
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            endpoint = msgspec.json.decode(process.stdout.readline(), type=Endpoint)
-            engine, _pool = make_engine("decode", workload, posting_threads)
-            async with engine:
-                group = PrefillGroup("prefill", [endpoint])
-                ids = list(range(2 * blocks * in_flight))
-                if workload == "scattered":
-                    random.Random(1).shuffle(ids)
-                lists = [ids[i * blocks : (i + 1) * blocks] for i in range(2 * in_flight)]
+    async with Fleet() as fleet:
+        lender = await fleet.start("prefill", "scripts.loop_stall:Prefill", workload=workload)
+        endpoint = msgspec.convert(await lender.ask("endpoint"), Endpoint)
+        engine, _pool = make_engine("decode", workload, posting_threads)
+        async with engine:
+            group = PrefillGroup("prefill", [endpoint])
+            ids = list(range(2 * blocks * in_flight))
+            if workload == "scattered":
+                random.Random(1).shuffle(ids)
+            lists = [ids[i * blocks : (i + 1) * blocks] for i in range(2 * in_flight)]
 
-                def make(number: int) -> dict[str, Any]:
-                    chosen = lists[number % in_flight]
-                    return group.make_params(f"r{number}", [(0, chosen)], 16 * blocks, written=True)
+            def make(number: int) -> dict[str, Any]:
+                chosen = lists[number % in_flight]
+                return group.make_params(f"r{number}", [(0, chosen)], 16 * blocks, written=True)
 
-                every = [make(n) for n in range(-in_flight, requests)]
-                print(json.dumps(every), file=process.stdin, flush=True)
-                process.stdout.readline()
-                waiting = iter(enumerate(every))
+            every = [make(n) for n in range(-in_flight, requests)]
+            await lender.ask("lend", None, every=every)
+            waiting = iter(enumerate(every))
 
-                async def pull(last: int) -> int:
-                    moved = 0
-                    for number, params in waiting:
-                        # Blocks of the own half of the pool, and no two requests in flight on the same.
-                        target = lists[in_flight + places.pop()]
-                        moved += (await engine.pull(f"d{number}", [(0, target)], params)).num_bytes
-                        places.append(lists.index(target) - in_flight)
-                        if number >= last:
-                            break
-                    return moved
+            async def pull(last: int) -> int:
+                moved = 0
+                for number, params in waiting:
+                    # Blocks of the own half of the pool, and no two requests in flight on the same.
+                    target = lists[in_flight + places.pop()]
+                    moved += (await engine.pull(f"d{number}", [(0, target)], params)).num_bytes
+                    places.append(lists.index(target) - in_flight)
+                    if number >= last:
+                        break
+                return moved
 
-                places = list(range(in_flight))
-                await pull(in_flight - 1)  # connections
-                gc.collect()
-                sampler, began, cpu = Sampler(), time.perf_counter(), time.process_time()
-                moved = sum(await asyncio.gather(*(pull(1 << 60) for _ in range(in_flight))))
-                seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-                lags = sampler.stop()
-                counters = engine.statistics().counters
-        finally:
-            process.kill()
+            places = list(range(in_flight))
+            await pull(in_flight - 1)  # connections
+            gc.collect()
+            sampler, began, cpu = Sampler(), time.perf_counter(), time.process_time()
+            moved = sum(await asyncio.gather(*(pull(1 << 60) for _ in range(in_flight))))
+            seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+            lags = sampler.stop()
+            counters = engine.statistics().counters
     return {
         "workload": workload,
         "posting_threads": posting_threads,
@@ -145,38 +149,50 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
     }
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Make argparse's reader of a number in a range."""
+def stall(
+    workload: Annotated[Literal["bulk", "scattered"], typer.Argument(help="What is pulled.")],
+    posting_threads: Annotated[str, typer.Option(metavar="N", help="0 to 16, or auto.")] = "auto",
+    requests: Annotated[str, typer.Option(metavar="N", help="How many to pull.")] = "64",
+    transport: Annotated[Literal["auto", "tcp"], typer.Option(help="Of UCX.")] = "auto",
+) -> int:
+    """Measure how long bulk reads keep an event loop away; prints one JSON line.
 
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number in {least} ... {most}")
-        return int(text)
+    A prefill engine in a process of its own, a decode engine in this one, real NIXL and ZMQ. The decode side pulls in a
+    closed loop while a timer of 1 ms on its loop notes how late it is called.
+    """
+    number = command.whole("--requests", requests, 1, 1_000_000)
+    threads: int | str = posting_threads
+    if posting_threads != "auto":
+        threads = command.whole("--posting-threads", posting_threads, 0, MAX_POSTING_THREADS)
+    os.environ.update(TRANSPORTS[transport])
+    try:
+        print(json.dumps(asyncio.run(decode(workload, threads, number))))
+    except Failure as exc:
+        print(f"loop_stall: {exc}", file=sys.stderr)
+        return 1
+    return 0
 
-    return read
+
+EPILOG = """
+[bold]Workloads[/bold]
+
+  [cyan]bulk[/cyan]: blocks that lie in runs, 16 MiB per request
+
+  [cyan]scattered[/cyan]: blocks anywhere, of 1 KiB pieces, so that almost every piece is a NIXL descriptor of its own
+
+[bold]Example[/bold]
+
+  python -m scripts.loop_stall bulk --posting-threads 0 | jq .lag_ms
+
+[bold]Exit status[/bold]  0 measured, 1 the prefill process was lost, 2 bad input, 130 Ctrl-C
+"""
+app = command.application(stall, EPILOG)
 
 
-def threads_of(text: str) -> int | str:
-    """Read `--posting-threads`."""
-    return text if text == "auto" else whole(0, MAX_POSTING_THREADS)(text)
-
-
-def main() -> None:
-    """Run one side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=SHAPES)
-    parser.add_argument("--posting-threads", type=threads_of, default="auto", help="0 to 16, or auto")
-    parser.add_argument("--requests", type=whole(1, 1_000_000), default=64, help="how many to pull")
-    parser.add_argument("--transport", choices=("auto", "tcp"), default="auto")
-    parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.transport == "tcp":
-        os.environ |= {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
-    if given.prefill:
-        asyncio.run(prefill(given.workload))
-        return
-    print(json.dumps(asyncio.run(decode(given.workload, given.posting_threads, given.requests))))
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "loop_stall", arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

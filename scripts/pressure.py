@@ -1,16 +1,14 @@
 """Put real workers under pressure and judge order, memory, latency and bytes: `python -m scripts.pressure --help`.
 
-Real processes, NIXL over UCX on CPU memory, ZMQ on 127.0.0.1, as in `scripts.chaos`, whose workers, hostile allocators
-and byte patterns serve here too. Every scenario proves what the documentation says of queues, budgets, isolation,
-drains, sleep and retries. What is published is compared byte by byte; free memory that changes shows as well.
+Real processes, NIXL over UCX on CPU memory, ZMQ on 127.0.0.1 (`scripts.arena`). Every scenario proves what the
+documentation says of queues, budgets, isolation, drains, sleep and retries. What is published is compared byte by byte;
+free memory that changes shows as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -25,19 +23,21 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import typer
 
-from asynckv import PullCancelled
-from asynckv.core.types import RequestId
+from asynckv import Engine, PullCancelled
 from asynckv.errors import AsyncKVError, EngineClosed, PullError
-from scripts import chaos
-from scripts.chaos import BLOCK, Arena, Failure, Lost, Worker
+from asynckv.testing.fleet import Failure, Lost, Words, free_memory, memory_kib
+from scripts import arena as workers
+from scripts import command
+from scripts.arena import BLOCK, BUSY, MOST_BLOCKS, Arena, Worker, allocate, perform
 
-MODULE = "scripts.pressure"
+TARGET = "scripts.pressure:Side"
 IN_FLIGHT = 64
 """Pulls that may read at a time in `load`."""
 
@@ -64,11 +64,6 @@ Schedule = list[tuple[float, str, dict[str, Any]]]
 # -- a worker process --------------------------------------------------------------------------------
 
 
-def rss_kib(what: str = "VmRSS") -> int:
-    """Read this process's memory now, or at its peak (`VmHWM`)."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if what in line)
-
-
 @dataclasses.dataclass(slots=True)
 class Order:
     """In which order requests were admitted, as the engine decided it."""
@@ -77,23 +72,26 @@ class Order:
     most: int = 0
 
     @contextlib.contextmanager
-    def watch(self, admission: Any) -> Iterator[None]:
-        """Listen to an engine's admission."""
+    def watch(self, engine: Engine) -> Iterator[None]:
+        """Listen to an engine's admission, which tells nobody of its order."""
+        decode: Any = engine._core.decode
+        admission = decode.admission
         before_next, before_enter = admission.next, admission.enter
 
-        def admitted(pull: Any) -> None:
-            self.names.append(pull.request_id)
+        def admitted(pull_id: str) -> None:
+            self.names.append(decode.pulls[pull_id].request_id)
             self.most = max(self.most, admission.num_admitted)
 
-        def following() -> Any:
-            if (pull := before_next()) is not None:
-                admitted(pull)
-            return pull
+        def following() -> str | None:
+            pull_id: str | None = before_next()
+            if pull_id is not None:
+                admitted(pull_id)
+            return pull_id
 
-        def enter(key: Any, pull: Any) -> bool:
-            is_in: bool = before_enter(key, pull)
+        def enter(key: Any, pull_id: str) -> bool:
+            is_in: bool = before_enter(key, pull_id)
             if is_in:
-                admitted(pull)
+                admitted(pull_id)
             return is_in
 
         admission.next, admission.enter = following, enter
@@ -103,88 +101,77 @@ class Order:
             del admission.next, admission.enter
 
 
-class Side(chaos.Side):
+class Side(workers.Side):
     """A worker that can do many things at once, drain, and sleep."""
 
-    def __init__(self, setup: Mapping[str, Any], out: int) -> None:
-        super().__init__(setup, out)
+    def __init__(self, **setup: Any) -> None:
+        super().__init__(**setup)
         self._asleep: list[int] = []
-        self._left: chaos.Words | None = None
+        self._left: Words | None = None
         """Memory that was left at the last waking."""
         self._renewals: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def commands(self) -> dict[str, Callable[..., Coroutine[Any, Any, None]]]:
-        """What the driver may ask for."""
-        more: list[Callable[..., Coroutine[Any, Any, None]]]
-        more = [self.lend_many, self.make, self.try_lend, self.try_pull, self.storm, self.round, self.read_some]
-        more += [self.drain, self.aclose, self.suspend, self.resume, self.pull_retrying, self.renew, self.cut_wires]
-        return super().commands() | {each.__name__: each for each in more}
-
-    async def state(self, ask: int, wait_s: float) -> None:
+    async def state(self, wait_s: float) -> dict[str, Any]:
         """Audit and tell; what this script itself left to the collector does not count as growth."""
         if wait_s:
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
-        await super().state(ask, wait_s)
+            free_memory()
+        return await super().state(wait_s)
 
     # -- lending -----------------------------------------------------------------------------------
 
-    async def lend_many(self, ask: int, first: int, count: int, blocks: int) -> None:
+    async def lend_many(self, first: int, count: int, blocks: int) -> list[dict[str, Any]]:
         """Lend many requests at once."""
         ids, given = await self.blocks.take(count * blocks), []
         for number, place in zip(range(first, first + count), range(0, count * blocks, blocks), strict=True):
             mine = ids[place : place + blocks]
-            self.blocks.words[mine] = self.blocks.pattern(number, 0, blocks)
+            self.blocks.fill(number, mine)
             params = self.group().make_params(f"p-{number}", [(0, mine)], blocks * BLOCK, written=True)
             task = asyncio.create_task(self._take_back(self.engine.lend(params), mine))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             given.append({"number": number, "params": params, "blocks": blocks, "cached": 0})
-        self.say(ask, requests=given)
+        return given
 
     async def _take_back(self, lent: Any, ids: list[int]) -> None:
         self.counts[f"lease.{(await lent.wait_released()).cause}"] += 1
-        await self.blocks.give(ids)
+        self.blocks.give(ids)
 
-    async def make(self, ask: int, number: int, blocks: int) -> None:
+    def make(self, number: int, blocks: int) -> dict[str, Any]:
         """Make params of a request that is not lent yet."""
         lists = [(0, list(range(blocks)))]
         params = self.group().make_params(f"p-{number}", lists, blocks * BLOCK, written=True)
-        self.say(ask, request={"number": number, "params": params, "blocks": blocks, "cached": 0})
+        return {"number": number, "params": params, "blocks": blocks, "cached": 0}
 
-    async def try_lend(self, ask: int, params: dict[str, Any]) -> None:
+    def try_lend(self, params: dict[str, Any]) -> str:
         """Lend what should be refused."""
         try:
             self.engine.lend(params)
         except AsyncKVError as exc:
-            self.say(ask, refused=type(exc).__name__, detail=str(exc))
-        else:
-            self.say(ask, refused="", detail="")
+            return type(exc).__name__
+        return ""
 
-    async def try_pull(self, ask: int, lent: dict[str, Any]) -> None:
+    async def try_pull(self, lent: dict[str, Any]) -> str:
         """Pull what should be refused before it begins."""
         try:
             await self.engine.pull(f"d-{lent['number']}", [(0, list(range(lent["blocks"])))], lent["params"])
         except (EngineClosed, PullError) as exc:
-            self.say(ask, refused=type(exc).__name__)
-        else:
-            self.say(ask, refused="")
+            return type(exc).__name__
+        return ""
 
     # -- many pulls at once ------------------------------------------------------------------------
 
     async def storm(
         self,
-        ask: int,
         queue: list[dict[str, Any]],
         other: list[dict[str, Any]],
         urgent: list[dict[str, Any]],
         cancel: int,
         timeout_s: float,
-    ) -> None:
+    ) -> dict[str, Any]:
         """Ask for all of a queue at once and one of another peer; later cancel the last, and ask for urgent ones."""
         engine, loop, blocks = self.engine, asyncio.get_running_loop(), self.blocks
-        admission, order = engine._core.decode.admission, Order()
+        order = Order()
         everybody = [*queue, *other, *urgent]
         ids = await blocks.take(sum(lent["blocks"] for lent in everybody))
         places = itertools.accumulate((lent["blocks"] for lent in everybody), initial=0)
@@ -212,9 +199,12 @@ class Side(chaos.Side):
             else:
                 done.append(name)
                 reasons["complete"] += 1
-                wrong += 8 * int(np.count_nonzero(blocks.words[mine] != blocks.pattern(lent["number"], 0, len(mine))))
-            await blocks.give(mine)
+                wrong += blocks.wrong(lent["number"], mine)
+            blocks.give(mine)
             more.set()
+
+        def gauges() -> Mapping[str, int]:
+            return engine.statistics().gauges
 
         async def until(count: int) -> None:
             while sum(reasons.values()) < count:
@@ -222,30 +212,27 @@ class Side(chaos.Side):
                 await more.wait()
 
         gc.collect()
-        rss = rss_kib()
+        rss = memory_kib()
         Path("/proc/self/clear_refs").write_text("5")  # noqa: ASYNC240 - the peak is counted from here
         began = loop.time()
-        with order.watch(admission):
+        with order.watch(engine):
             tasks = {f"d-{lent['number']}": asyncio.create_task(one(lent)) for lent in (*queue, *other)}
             await asyncio.sleep(0)  # each has run up to its first wait
-            asked_s, queued, rss_queued = loop.time() - began, admission.num_waiting, rss_kib()
+            asked_s, num_queued, rss_queued = loop.time() - began, gauges()["pulls_queued"], memory_kib()
             would_block = engine.would_block(queue[-1]["params"])
             await until(len(queue) // 10)
             victims = [f"d-{lent['number']}" for lent in queue[len(queue) - cancel :]]
-            admitted = set(order.names)
-            early = [name for name in victims if name in admitted]
+            early = set(order.names).intersection(victims)
             called = dict[str, float]()
             for i, name in enumerate(victims):
                 called[name] = loop.time()
                 (engine.cancel(name) if i % 2 else tasks[name].cancel())
             await asyncio.sleep(0)  # cancelled tasks have run
-            known = engine._core.decode.by_request
-            left = [pull for name in victims if (pull := known.get(RequestId(name))) is not None]
-            queued_still = sum(admission.waits(pull.pull_id) for pull in left)
-            waiting = admission.num_waiting
+            queued = {each.request_id for each in engine.requests() if each.state == "queued"}
+            queued_still, waiting = len(queued.intersection(victims)), gauges()["pulls_queued"]
             tasks |= {f"d-{lent['number']}": asyncio.create_task(one(lent, -1)) for lent in urgent}
             await asyncio.gather(*tasks.values())
-        seconds, peak = loop.time() - began, rss_kib("VmHWM")
+        seconds, peak = loop.time() - began, memory_kib("VmHWM")
         place = {name: i for i, name in enumerate(done)}
         gone = set(victims)
         in_queue = [f"d-{lent['number']}" for lent in queue if f"d-{lent['number']}" not in gone]
@@ -261,23 +248,22 @@ class Side(chaos.Side):
             for n in urgent_names
             if n in order.names
         ]
-        self.say(
-            ask,
-            reasons=dict(reasons),
-            bytes=sum(len(given[int(n[2:])]) for n in done) * blocks.words[0].nbytes,
-            wrong=wrong,
-            asked_s=asked_s,
-            seconds=seconds,
-            queued=queued,
-            would_block=would_block,
-            most_admitted=order.most,
-            rss_kib={"before": rss, "queued": rss_queued, "peak": peak, "after": rss_kib()},
-            admitted_in_order=admitted_of_queue == in_queue,
-            most_ahead=max((i - p for p, i in enumerate(ranks)), default=0),
-            most_behind=max((p - i for p, i in enumerate(ranks)), default=0),
-            other={"admitted_after": late, "completed_before_it": overtaken},
-            urgent={"others_admitted_before_it": overtook_late, "waiting_when_asked": waiting},
-            cancelled={
+        return {
+            "reasons": dict(reasons),
+            "bytes": sum(len(given[int(n[2:])]) for n in done) * blocks.words[0].nbytes,
+            "wrong": wrong,
+            "asked_s": asked_s,
+            "seconds": seconds,
+            "queued": num_queued,
+            "would_block": would_block,
+            "most_admitted": order.most,
+            "rss_kib": {"before": rss, "queued": rss_queued, "peak": peak, "after": memory_kib()},
+            "admitted_in_order": admitted_of_queue == in_queue,
+            "most_ahead": max((i - p for p, i in enumerate(ranks)), default=0),
+            "most_behind": max((p - i for p, i in enumerate(ranks)), default=0),
+            "other": {"admitted_after": late, "completed_before_it": overtaken},
+            "urgent": {"others_admitted_before_it": overtook_late, "waiting_when_asked": waiting},
+            "cancelled": {
                 "count": len(victims),
                 "were_admitted": len(early),
                 "queued_still": queued_still,
@@ -285,9 +271,9 @@ class Side(chaos.Side):
                 "blocks_back_ms": max((1e3 * (back[n] - called[n]) for n in victims if n in back), default=-1.0),
                 "all_back_ms": 1e3 * (max(back.values()) - min(called.values())) if back and called else -1.0,
             },
-        )
+        }
 
-    async def round(self, ask: int, schedule: Schedule, timeouts: dict[str, float]) -> None:
+    async def round(self, schedule: Schedule, timeouts: dict[str, float]) -> dict[str, Any]:
         """Pull each request at its time, however long the others take; latency counts from that time."""
         engine, loop, blocks = self.engine, asyncio.get_running_loop(), self.blocks
         ids = await blocks.take(sum(lent["blocks"] for _, _, lent in schedule))
@@ -317,41 +303,43 @@ class Side(chaos.Side):
             at += lent["blocks"]
         self.counts["rounds_begun"] += 1
         await asyncio.gather(*tasks)
-        wrong = sum(np.count_nonzero(blocks.words[i] != blocks.pattern(n, 0, len(i))) for n, i in landed)
-        await blocks.give(ids)
+        wrong = sum(blocks.wrong(number, mine) for number, mine in landed)
+        blocks.give(ids)
         compared = sum(len(i) for _, i in landed) * blocks.words[0].nbytes
         said = {peer: dict(found) for peer, found in reasons.items()}
-        self.say(ask, latencies=latencies, reasons=said, wrong=8 * int(wrong), bytes=compared)
+        return {"latencies": latencies, "reasons": said, "wrong": wrong, "bytes": compared}
 
-    async def read_some(self, ask: int, least: int) -> None:
+    async def read_some(self, least: int) -> None:
         """Wait until so many more bytes have been read, in the middle of whatever is being pulled."""
         goal = self._bytes_read() + least
         while self._bytes_read() < goal:  # noqa: ASYNC110
             await asyncio.sleep(0.001)  # counters tell nobody when they change
-        self.say(ask)
 
     def _bytes_read(self) -> int:
         return self.engine.statistics().counters.get("bytes.read", 0)
 
     # -- draining and sleeping ---------------------------------------------------------------------
 
-    async def drain(self, ask: int, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float) -> dict[str, Any]:
         """Drain, and name the stragglers."""
         began = time.monotonic()
         stragglers = await self.engine.drain(timeout_s)
         names = [{"request": h.request_id, "reason": h.reason, "waits_for": h.waits_for} for h in stragglers]
-        self.say(ask, stragglers=names, seconds=time.monotonic() - began)
+        return {"stragglers": names, "seconds": time.monotonic() - began}
 
-    async def aclose(self, ask: int) -> None:
+    async def aclose(self) -> dict[str, Any]:
         """Close the engine."""
         began = time.monotonic()
         await self.engine.aclose()
         seconds = time.monotonic() - began
         await self.blocks.take(len(self.blocks.words))  # all of them have come back, and are overwritten
-        self.say(ask, seconds=seconds, leases={k: v for k, v in self.counts.items() if k.startswith("lease.")})
+        return {"seconds": seconds, "leases": {k: v for k, v in self.counts.items() if k.startswith("lease.")}}
 
-    async def suspend(self, ask: int, timeout_s: float, busy: Sequence[str]) -> None:
-        """Go to sleep, once one of these gauges is above 0, and have the memory used for something else."""
+    async def suspend(self, timeout_s: float, busy: Sequence[str], ports: list[int]) -> dict[str, Any]:
+        """Go to sleep, once one of these gauges is above 0, and have the memory used for something else.
+
+        `ports` are the control planes'.
+        """
         began, before = time.monotonic(), self.engine.statistics().gauges
         while busy and not any(before[k] for k in busy) and time.monotonic() < began + 0.5:
             await asyncio.sleep(0)  # gauges tell nobody when they change
@@ -362,37 +350,33 @@ class Side(chaos.Side):
         self._asleep = await self.blocks.take(len(self.blocks.words))
         self.blocks.words[:] = ASLEEP
         gauges = self.engine.statistics().gauges
-        self.say(
-            ask,
-            seconds=seconds,
-            cut=len(stragglers),
-            under_way={k: before[k] for k in ("pulls_admitted", "transfers", "leases")},
-            left={k: v for k in chaos.BUSY if (v := gauges[k])},
-            holds=len(self.engine.holds()),
-            agent_fds=sum(1 for _ in tcp_sockets(self._control_ports())),
-        )
+        return {
+            "seconds": seconds,
+            "cut": len(stragglers),
+            "under_way": {k: before[k] for k in ("pulls_admitted", "transfers", "leases")},
+            "left": {k: v for k in BUSY if (v := gauges[k])},
+            "holds": len(self.engine.holds()),
+            "agent_fds": sum(1 for _ in tcp_sockets(set(ports))),
+        }
 
-    async def resume(self, ask: int, move: bool) -> None:
-        """Wake up, in the same memory or in other; nothing may have been written meanwhile."""
-        blocks = self.blocks
+    async def resume(self, move: bool) -> int:
+        """Wake up, in the same memory or in other; returns the bytes that were written meanwhile."""
+        blocks, registration = self.blocks, None
         written = int(np.count_nonzero(blocks.words != ASLEEP))
         if self._left is not None:
             written += int(np.count_nonzero(self._left != ASLEEP))
-        self._left, blocks.free = (blocks.words if move else None), self._asleep
+        self._left = blocks.words if move else None
         if move:
-            blocks.move()
-        else:
-            blocks.words[:] = blocks.rubbish
-        blocks.free, self._asleep = [], self._asleep
-        await self.engine.resume(blocks.registration if move else None)
-        async with blocks._changed:
-            blocks.free, self._asleep = self._asleep, []
-            blocks._changed.notify_all()
-        self.say(ask, written=8 * written, memory_epoch=self.engine.memory_epoch)
+            registration, blocks.words = allocate(self._layout)
+        blocks.words[:] = blocks.rubbish
+        await self.engine.resume(registration)
+        blocks.audit(self._asleep)
+        blocks.give(self._asleep)
+        return 8 * written
 
     # -- retrying ----------------------------------------------------------------------------------
 
-    async def pull_retrying(self, ask: int, lent: dict[str, Any], retries: int, timeout_s: float, renews: bool) -> None:
+    async def pull_retrying(self, lent: dict[str, Any], retries: int, timeout_s: float, renews: bool) -> dict[str, Any]:
         """Pull with retries; the driver may give new params for them."""
         engine, blocks, number = self.engine, self.blocks, lent["number"]
         mine, name, source = await blocks.take(lent["blocks"]), f"d-{number}", number
@@ -419,31 +403,26 @@ class Side(chaos.Side):
                 renew_params=renew if renews else None,
             )
             attempts = result.attempts
-            wrong = 8 * int(np.count_nonzero(blocks.words[mine] != blocks.pattern(source, 0, len(mine))))
+            wrong = blocks.wrong(source, mine)
         except PullError as exc:
             reason, attempts, text = exc.reason, exc.attempts, str(exc)
             await exc.returned()
-        await blocks.give(mine)
+        blocks.give(mine)
         size = len(mine) * blocks.words[0].nbytes
-        self.say(ask, reason=reason, attempts=attempts, wrong=wrong, bytes=size, asked=asked, detail=text)
+        return {"reason": reason, "attempts": attempts, "wrong": wrong, "bytes": size, "asked": asked, "detail": text}
 
-    async def renew(self, ask: int, number: int, fresh: dict[str, Any] | None) -> None:
+    def renew(self, number: int, fresh: dict[str, Any] | None) -> None:
         """Give a pull that is retried new params."""
         self._renewals.pop(number).set_result(fresh)
-        self.say(ask)
 
-    async def cut_wires(self, ask: int, ports: list[int]) -> None:
+    def cut_wires(self, ports: list[int]) -> int:
         """Shut every TCP connection of UCX's down; `ports` are the control planes'."""
         cut = 0
-        for wire in tcp_sockets({*ports, *self._control_ports()}):
+        for wire in tcp_sockets(set(ports)):
             with contextlib.suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
                 cut += 1
-        self.say(ask, cut=cut)
-
-    def _control_ports(self) -> set[int]:
-        ports = {int(peer.address.rpartition(":")[2]) for peer in self.engine._core.decode.peers.values()}
-        return ports | {int(self.engine.endpoint.address.rpartition(":")[2])}
+        return cut
 
 
 def tcp_sockets(control_ports: set[int]) -> Iterator[socket.socket]:
@@ -503,14 +482,18 @@ async def lend_many(arena: Arena, worker: Worker, count: int, blocks: int = 1) -
     """Have requests lent."""
     first = next(arena.numbers)
     arena.numbers = itertools.count(first + count)
-    answer = await worker.ask("lend_many", 60.0, first=first, count=count, blocks=blocks)
-    requests: list[dict[str, Any]] = answer["requests"]
+    requests: list[dict[str, Any]] = await worker.ask("lend_many", 60.0, first=first, count=count, blocks=blocks)
     return requests
+
+
+def control_ports(arena: Arena) -> list[int]:
+    """Where everybody listens: what is connected to these is no data connection."""
+    return [int(each.address.rpartition(":")[2]) for each in (arena.decode, *arena.prefill) if each.address]
 
 
 def messages(arena: Arena, worker: Worker) -> list[str]:
     """What UCX or the C library said when a worker's process ended by itself."""
-    lines = (arena.logs / f"{worker.name}.log").read_text(errors="replace").splitlines()
+    lines = (arena.fleet.folder / f"{worker.name}.log").read_text(errors="replace").splitlines()
     return [re.sub(r"^\[.*?\]\s*", "", line.strip())[:200] for line in lines if ABORT.search(line)][-4:]
 
 
@@ -623,7 +606,7 @@ async def isolate(arena: Arena, sizes: Sizes) -> None:
 
     async def measure(arm: str, number: int) -> None:
         beside = [] if arm == "alone" else [slow, dead]
-        if beside and dead.process is not None and dead.process.returncode is not None:
+        if beside and not dead.is_running:
             await dead.start()
             await dead.pull(await dead.lend(blocks, reads=True))
         schedule: Schedule = []
@@ -711,7 +694,7 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
         prefill = await arena.start(variant)
         await prefill.pull(await prefill.lend(1, reads=True))
         (lent,) = await lend_many(arena, prefill, 1, blocks)
-        never = (await prefill.ask("make", number=next(arena.numbers), blocks=1))["request"]
+        never = await prefill.ask("make", number=next(arena.numbers), blocks=1)
         decode = asyncio.create_task(prefill.pull(lent, 30.0))
         waiting = asyncio.create_task(prefill.pull(never, 30.0))
         await arena.decode.ask("read_some", least=sizes.mib << 18)
@@ -728,7 +711,7 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
             check(told_s < 1.0, f"{variant}: whoever waited for what is not lent was told after {told_s:.2f} s")
             check(variant == "cut_short" or not decode.done(), f"{variant}: told only when the pull was over")
         refused = await prefill.ask("try_lend", params=never["params"])
-        check(refused["refused"] == "EngineClosed", f"{variant}: lending while draining: {refused}")
+        check(refused == "EngineClosed", f"{variant}: lending while draining: {refused}")
         drained = await draining
         found: dict[str, Any] = {"drain_s": round(drained["seconds"], 3), "stragglers": drained["stragglers"]}
         arena.found[variant] = found
@@ -761,7 +744,7 @@ async def drain(arena: Arena, sizes: Sizes) -> None:
         arena.note(f"{variant}: {found}")
         check(not prefill.counts["bytes_wrong"], f"{variant}: wrong bytes were published")
         check(not prefill.aborts, f"{variant}: the process ended by itself: {messages(arena, prefill)}")
-        said = (arena.logs / "decode.log").read_text(errors="replace").count("peer_draining")
+        said = (arena.fleet.folder / "decode.log").read_text(errors="replace").count("peer_draining")
         found["peer_draining_logged"] = said
     await settle(arena, arena.decode)
     check(said >= 2, f"the decode side logged peer_draining {said} times for three drains")
@@ -787,15 +770,15 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
         sleepers = {"prefill": [victim], "decode": [arena.decode], "both": [victim, arena.decode]}[who]
         await victim.more(5)
         old = [await victim.lend(2, reads=True) for _ in range(2)]
-        unlent = (await victim.ask("make", number=next(arena.numbers), blocks=1))["request"]
+        unlent = await victim.ask("make", number=next(arena.numbers), blocks=1)
         is_deaf = arena.decode in sleepers
         victim.up.clear()
         if is_deaf:
             healthy.up.clear()
         timeout_s = 0.05 if number % 3 == 2 else 0.0
-        stock = [await victim.lend(chaos.MOST_BLOCKS, reads=True) for _ in range(3)]
+        stock = [await victim.lend(MOST_BLOCKS, reads=True) for _ in range(3)]
         cut_short = [asyncio.create_task(victim.pull(lent)) for lent in stock]
-        how = {"timeout_s": timeout_s, "busy": busy}
+        how = {"timeout_s": timeout_s, "busy": busy, "ports": control_ports(arena)}
         answers = await asyncio.gather(*(w.ask("suspend", 30.0, **how) for w in sleepers))
         for worker, answer in zip(sleepers, answers, strict=True):
             cuts.append(answer["cut"] if not timeout_s else -1)
@@ -805,22 +788,22 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
             check(not answer["agent_fds"], f"{worker.name} asleep has {answer['agent_fds']} data connections")
         if victim in sleepers:
             refused = await victim.ask("try_lend", params=unlent["params"])
-            check(refused["refused"] == "EngineClosed", f"lending in its sleep: {refused}")
+            check(refused == "EngineClosed", f"lending in its sleep: {refused}")
             if not is_deaf:
                 said = await arena.decode.ask("pull_retrying", lent=old[0], retries=0, timeout_s=4.0, renews=False)
                 refusals.setdefault("asleep", Counter())[said["reason"]] += 1
                 check(said["reason"] != "complete", "a sleeper was read")
         if is_deaf:
             refused = await arena.decode.ask("try_pull", lent=old[0])
-            check(refused["refused"] == "EngineClosed", f"pulling in its sleep: {refused}")
+            check(refused == "EngineClosed", f"pulling in its sleep: {refused}")
         await asyncio.sleep(0.05)  # for whoever would write now
         for worker in sleepers:
-            answer = await worker.ask("resume", move=number % 2 == 1)
-            written += answer["written"]
-            check(not answer["written"], f"{answer['written']} bytes were written into {worker.name}'s memory")
+            found = await worker.ask("resume", move=number % 2 == 1)
+            written += found
+            check(not found, f"{found} bytes were written into {worker.name}'s memory")
         if victim in sleepers:
             refused = await victim.ask("try_lend", params=unlent["params"])
-            check(refused["refused"] == "LocalProtocolError", f"what was made before the sleep was lent: {refused}")
+            check(refused == "LocalProtocolError", f"what was made before the sleep was lent: {refused}")
             for lent in (*old, unlent):
                 said = await arena.decode.ask("pull_retrying", lent=lent, retries=0, timeout_s=4.0, renews=False)
                 refusals.setdefault("awake", Counter())[said["reason"]] += 1
@@ -843,7 +826,7 @@ async def sleep(arena: Arena, sizes: Sizes) -> None:
                         await cycle(number, who)
                     except Lost as exc:
                         aborted.append(f"{who}, cycle {number}: {exc}: {messages(arena, victim)}")
-                        if victim.process is None or victim.process.returncode is None:
+                        if victim.is_running:
                             raise
                         healthy.up.set()
                         await victim.start()
@@ -885,22 +868,21 @@ async def stuck(arena: Arena, sizes: Sizes, victim: Worker) -> None:
     found: dict[str, Any] = {}
     for who in ("decode", "prefill"):
         sleeper, stopped = (arena.decode, victim) if who == "decode" else (victim, arena.decode)
-        results, withheld = Counter[str](), 0
+        results = Counter[str]()
         for number in range(sizes.trials):
             victim.aborts = 0
-            stock = [await victim.lend(chaos.MOST_BLOCKS, reads=True) for _ in range(4)]
+            stock = [await victim.lend(MOST_BLOCKS, reads=True) for _ in range(4)]
             pulls = [asyncio.create_task(victim.pull(lent, 6.0)) for lent in stock]
             await arena.decode.ask("read_some", least=arena.rng.randint(1, 6 << 20))  # a random moment
             stopped.signal(signal.SIGSTOP)
-            answer = await sleeper.ask("suspend", 40.0, timeout_s=0.0, busy=[])
+            answer = await sleeper.ask("suspend", 40.0, timeout_s=0.0, busy=[], ports=[])
             results["transfers_under_way"] += answer["under_way"]["transfers"]
             stopped.signal(signal.SIGCONT)
             for pull in pulls:
                 with contextlib.suppress(Lost):
                     results[await pull] += 1
-            woken = await sleeper.ask("resume", move=number % 2 == 0)
-            withheld += woken["written"]
-            arena.check(not woken["written"], f"stuck: {woken['written']} bytes were written into a sleeper's memory")
+            written = await sleeper.ask("resume", move=number % 2 == 0)
+            arena.check(not written, f"stuck: {written} bytes were written into a sleeper's memory")
             try:
                 reason = await victim.pull(await victim.lend(4, reads=True))
             except Lost:
@@ -948,10 +930,10 @@ async def retry(arena: Arena, sizes: Sizes) -> None:
         for _ in range(sizes.trials):
             aborts = victim.aborts
             _, task = await begin(retries)
-            cut = (await arena.decode.ask("cut_wires", ports=[int(victim.address.rpartition(":")[2])]))["cut"]
+            cut = await arena.decode.ask("cut_wires", ports=control_ports(arena))
             found = await task
             with contextlib.suppress(Lost):
-                await victim.ask("where")
+                await victim.ask("address")
             died = victim.aborts > aborts
             results[found["reason"] + (", owner aborted" if died else "")] += 1
             attempts[str(found["attempts"])] += 1
@@ -993,56 +975,67 @@ async def run(name: str, *, sizes: Sizes | None = None, seed: int = 0, transport
         arena.found["transport"] = transport
         await scenario(arena, size)
 
-    return await chaos.perform(name, work, within_s=within_s, seed=seed, transport=transport, module=MODULE)
+    return await perform(name, work, within_s=within_s, seed=seed, transport=transport, target=TARGET)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    lines = "\n".join(f"  {name:8} {(work.__doc__ or '').splitlines()[0]}" for name, work in SCENARIOS.items())
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Put real asynckv workers under pressure, and compare every byte that is published.",
-        epilog=f"scenarios:\n{lines}\n\nexit status: 0 all good, 1 a scenario failed, 2 bad input",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="what to run; everything if left out")
-    usual = Sizes()
-    numbers: dict[str, tuple[type, str]] = {
-        "pulls": (int, "asked for at once in load"),
-        "rounds": (int, "of each arm in isolate"),
-        "round_s": (float, "seconds per round in isolate"),
-        "peers": (int, "healthy peers in isolate"),
-        "rate": (float, "requests per second and peer in isolate"),
-        "crowd": (int, "times more is asked of the bad peers than of each healthy one in isolate"),
-        "ratio": (float, "most that healthy peers' p99 may grow by in isolate"),
-        "cycles": (int, "of each kind of sleep"),
-        "trials": (int, "of each kind of broken connection in sleep and retry"),
-        "mib": (int, "of the long pulls in drain"),
-    }
-    for number, (kind, text) in numbers.items():
-        default = getattr(usual, number)
-        option = f"--{number.replace('_', '-')}"
-        parser.add_argument(option, type=kind, default=default, metavar="N", help=f"{text} (default {default:g})")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes and moments (default 0)")
-    parser.add_argument("--json", default="-", metavar="FILE", help="where the JSON lines go (default -, stdout)")
-    how = "of UCX; auto is shared memory on one host; both runs every scenario twice (default tcp)"
-    parser.add_argument("--transport", choices=("tcp", "auto", "both"), default="tcp", help=how)
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.role is not None:
-        return chaos.play(options.role, Side)
-    if unknown := [name for name in options.scenarios if name not in SCENARIOS]:
-        parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
-    found = {number: getattr(options, number) for number in numbers}
+USUAL = Sizes()
+
+
+def pressure(
+    scenarios: command.Scenarios = None,
+    pulls: Annotated[int, typer.Option(help="Asked for at once in load.")] = USUAL.pulls,
+    rounds: Annotated[int, typer.Option(help="Of each arm in isolate.")] = USUAL.rounds,
+    round_s: Annotated[float, typer.Option(help="Seconds per round in isolate.")] = USUAL.round_s,
+    peers: Annotated[int, typer.Option(help="Healthy peers in isolate.")] = USUAL.peers,
+    rate: Annotated[float, typer.Option(help="Requests per second and peer in isolate.")] = USUAL.rate,
+    crowd: Annotated[
+        int, typer.Option(help="Times more is asked of the bad peers than of each healthy one in isolate.")
+    ] = USUAL.crowd,
+    ratio: Annotated[float, typer.Option(help="Most that healthy peers' p99 may grow by in isolate.")] = USUAL.ratio,
+    cycles: Annotated[int, typer.Option(help="Of each kind of sleep.")] = USUAL.cycles,
+    trials: Annotated[int, typer.Option(help="Of each kind of broken connection in sleep and retry.")] = USUAL.trials,
+    mib: Annotated[int, typer.Option(help="Of the long pulls in drain.")] = USUAL.mib,
+    seed: Annotated[int, typer.Option(help="Of sizes and moments.")] = 0,
+    json: command.Json = "-",
+    transport: Annotated[
+        Literal["tcp", "auto", "both"],
+        typer.Option(help="Of UCX; auto is shared memory on one host; both runs every scenario twice."),
+    ] = "tcp",
+) -> int:
+    """Put real asynckv workers under pressure, and compare every byte that is published."""
+    names = command.chosen(scenarios, SCENARIOS)
+    given = locals()
+    found = {each.name: given[each.name] for each in dataclasses.fields(Sizes)}
     least = {"pulls": 1300, "peers": 1, "mib": 1}
     for number, value in found.items():
-        if not least.get(number, 0) <= value < math.inf or value == 0:
-            wanted = f"at least {least[number]}" if number in least else "a positive, finite number"
-            parser.error(f"--{number.replace('_', '-')} {value:g} is not {wanted}")
-    transports = ("tcp", "auto") if options.transport == "both" else (options.transport,)
-    asked = itertools.product(options.scenarios or SCENARIOS, transports)
-    keywords = {"sizes": Sizes(**found), "seed": options.seed}
-    return chaos.report(parser, options.json, [functools.partial(run, n, transport=t, **keywords) for n, t in asked])
+        wanted = f"at least {least[number]}" if number in least else "a positive, finite number"
+        is_good = least.get(number, 0) <= value < math.inf and value != 0
+        command.check(is_good, f"--{number.replace('_', '-')} {value:g} is not {wanted}")
+    asked = itertools.product(names, ("tcp", "auto") if transport == "both" else (transport,))
+    sizes = Sizes(**found)
+    work = (functools.partial(asyncio.run, run(n, sizes=sizes, seed=seed, transport=t)) for n, t in asked)
+    return command.report(json, work)
+
+
+EPILOG = f"""
+[bold]Scenarios[/bold]
+
+{command.listed(command.first_lines(SCENARIOS))}
+
+[bold]Examples[/bold]
+
+  python -m scripts.pressure load --pulls 5000
+
+  python -m scripts.pressure isolate --rounds 8 --json isolate.jsonl
+
+[bold]Exit status[/bold]  0 all good, 1 a scenario failed, 2 bad input, 130 Ctrl-C
+"""
+app = command.application(pressure, EPILOG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "pressure", arguments)
 
 
 if __name__ == "__main__":

@@ -15,36 +15,32 @@ free pages given back to the system.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import ctypes
-import gc
 import json
-import os
 import random
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
-import msgspec
 import numpy as np
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from asynckv import Engine, EngineConfig, LeaseConfig, PrefillGroup, PullConfig, configure_logging
 from asynckv.bench.memory import POISON, Pool
 from asynckv.config import NixlConfig
 from asynckv.engine import LentRequest
-from asynckv.errors import AsyncKVError, LocalProtocolError, PlanRefused, PullError
+from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PlanRefused, PullError
+from asynckv.observe.output import columns
+from asynckv.testing.fleet import Blocks, Failure, Fleet, answer, connect, free_memory, memory_kib, usage
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
+from scripts import command
 
 MODEL = Model("soak", (Heads(2, 32),) * 2)
 BLOCK_SIZE = 4
@@ -105,51 +101,13 @@ def request(seed: int, number: int, faults: float) -> Request:
     return Request(number, fault, tokens, first, rng.random() < 0.2, rng.choice((0.0, 0.001, 0.003)) * rng.random())
 
 
-class Memory:
-    """A pool with an allocator that spoils whatever is free."""
-
-    def __init__(self, role: str, seed: int) -> None:
-        count = NUM_BLOCKS[role]
-        layout = model_layout(MODEL, block_size=BLOCK_SIZE, num_blocks=count, order="cross-nhd")
-        self.pool = Pool(layout, seed)
-        raw: Any = self.pool.registration.owners[0]
-        self._words = raw[0].view(np.uint64).reshape(count, -1)
-        self._words[:] = POISON
-        self._free = deque(range(count))
-        self._freed = asyncio.Event()
-        self._rng = random.Random(seed)
-        self.late = 0
-        """Bytes that were written into free blocks."""
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    async def take(self, count: int) -> list[int]:
-        """Take blocks, by turns those freed last or first, once nothing was written to them meanwhile."""
-        while len(self._free) < count:
-            self._freed.clear()
-            await self._freed.wait()
-        pop = self._free.pop if self._rng.random() < 0.5 else self._free.popleft
-        ids = [pop() for _ in range(count)]
-        self.look_at(ids)
-        return ids
-
-    def give(self, ids: Sequence[int]) -> None:
-        """Spoil blocks at once and take them back."""
-        self._words[ids] = POISON
-        self._free.extend(ids)
-        self._freed.set()
-
-    def look_at(self, ids: Sequence[int]) -> None:
-        """Count bytes in free blocks that somebody wrote."""
-        found = self._words[ids]
-        if (found != POISON).any():
-            self.late += int(np.count_nonzero(found.view(np.uint8) != np.full_like(found, POISON).view(np.uint8)))
-
-    def look_everywhere(self) -> None:
-        """Look at all free blocks."""
-        self.look_at(list(self._free))
+def make_memory(role: str, seed: int) -> tuple[Pool, Blocks]:
+    """Make a pool, which knows what belongs into it, and its allocator."""
+    layout = model_layout(MODEL, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS[role], order="cross-nhd")
+    pool = Pool(layout, seed)
+    raw: Any = pool.registration.owners[0]
+    words = raw[0].view(np.uint64).reshape(NUM_BLOCKS[role], -1)
+    return pool, Blocks(words, rubbish=POISON, seed=seed)
 
 
 _libc = ctypes.CDLL(None)
@@ -169,20 +127,13 @@ def _heap() -> int:
     return int(info.field7 + info.field4)
 
 
-def _resident() -> int:
-    gc.collect()
-    with contextlib.suppress(AttributeError):
-        _libc.malloc_trim(0)
-    with open("/proc/self/status") as status:
-        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-
-
 class Side:
     """What both processes do alike."""
 
-    def __init__(self, role: str, seed: int, faults: float) -> None:
-        self.seed, self.faults = seed, faults
-        self.memory = Memory(role, seed)
+    def __init__(self, role: str, seed: int, faults: float, path: str) -> None:
+        configure_logging("error")
+        self.seed, self.faults, self.path = seed, faults, path
+        self.pool, self.blocks = make_memory(role, seed)
         self.errors: list[str] = []
         asyncio.get_running_loop().set_exception_handler(self._failed)
         self.engine = Engine(
@@ -191,9 +142,16 @@ class Side:
                 lease=LeaseConfig(lease_s=LEASE_S, grant_s=GRANT_S, parked_s=PARKED_S),
                 pull=PullConfig(timeout_s=TIMEOUT_S),
             ),
-            self.memory.pool.registration,
+            self.pool.registration,
         )
         self.tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.aclose()
 
     def request(self, number: int) -> Request:
         return request(self.seed, number, self.faults)
@@ -222,16 +180,17 @@ class Side:
             await asyncio.sleep(0.02)
         if left:
             self.error(f"not quiet after {QUIET_S:g} s: {left}")
-        self.memory.look_everywhere()
+        self.blocks.audit()
         try:
             self.engine.check_integrity()
         except AsyncKVError as exc:
             self.error(str(exc))
+        free_memory()
         return {
-            "rss": _resident(),
+            "rss": 1024 * memory_kib(),
             "heap": _heap(),
             "python_blocks": sys.getallocatedblocks(),
-            "fds": len(os.listdir("/proc/self/fd")) - 1,  # less the one that lists them
+            "fds": usage()["fds"],
             "tasks": len(asyncio.all_tasks()),
             "left": left,
         }
@@ -239,14 +198,13 @@ class Side:
     def _left(self) -> dict[str, int]:
         statistics = self.engine.statistics()
         handles = {k: statistics.counters[f"data.{k}"] for k in ("running", "in_doubt", "unreleased")}
-        own = {"tasks": len(self.tasks), "blocks": self.memory.pool.registration.layout.groups[0].num_blocks}
-        own["blocks"] -= self.memory.num_free
+        own = {"tasks": len(self.tasks), "blocks": self.blocks.num_taken}
         gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
         return {k: v for k, v in (gauges | handles | own).items() if v}
 
     def report(self) -> dict[str, Any]:
         counters = dict(sorted(self.engine.statistics().counters.items()))
-        return {"late_bytes": self.memory.late, "errors": self.errors, "counters": counters}
+        return {"late_bytes": self.blocks.stray, "errors": self.errors, "counters": counters}
 
 
 # -- prefill -------------------------------------------------------------------------------------------------
@@ -255,31 +213,26 @@ class Side:
 class Prefill(Side):
     """Makes, fills and lends what the decode side asks for."""
 
-    def __init__(self, seed: int, faults: float) -> None:
-        super().__init__("prefill", seed, faults)
+    def __init__(self, *, seed: int, faults: float, path: str) -> None:
+        super().__init__("prefill", seed, faults, path)
         self.ends: Counter[str] = Counter()
         self.expired = 0
         """Leases of faultless requests that nobody released."""
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self.engine:
-            self.group = PrefillGroup("prefill", [self.engine.endpoint], lease=self.engine.config.lease)
-            while line := await reader.readline():
-                match json.loads(line):
-                    case {"make": [first, last], "ahead": ahead}:
-                        await self._make([self.request(n) for n in range(first, last)], ahead, writer)
-                    case {"quiet": _}:
-                        _write(writer, await self.quiet())
-                    case _:
-                        _write(writer, self.report() | {"leases": self.ends, "expired": self.expired})
-                        await writer.drain()
-                        return
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self.group = PrefillGroup("prefill", [self.engine.endpoint], lease=self.engine.config.lease)
+        self._server = await asyncio.start_unix_server(lambda r, w: answer(self, r, w), self.path)
+        return self
 
-    async def _make(self, requests: list[Request], ahead: bool, writer: asyncio.StreamWriter) -> None:
+    def report(self) -> dict[str, Any]:
+        return super().report() | {"leases": self.ends, "expired": self.expired}
+
+    async def make(self, first: int, last: int, ahead: bool) -> AsyncIterator[list[tuple[int, dict[str, Any]]]]:
         """Make requests; params may travel ahead of the data."""
-        made = []
+        made, requests = [], [self.request(n) for n in range(first, last)]
         for it in requests:
-            ids = await self.memory.take(-(-it.tokens // BLOCK_SIZE))
+            ids = await self.blocks.take(-(-it.tokens // BLOCK_SIZE))
             if not ahead:
                 self._fill(it, ids)
             lease_s = UNREAD_LEASE_S if it.fault == "never read" else None
@@ -289,8 +242,7 @@ class Prefill(Side):
             made.append((it, ids, params))
             if not ahead:
                 self._lend(it, ids, params)
-            _write(writer, {"number": it.number, "params": params})
-        await writer.drain()
+        yield [(it.number, params) for it, _, params in made]
         if ahead:
             await asyncio.sleep(max(it.delay_s for it in requests))
             for it, ids, params in made:
@@ -298,11 +250,11 @@ class Prefill(Side):
                 self._lend(it, ids, params)
 
     def _fill(self, it: Request, ids: list[int]) -> None:
-        self.memory.pool.fill(it.number, [(0, ids)], it.tokens)
+        self.pool.fill(it.number, [(0, ids)], it.tokens)
 
     def _lend(self, it: Request, ids: list[int], params: dict[str, Any]) -> None:
         if it.fault in ("never lent", "withdrawn"):
-            self.memory.give(ids)
+            self.blocks.give(ids)
             if it.fault == "withdrawn":
                 self.engine.withdraw(params)
             return
@@ -313,7 +265,7 @@ class Prefill(Side):
 
     async def _watch(self, it: Request, ids: list[int], lent: LentRequest) -> None:
         ended = await lent.wait_released()
-        self.memory.give(ids)
+        self.blocks.give(ids)
         self.ends[ended.cause] += 1
         self.expired += ended.cause == "expired" and not it.fault
 
@@ -324,59 +276,51 @@ class Prefill(Side):
 class Decode(Side):
     """Asks for requests and pulls them."""
 
-    def __init__(self, seed: int, faults: float) -> None:
-        super().__init__("decode", seed, faults)
+    def __init__(self, *, seed: int, faults: float, path: str) -> None:
+        super().__init__("decode", seed, faults, path)
         self.outcomes: Counter[str] = Counter()
         self.faulty: Counter[str] = Counter()
-        self.finished = self.forgets = self.wrong = self.compared = self.lost = 0
+        self.asked = self.finished = self.forgets = self.wrong = self.compared = self.lost = 0
         self.paused_until = 0.0
         self.moved = asyncio.Event()
+        self._draws = random.Random(seed)
 
-    async def run(self, transfers: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Make all transfers; checkpoints and the report go to stdout."""
-        points = {min(BASELINE, max(transfers // 2, 1)), *range(STEADY, transfers, STEADY), transfers}
-        rng = random.Random(self.seed)
-        began, busy = time.monotonic(), 0.0
-        async with self.engine:
-            at = 0
-            for point in sorted(points):
-                start = time.monotonic()
-                listener = asyncio.create_task(self._listen(reader, point - at))
-                await self._ask(at, point, rng, writer)
-                await listener
-                while self.finished < point:
-                    await self._moved()
-                busy += time.monotonic() - start
-                at = point
-                _write(writer, {"quiet": True})
-                mine = await self.quiet()
-                theirs = json.loads(await reader.readline())
-                _say({"point": {"transfers": point, "prefill": theirs, "decode": mine}})
-            _write(writer, {"stop": True})
-            theirs = json.loads(await reader.readline())
-            report = {
-                "seconds": round(time.monotonic() - began, 1),
-                "busy_s": round(busy, 1),
-                "outcomes": self.outcomes,
-                "faults": self.faulty,
-                "forgets": self.forgets,
-                "lost": self.lost,
-                "wrong_bytes": self.wrong,
-                "compared_bytes": self.compared,
-                "prefill": theirs,
-                "decode": self.report(),
-            }
-            _say({"report": report})
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self.prefill = await connect(self.path, "prefill")
+        return self
 
-    async def _ask(self, at: int, point: int, rng: random.Random, writer: asyncio.StreamWriter) -> None:
-        """Keep 16 to 64 in flight, asked for in batches."""
-        while at < point:
-            batch = min(rng.randint(1, 16), point - at)
+    def report(self) -> dict[str, Any]:
+        return {
+            "outcomes": self.outcomes,
+            "faults": self.faulty,
+            "forgets": self.forgets,
+            "lost": self.lost,
+            "wrong_bytes": self.wrong,
+            "compared_bytes": self.compared,
+            "decode": super().report(),
+        }
+
+    def progress(self) -> int:
+        """Say how many transfers are over."""
+        return self.finished
+
+    async def advance(self, to: int) -> None:
+        """Make transfers until so many are over: 16 to 64 in flight, asked for in batches."""
+        rng = self._draws
+        while self.asked < to:
+            batch = min(rng.randint(1, 16), to - self.asked)
             most = rng.randint(*IN_FLIGHT)
-            while at + batch - self.finished > most:
+            while self.asked + batch - self.finished > most:
                 await self._moved()
-            _write(writer, {"make": [at, at + batch], "ahead": rng.random() < 0.2})
-            at += batch
+            self.spawn(self._ask(self.asked, self.asked + batch, rng.random() < 0.2))
+            self.asked += batch
+        while self.finished < to:
+            await self._moved()
+
+    async def _ask(self, first: int, last: int, ahead: bool) -> None:
+        for number, params in await self.prefill.ask("make", QUIET_S, first=first, last=last, ahead=ahead):
+            self.spawn(self._one(self.request(number), params))
 
     async def _moved(self) -> None:
         self.moved.clear()
@@ -384,11 +328,6 @@ class Decode(Side):
             await asyncio.wait_for(self.moved.wait(), QUIET_S)
         except TimeoutError:
             raise RuntimeError(f"no request ended for {QUIET_S:g} s: {self._left()}") from None
-
-    async def _listen(self, reader: asyncio.StreamReader, count: int) -> None:
-        for _ in range(count):
-            it = json.loads(await reader.readline())
-            self.spawn(self._one(self.request(it["number"]), it["params"]))
 
     async def _one(self, it: Request, params: dict[str, Any]) -> None:
         if (wait := self.paused_until - time.monotonic()) > 0:
@@ -410,8 +349,6 @@ class Decode(Side):
             self.lost += lost or (self.forgets > forgets and it.first_token == it.tokens)
             if not lost and outcome not in FAULTS.get(it.fault, {"complete"}):
                 self.error(f"request {it.number} ({it.fault or 'no fault'}): {outcome}")
-            if self.finished % 200 == 0:
-                _say({"finished": self.finished})
 
     def _forget(self, address: str) -> None:
         self.forgets += 1
@@ -432,7 +369,7 @@ class Decode(Side):
             engine.announce(name, params)
             await asyncio.sleep(it.delay_s)
         count = -(-it.tokens // BLOCK_SIZE) - it.first_token // BLOCK_SIZE if it.first_token < it.tokens else 0
-        ids = await self.memory.take(count)
+        ids = await self.blocks.take(count)
         if it.fault == "wrong blocks":
             await self._pull_wrong(it, name, ids, params)
         short = {"never lent": 0.5, "too short a timeout": max(it.delay_s, 1e-4)}.get(it.fault, TIMEOUT_S)
@@ -453,10 +390,10 @@ class Decode(Side):
             if result.num_tokens != it.tokens:
                 self.error(f"request {it.number}: {result.num_tokens} of {it.tokens} tokens")
             if count:
-                compared, wrong = self.memory.pool.check(it.number, [(it.first_token, ids)], it.tokens)
+                compared, wrong = self.pool.check(it.number, [(it.first_token, ids)], it.tokens)
                 self.compared += compared
                 self.wrong += wrong
-        self.memory.give(ids)
+        self.blocks.give(ids)
         return outcome
 
     async def _pull_wrong(self, it: Request, name: str, ids: list[int], params: dict[str, Any]) -> None:
@@ -470,78 +407,53 @@ class Decode(Side):
             self.error(f"request {it.number}: blocks {blocks} were accepted for {it.tokens} tokens")
 
 
-# -- processes -----------------------------------------------------------------------------------------------
+# -- the driver ----------------------------------------------------------------------------------------------
 
 
-def _write(writer: asyncio.StreamWriter, value: object) -> None:
-    writer.write(msgspec.json.encode(value) + b"\n")
-
-
-def _say(value: object) -> None:
-    print(json.dumps(value), flush=True)
-
-
-def work(role: str, fd: int, transfers: int, seed: int, faults: float) -> None:
-    """Be one of the two processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    configure_logging("error")
-
-    async def run() -> None:
-        reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd), limit=1 << 24)
-        if role == "prefill":
-            await Prefill(seed, faults).serve(reader, writer)
-        else:
-            await Decode(seed, faults).run(transfers, reader, writer)
-        writer.close()
-
-    asyncio.run(run())
-
-
-def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
-    """Start both processes and gather what they say."""
-    ends = socket.socketpair()
-    workers: list[subprocess.Popen[str]] = []
+async def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
+    """Let both processes make all transfers, and gather what they say."""
+    rest = range(STEADY, transfers, STEADY)
+    marks = sorted({min(BASELINE, max(transfers // 2, 1)), *rest, transfers})
     points: list[dict[str, Any]] = []
-    report: dict[str, Any] = {}
-    try:
-        for role, end in zip(("prefill", "decode"), ends, strict=True):
-            options = [role, str(end.fileno()), str(transfers), str(seed), str(faults)]
-            command = [sys.executable, "-m", "scripts.soak", "--worker", *options]
-            out = subprocess.PIPE if role == "decode" else subprocess.DEVNULL
-            workers.append(subprocess.Popen(command, stdout=out, text=True, pass_fds=(end.fileno(),)))
-        for end in ends:
-            end.close()
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-            task = progress.add_task("transfers", total=transfers)
-            assert workers[1].stdout is not None
-            for line in workers[1].stdout:
-                match json.loads(line) if line.startswith("{") else None:
-                    case {"finished": count}:
-                        progress.update(task, completed=count)
-                    case {"point": dict(point)}:
-                        points.append(point)
-                        sizes = (f"{r} {point[r]['rss'] / 1e6:.1f} MB" for r in ("prefill", "decode"))
-                        print(f"{point['transfers']:>9,} transfers  {'  '.join(sizes)}", file=sys.stderr)
-                    case {"report": dict(report)}:
-                        pass
-                    case _:
-                        print(line, end="", file=sys.stderr)
-        for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(30)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    said: dict[str, Any] = {}
+    began, busy_s = time.monotonic(), 0.0
+    console = Console(stderr=True)
+    async with Fleet() as fleet:
+        setup: dict[str, Any] = {"seed": seed, "faults": faults, "path": str(fleet.folder / "prefill.socket")}
+        try:
+            prefill = await fleet.start("prefill", "scripts.soak:Prefill", **setup)
+            await prefill.ask("report")  # it listens
+            decode = await fleet.start("decode", "scripts.soak:Decode", **setup)
+            with Progress(*columns(), console=console, disable=not console.is_terminal, transient=True) as progress:
+                bar = progress.add_task("transfers", total=transfers)
+                for mark in marks:
+                    start = time.monotonic()
+                    advancing = asyncio.create_task(decode.ask("advance", None, to=mark))
+                    while not (await asyncio.wait({advancing}, timeout=0.5))[0]:
+                        progress.update(bar, completed=await decode.ask("progress"))
+                    await advancing
+                    busy_s += time.monotonic() - start
+                    sides = await asyncio.gather(prefill.ask("quiet", 2 * QUIET_S), decode.ask("quiet", 2 * QUIET_S))
+                    points.append({"transfers": mark, "prefill": sides[0], "decode": sides[1]})
+                    sizes = (f"{r} {points[-1][r]['rss'] / 1e6:.1f} MB" for r in ("prefill", "decode"))
+                    print(f"{mark:>9,} transfers  {'  '.join(sizes)}", file=sys.stderr)
+            said = await decode.ask("report") | {"prefill": await prefill.ask("report")}
+            for process in (decode, prefill):
+                await process.end(30.0)
+        except Failure as exc:
+            said["failure"] = str(exc)
+            for line in fleet.last_words():
+                print(line, file=sys.stderr)
+        await fleet.stop()
     return {
         "transfers": transfers,
         "fault_share": faults,
         "seed": seed,
-        "per_second": round(transfers / report["busy_s"]) if report else 0,
-        "exit_status": [worker.returncode for worker in workers],
-        **report,
+        "per_second": round(transfers / busy_s) if "outcomes" in said else 0,
+        "seconds": round(time.monotonic() - began, 1),
+        "busy_s": round(busy_s, 1),
+        "exit_status": [process.status for process in fleet.processes],
+        **said,
         "points": points,
     }
 
@@ -549,7 +461,7 @@ def soak(transfers: int, seed: int, faults: float) -> dict[str, Any]:
 def judge(result: dict[str, Any]) -> list[str]:
     """Say what is not as it should be."""
     if "outcomes" not in result:
-        return ["a worker ended before its time"]
+        return [result.get("failure", "a worker ended before its time")]
     wrong = [f"{result['wrong_bytes']} published bytes are wrong"] if result["wrong_bytes"] else []
     if any(result["exit_status"]):
         wrong.append(f"the workers ended with {result['exit_status']}")
@@ -590,49 +502,52 @@ def _count(text: str) -> int:
     return value
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 0 all good, 1 something is not, 2 bad input."""
-    more = (__doc__ or "").partition("\n\n")[2]
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.soak",
-        description="Make very many small transfers with faults among them, and see that nothing is left behind.",
-        epilog=more + "\nExit status: 0 all good, 1 something is not (the report says what), 2 bad input.\n\n"
-        "UCX's variables apply: UCX_TLS=tcp UCX_NET_DEVICES=lo moves all bytes over TCP.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--transfers", type=_count, default=100_000, metavar="N", help="requests in all (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--faults", type=_share, default=0.01, metavar="SHARE", help="share that goes wrong, 0 to 50%% (default: 1%%)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of requests and faults (default: 0)")
-    parser.add_argument("--json", default="-", metavar="FILE", help="where the report goes (default: -, stdout)")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.worker is not None:
-        role, fd, transfers, seed, faults = options.worker
-        work(role, int(fd), int(transfers), int(seed), float(faults))
-        return 0
-    if not 0 <= options.seed < 1 << 62:
-        parser.error(f"--seed {options.seed} is not a number from 0 on")
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if options.json != "-":
-            try:
-                out = stack.enter_context(open(options.json, "w", encoding="utf-8"))
-            except OSError as exc:
-                parser.error(f"--json {options.json}: {exc.strerror}")
-        try:
-            result = soak(options.transfers, options.seed, options.faults)
-        except KeyboardInterrupt:
-            return 130
+def _read(option: str, text: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError:
+        raise ConfigError(f"{option}: invalid value: {text!r}") from None
+
+
+def make_transfers(
+    transfers: Annotated[str, typer.Option(metavar="N", help="Requests in all.")] = "100000",
+    faults: Annotated[str, typer.Option(metavar="SHARE", help="Share that goes wrong, 0 to 50%.")] = "1%",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of requests and faults.")] = 0,
+    json_to: command.Json = "-",
+) -> int:
+    """Make very many small transfers with faults among them, and see that nothing is left behind."""
+    number, share = _read("--transfers", transfers, _count), _read("--faults", faults, _share)
+    command.check(0 <= seed < 1 << 62, f"--seed {seed} is not a number from 0 on")
+    with command.output(json_to) as out:
+        result = asyncio.run(soak(number, seed, share))
         wrong = judge(result)
         json.dump(result | {"good": not wrong, "wrong": wrong}, out, indent=2)
         out.write("\n")
     for text in wrong:
         print(f"soak: {text}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+EPILOG = (
+    (__doc__ or "").partition("\n\n")[2]
+    + """
+[bold]UCX's variables apply[/bold]  UCX_TLS=tcp UCX_NET_DEVICES=lo moves all bytes over TCP
+
+[bold]Examples[/bold]
+
+  python -m scripts.soak
+
+  python -m scripts.soak --transfers 3000 --faults 5% --seed 3 | jq .outcomes
+
+[bold]Exit status[/bold]  0 all good, 1 something is not (the report says what), 2 bad input, 130 Ctrl-C
+"""
+)
+app = command.application(make_transfers, EPILOG)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line says; returns the exit status."""
+    return command.run(app, "soak", arguments)
 
 
 if __name__ == "__main__":

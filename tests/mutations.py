@@ -1,37 +1,58 @@
-"""Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it."""
+"""Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it.
+
+Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`tests/rigged.py`). So none of
+them knows how the engine is made, and none is lost when that changes. The few in `INSIDE` break what cannot be seen
+from there: they replace public functions instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from asynckv import engine as engine_module
-from asynckv.core import decode, prefill
-from asynckv.core import lease as lease_module
-from asynckv.core import pull as pull_module
-from asynckv.core import rank as rank_module
-from asynckv.core.flow import Admission
-from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
-from asynckv.core.peer import PeerState
-from asynckv.core.pull import News, Pull, PullState, Source
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Outcome, PullId, Reason
-from asynckv.core.wire import Ack, Claim, Granted, Release, Renew
-from asynckv.engine import Engine, _news
-from asynckv.ports import Ended
+from asynckv.core.types import Key, Outcome, Reason, ReplyTo
+from asynckv.core.wire import (
+    Ack,
+    Claim,
+    Goodbye,
+    Granted,
+    Hello,
+    NotYet,
+    Refused,
+    Release,
+    Renew,
+    Unwelcome,
+    Welcome,
+)
+from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
+from asynckv.ports import AgentLost
 from asynckv.scheduler import PrefillGroup
-from asynckv.testing import service
+from asynckv.testing.world import Process, Violation
+from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 
-Plant = Callable[[pytest.MonkeyPatch], None]
+Plant = Callable[[Rank], None]
 PLANTED: dict[str, Plant] = {}
+INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+"""What has to be replaced besides, in the core."""
+
+MARGIN = 1e-3
+"""By how much clocks may differ."""
+
+ANSWERS = (Granted, NotYet, Refused)
+ASKS = (Claim, Renew)
+LONG = 1e5
 
 
 def planted(plant: Plant) -> Plant:
@@ -39,131 +60,256 @@ def planted(plant: Plant) -> Plant:
     return plant
 
 
+def inside(name: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+    def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
+        INSIDE[name] = patch
+
+    return add
+
+
+def doors(name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
+    """Return what makes the ranks of a simulated service have a planted bug."""
+    if name in INSIDE:
+        INSIDE[name](patch)
+    return partial(Rigged, plant=PLANTED[name])
+
+
+# -- what several have in common ---------------------------------------------------------------------------------------
+
+
+def rewording(rank: Rank, reword: Callable[[Release], Outcome]) -> None:
+    """Say of how attempts ended something else."""
+    rank.sends(Release)(lambda said: said.but(outcome=reword(said.message)))
+
+
+def lends(rank: Rank, begin: Callable[[Any, EarlyEnd], None] = lambda params, handle: None) -> dict[Key, EarlyEnd]:
+    """Remember what is lent, so that it can be given back before its time; `begin` is told of each."""
+    lent: dict[Key, EarlyEnd] = {}
+
+    def lend(params: Any, **options: Any) -> EarlyEnd:
+        handle = lent[key_of(params)] = EarlyEnd(rank.engine.honest.lend(params, **options))
+        begin(params, handle)
+        return handle
+
+    rank.engine.lend = lend
+    return lent
+
+
+def withdrawal_frees(rank: Rank, lent: Mapping[Key, EarlyEnd]) -> None:
+    """Give back at once what is withdrawn though it is lent."""
+
+    def withdraw(params: Any) -> None:
+        rank.engine.honest.withdraw(params)
+        if (handle := lent.get(key_of(params))) is not None:
+            handle.give_back("revoked")
+
+    rank.engine.withdraw = withdraw
+
+
+def remembers(rank: Rank) -> tuple[dict[Key, Any], dict[Key, Any]]:
+    """Remember what was lent, by its key and with its handle, and what was withdrawn without being lent."""
+    lent: dict[Key, Any] = {}
+    withdrawn: dict[Key, Any] = {}
+
+    def lend(params: Any, **options: Any) -> Any:
+        handle = lent[key_of(params)] = rank.engine.honest.lend(params, **options)
+        return handle
+
+    def withdraw(params: Any) -> None:
+        rank.engine.honest.withdraw(params)
+        if key_of(params) not in lent:
+            withdrawn[key_of(params)] = params
+
+    rank.engine.lend, rank.engine.withdraw = lend, withdraw
+    return lent, withdrawn
+
+
+def promises(rank: Rank) -> dict[str, str]:
+    """Remember to which start of a process each pull was granted."""
+    holders: dict[str, str] = {}
+
+    @rank.sends(Granted)
+    def promised(said: Said) -> Said:
+        holders.setdefault(said.message.pull_id, said.start)
+        return said
+
+    return holders
+
+
+def questions(rank: Rank) -> dict[tuple[str, Other], dict[int, float]]:
+    """Remember of each pull, and whom it asks, which questions were asked and when."""
+    asked: dict[tuple[str, Other], dict[int, float]] = defaultdict(dict)
+
+    @rank.sends(*ASKS)
+    def ask(said: Said) -> Said:
+        asked[said.message.pull_id, said.other][said.message.nonce] = rank.now
+        return said
+
+    return asked
+
+
+def releases_to_skipped(rank: Rank, become: Callable[[Said], Said | None]) -> None:
+    """Change what is said to ranks that were read nothing from: nobody claims from them."""
+    claimed = set[tuple[str, str]]()
+
+    @rank.sends(Claim)
+    def claim(said: Said) -> Said:
+        claimed.add((said.message.pull_id, said.start))
+        return said
+
+    @rank.sends(Release)
+    def release(said: Said) -> Said | None:
+        return said if (said.message.pull_id, said.start) in claimed else become(said)
+
+
+def unsaid(rank: Rank, said: Said) -> None:
+    """Do not say a release, and believe that it was heard."""
+    rank.imagine(Ack(said.message.key, said.message.pull_id), said.other, said.start)
+
+
+def passing_over(rank: Rank) -> Callable[[Key], bool]:
+    """Say of a key that it is not lent, though a later one of its scheduler was lent or withdrawn."""
+    lent, withdrawn = remembers(rank)
+    return lambda key: (
+        key not in lent
+        and any(key.epoch == other.epoch and key.sequence <= other.sequence for other in (*lent, *withdrawn))
+    )
+
+
+def retrying(rank: Rank, *, is_patient: bool = True) -> None:
+    """Try again by another way than the engine does: each attempt is a pull of its own, with a deadline of its own.
+
+    Args:
+        rank: Who does it.
+        is_patient: It waits for the blocks of the attempt before.
+    """
+    given_up = set[str]()
+
+    async def pull(
+        request_id: str, groups: Any, params: Any, *, retries: int = 0, is_last: bool = True, **options: Any
+    ) -> Any:
+        honest = rank.engine.honest
+
+        def discharge(token: str) -> None:
+            if is_last:
+                given_up.add(token)
+                with suppress(AsyncKVError):
+                    honest.announce(request_id, params)
+                    honest.cancel(request_id)
+
+        for left in range(retries, -1, -1):
+            try:
+                return await honest.pull(request_id, groups, params, is_last=is_last and not left, **options)
+            except PullError as exc:
+                if not left:
+                    raise
+                if not exc.is_retryable:
+                    discharge(key_of(params).token)
+                    raise
+                error = exc
+            try:
+                await asyncio.sleep(0.4)
+                if is_patient:
+                    await error.returned()
+            except BlocksRetired:
+                discharge(key_of(params).token)
+                raise error from None
+            except asyncio.CancelledError:
+                discharge(key_of(params).token)
+                raise
+        return None
+
+    rank.engine.pull = pull
+
+    def reword(release: Release) -> Outcome:
+        was_given_up = release.outcome is Outcome.CANCELLED and release.key.token in given_up
+        return Outcome.FAILED if was_given_up else release.outcome
+
+    rewording(rank, reword)
+
+
+# -- the lease ---------------------------------------------------------------------------------------------------------
+
+
 @planted
-def release_by_count(patch: pytest.MonkeyPatch) -> None:
+def release_by_count(rank: Rank) -> None:
     """Any release strikes off any reader; a repeated one counts twice."""
+    known: dict[Any, set[int]] = defaultdict(set)
+    struck: dict[Any, set[int]] = defaultdict(set)
 
-    def release(self: Lease, message: Release, source: str, now: float) -> Any:
-        if refusal := self._bind(message):
-            return refusal
-        self.held.pop(PullId(message.pull_id), None)
-        self.final.add(PullId(message.pull_id))
-        owed = self.cohorts[message.cohort.id].owed
-        if owed:
-            reader = sorted(owed)[0]
-            owed.discard(reader)
-            self.outcomes.setdefault(reader, message.outcome)
-        return Ack(message.key, message.pull_id)
-
-    patch.setattr(Lease, "_release", release)
+    @rank.hears(Claim, Release)
+    def count(said: Said) -> Said | list[Said]:
+        message = said.message
+        place, speaker = (message.key, message.cohort.id), message.cohort
+        known[place].add(speaker.tp_rank)
+        left = sorted(known[place] - struck[place])
+        if isinstance(message, Claim) or message.outcome is Outcome.RETRY or not left:
+            return said
+        struck[place].add(left[0])
+        if left[0] == speaker.tp_rank:
+            return said
+        other = msgspec.structs.replace(speaker, tp_rank=left[0])
+        counted = said.but(cohort=other, pull_id=f"{message.pull_id}~{left[0]}")
+        return [said.but(outcome=Outcome.RETRY), counted]
 
 
 @planted
-def strikes_off_all_attempts_of_a_rank(patch: pytest.MonkeyPatch) -> None:
+def strikes_off_all_attempts_of_a_rank(rank: Rank) -> None:
     """A release ends every attempt of its rank, not only its own."""
-    honest = Lease._release
+    attempts: dict[Any, dict[str, str]] = defaultdict(dict)
 
-    def release(self: Lease, message: Release, source: str, now: float) -> Any:
-        answer = honest(self, message, source, now)
-        if isinstance(answer, Ack):
-            reader = self._reader(message.cohort)
-            for pull_id in [p for p, hold in self.held.items() if hold.reader == reader]:
-                del self.held[pull_id]
-            if message.cohort.id in self.cohorts:
-                self.cohorts[message.cohort.id].owed.discard(reader)
-        return answer
-
-    patch.setattr(Lease, "_release", release)
-
-
-@planted
-def frees_before_it_drained(patch: pytest.MonkeyPatch) -> None:
-    """Blocks go back with the outcome, whatever still runs."""
-    patch.setattr(Pull, "holds_blocks", property(lambda self: False))
+    @rank.hears(Claim, Release)
+    def strike(said: Said) -> Said | list[Said]:
+        message = said.message
+        known = attempts[message.key, message.cohort]
+        if isinstance(message, Claim):
+            known.setdefault(message.pull_id, said.start)
+        if isinstance(message, Claim) or known.get(message.pull_id) != said.start:
+            return said
+        outcome = Outcome.FAILED if message.outcome is Outcome.RETRY else message.outcome
+        return [Said(said.but(pull_id=p, outcome=outcome).message, said.other, start) for p, start in known.items()]
 
 
 @planted
-def trusts_an_exception(patch: pytest.MonkeyPatch) -> None:
-    """A transfer that is in doubt is taken for ended."""
-    honest = Pull.ended
-
-    def ended(self: Pull, leg: Source, news: News, now: float) -> None:
-        honest(self, leg, News(news.transfer_id, news.ok, False, news.cause, news.peer_lost), now)
-
-    patch.setattr(Pull, "ended", ended)
-
-
-@planted
-def no_fence(patch: pytest.MonkeyPatch) -> None:
-    """Bytes are believed because they have arrived."""
-
-    def prove(self: Source) -> None:
-        self.proven = self.proven or self.is_done
-
-    patch.setattr(Source, "prove", prove)
-
-
-@planted
-def deadline_from_another_transmission(patch: pytest.MonkeyPatch) -> None:
-    """A grant counts from the newest claim, not from the one that it answers."""
-    honest = Pull._granted
-
-    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
-        honest(self, leg, answer, max(leg.nonces.values()), now)
-
-    patch.setattr(Pull, "_granted", granted)
-
-
-@planted
-def completion_stamped_before_it_was_observed(patch: pytest.MonkeyPatch) -> None:
-    """The clock is read, then the data plane is asked."""
-
-    def on_data(self: Engine) -> None:
-        now = self._clock.now()
-        news = [each for each in self._data.poll() if isinstance(each, Ended)]
-        for ended in news:
-            self._core.decode.ended(_news(ended), 0.0, now)
-        self._soon()
-
-    patch.setattr(Engine, "_on_data", on_data)
-
-
-@planted
-def revoking_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+def revoking_breaks_promises(rank: Rank) -> None:
     """What is revoked is free at once, whoever was promised it."""
-    honest = Lease._stop
 
-    def stop(self: Lease, event: Any, cause: Any, now: float) -> None:
-        self.held.clear()
-        honest(self, event, cause, now)
+    def begin(params: Any, handle: EarlyEnd) -> None:
+        def revoke() -> None:
+            handle.honest.revoke()
+            handle.give_back("revoked")
 
-    patch.setattr(Lease, "_stop", stop)
+        handle.revoke = revoke
+
+    lent = lends(rank, begin)
+    withdrawal_frees(rank, lent)
+
+    async def aclose() -> None:
+        for handle in lent.values():
+            handle.revoke()
+        await rank.engine.honest.aclose()
+
+    rank.engine.aclose = aclose
 
 
 @planted
-def expiry_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+def expiry_breaks_promises(rank: Rank) -> None:
     """A lease ends at its time, though a grant runs on."""
-    honest = Lease._grant
 
-    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
-        until = self.expires_at
-        answer = honest(self, ask, reader, source, now)
-        self.expires_at = until
-        return answer
+    def begin(params: Any, handle: EarlyEnd) -> None:
+        rank.clock.call_at(rank.now + params["lease_s"], partial(handle.give_back, "expired"))
 
-    def settle(self: Lease, now: float) -> None:
-        if self.state is LeaseState.ENDING:
-            self.held.clear()
-        honest_settle(self, now)
-
-    honest_settle = Lease._settle
-    patch.setattr(Lease, "_grant", grant)
-    patch.setattr(Lease, "_settle", settle)
+    lends(rank, begin)
 
 
 @planted
-def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
+def keys_are_used_again(rank: Rank) -> None:
     """A scheduler that counts from the start again, and ranks that let it."""
+    rank.engine.lend = Aliases(rank, is_trusting=True).lend
+
+
+@inside("keys_are_used_again")
+def _(patch: pytest.MonkeyPatch) -> None:
     honest = PrefillGroup.make_params
 
     def make_params(self: PrefillGroup, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -173,798 +319,1093 @@ def keys_are_used_again(patch: pytest.MonkeyPatch) -> None:
         params["request_id"] = "P"
         return params
 
-    honest_lend = prefill.PrefillSide.lend
-
-    def lend(self: prefill.PrefillSide, lent: Any, now: float) -> Any:
-        self.spent = SpentKeys()
-        self._ended.clear()
-        return honest_lend(self, lent, now)
-
-    def digest(*args: Any) -> bytes:
-        return bytes(16)
-
     patch.setattr(PrefillGroup, "make_params", make_params)
-    patch.setattr(prefill.PrefillSide, "lend", lend)
-    patch.setattr(rank_module, "blocks_digest", digest)
-    patch.setattr(lease_module, "blocks_digest", digest)
 
 
 @planted
-def retries_into_the_same_blocks(patch: pytest.MonkeyPatch) -> None:
-    """The next attempt does not wait for what the last one may still write."""
-
-    async def wait(self: Any, returned: Any) -> bool:
-        returned.close()
-        return True
-
-    patch.setattr(service.Attempt, "_wait", wait)
-    patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
-
-
-@planted
-def skipped_ranks_hear_our_own_id(patch: pytest.MonkeyPatch) -> None:
-    """Ranks that were read nothing from are released under the decode side's request id."""
-    honest = Pull.due_release
-
-    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
-        release = honest(self, leg, now)
-        if release is None or leg.reads:
-            return release
-        return Release(release.key, self.request_id, release.cohort, release.pull_id, release.outcome)
-
-    patch.setattr(Pull, "due_release", due_release)
-
-
-@planted
-def skipped_ranks_hear_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Ranks that were read nothing from are not released at all."""
-    honest = Pull.due_release
-
-    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
-        release = honest(self, leg, now)
-        if release is not None and not leg.reads:
-            self.settled(leg, "forgotten", now)
-            return None
-        return release
-
-    patch.setattr(Pull, "due_release", due_release)
-
-
-@planted
-def releases_are_sent_once(patch: pytest.MonkeyPatch) -> None:
-    """A release that was lost stays lost."""
-    honest = Pull.due_release
-
-    def due_release(self: Pull, leg: Source, now: float) -> Release | None:
-        release = honest(self, leg, now)
-        if release is not None:
-            leg.release_at = math.inf
-        return release
-
-    patch.setattr(Pull, "due_release", due_release)
-
-
-@planted
-def early_reads_are_believed(patch: pytest.MonkeyPatch) -> None:
-    """A read that began before the request was lent is not done again."""
-    patch.setattr(Source, "is_early", property(lambda self: False))
-
-
-@planted
-def rates_are_equal(patch: pytest.MonkeyPatch) -> None:
-    """Grants are used to their last moment, as if both clocks ran alike, from when they were received."""
-    honest = Pull._granted
-
-    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
-        honest(self, leg, answer, now, now)
-
-    patch.setattr(Pull, "_granted", granted)
-
-
-@planted
-def peers_are_removed_under_transfers(patch: pytest.MonkeyPatch) -> None:
-    """A peer that is lost leaves the data plane at once."""
-    honest = decode.DecodeSide._reap
-
-    def reap(self: decode.DecodeSide, peer: Any) -> None:
-        transfers, peer.transfers = peer.transfers, set()
-        try:
-            honest(self, peer)
-        finally:
-            peer.transfers = transfers
-
-    patch.setattr(decode.DecodeSide, "_reap", reap)
-
-
-@planted
-def a_failed_attempt_says_it_was_the_last(patch: pytest.MonkeyPatch) -> None:
-    """An attempt that will be retried discharges its reader."""
-    honest: Any = Pull.__dict__["_outcome"].fget
-
-    def outcome(self: Pull) -> Outcome:
-        found: Outcome = honest(self)
-        return Outcome.FAILED if found is Outcome.RETRY else found
-
-    patch.setattr(Pull, "_outcome", property(outcome))
-
-
-@planted
-def closing_returns_blocks_too_soon(patch: pytest.MonkeyPatch) -> None:
-    """Blocks come back when closing begins, not when nothing can write them any more."""
-    honest = Engine._close_planes
-
-    async def close_planes(self: Engine) -> None:
-        self._is_destroyed = True
-        for waiting in self._waiting.values():
-            waiting.returned.set()
-        await honest(self)
-
-    patch.setattr(Engine, "_close_planes", close_planes)
-
-
-@planted
-def whoever_was_lost_stays_lost(patch: pytest.MonkeyPatch) -> None:
-    """A peer that was given up is never met again."""
-    honest = decode.DecodeSide._peer
-
-    def peer(self: decode.DecodeSide, pull: Pull, leg: Source, now: float) -> Any:
-        known = self.peers.get((leg.address, leg.incarnation))
-        return known if known is not None and known.state.value == "gone" else honest(self, pull, leg, now)
-
-    patch.setattr(decode.DecodeSide, "_peer", peer)
-
-
-@planted
-def failed_announcements_are_final(patch: pytest.MonkeyPatch) -> None:
-    """Whatever cannot be met while a request is announced discharges its reader."""
-    honest: Any = Pull.__dict__["_outcome"].fget
-
-    def outcome(self: Pull) -> Outcome:
-        found: Outcome = honest(self)
-        return Outcome.FAILED if found is Outcome.RETRY and self.is_announced else found
-
-    patch.setattr(Pull, "_outcome", property(outcome))
-
-
-@planted
-def the_deadline_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Nothing ends a pull that waits."""
-    honest = Pull.tick
-
-    def tick(self: Pull, now: float) -> None:
-        if now < self.deadline:
-            honest(self, now)
-        else:
-            self._advance(now)
-
-    patch.setattr(Pull, "tick", tick)
-    patch.setattr(
-        Pull, "wake_at", property(lambda self: min(self._claims_due, *(leg.release_at for leg in self.sources)))
-    )
-
-
-@planted
-def one_window_for_all_peers(patch: pytest.MonkeyPatch) -> None:
-    """Whoever's window is full keeps all others from posting."""
-    honest = decode.DecodeSide.next_post
-
-    def next_post(self: decode.DecodeSide, now: float) -> Any:
-        for peer in self._turns:
-            post = peer.queue[0][1].next_post if peer.queue and peer.is_usable else None
-            if post and not peer.window.fits(post):
-                return None
-        return honest(self, now)
-
-    patch.setattr(decode.DecodeSide, "next_post", next_post)
-
-
-@planted
-def one_handshake_at_a_time(patch: pytest.MonkeyPatch) -> None:
-    """A rank that does not answer keeps us from meeting any other."""
-    honest = decode.DecodeSide._hello
-
-    def hello(self: decode.DecodeSide, peer: Any, now: float) -> None:
-        if any(p is not peer and p.state is PeerState.CONNECTING and p.hellos for p in self.peers.values()):
-            peer.retry_at = now + 0.05
-        else:
-            honest(self, peer, now)
-
-    patch.setattr(decode.DecodeSide, "_hello", hello)
-
-
-@planted
-def anybody_may_release(patch: pytest.MonkeyPatch) -> None:
+def anybody_may_release(rank: Rank) -> None:
     """A release counts for the pull that it names, whoever sends it."""
-    honest = Lease._release
-
-    def release(self: Lease, message: Release, source: str, now: float) -> Any:
-        hold = self.held.get(PullId(message.pull_id))
-        return honest(self, message, source if hold is None else hold.source, now)
-
-    patch.setattr(Lease, "_release", release)
+    holders = promises(rank)
+    rank.hears(Release)(lambda said: Said(said.message, said.other, holders.get(said.message.pull_id, said.start)))
 
 
 @planted
-def anybody_may_renew(patch: pytest.MonkeyPatch) -> None:
+def anybody_may_renew(rank: Rank) -> None:
     """A renewal counts for the pull that it names, whoever sends it."""
-    honest = Lease._answer
-
-    def answer(self: Lease, message: Any, source: str, now: float) -> Any:
-        hold = self.held.get(PullId(message.pull_id))
-        return honest(self, message, hold.source if hold and isinstance(message, Renew) else source, now)
-
-    patch.setattr(Lease, "_answer", answer)
+    holders = promises(rank)
+    rank.hears(Renew)(lambda said: Said(said.message, said.other, holders.get(said.message.pull_id, said.start)))
 
 
 @planted
-def tokens_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+def tokens_are_not_compared(rank: Rank) -> None:
     """A key is its epoch and its sequence; the token is decoration."""
-    honest = prefill.PrefillSide.receive
+    lent, _ = remembers(rank)
 
-    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
-        here = (message.key.epoch, message.key.sequence)
-        key = next((k for k in self.leases if (k.epoch, k.sequence) == here), message.key)
-        honest(self, msgspec.structs.replace(message, key=key), route, source, now)
-
-    patch.setattr(prefill.PrefillSide, "receive", receive)
+    @rank.hears(Claim, Renew, Release)
+    def look_up(said: Said) -> Said:
+        here = (said.message.key.epoch, said.message.key.sequence)
+        return said.but(key=next((key for key in lent if (key.epoch, key.sequence) == here), said.message.key))
 
 
 @planted
-def request_ids_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+def request_ids_are_not_compared(rank: Rank) -> None:
     """Whoever knows a key may call the request what he likes."""
-    honest = Lease._bind
+    lent, _ = remembers(rank)
 
-    def bind(self: Lease, message: Any) -> Any:
-        return honest(self, msgspec.structs.replace(message, request_id=self.lent.request_id))
-
-    patch.setattr(Lease, "_bind", bind)
+    @rank.hears(Claim, Release)
+    def name(said: Said) -> Said:
+        handle = lent.get(said.message.key)
+        return said if handle is None else said.but(request_id=handle.request_id)
 
 
 @planted
-def any_cohort_may_read(patch: pytest.MonkeyPatch) -> None:
+def any_cohort_may_read(rank: Rank) -> None:
     """A lease is bound to as many cohorts as speak up."""
-    honest = Lease._bind
+    bound: dict[Key, dict[str, Any]] = defaultdict(dict)
+    readers: dict[Key, int] = {}
 
-    def bind(self: Lease, message: Any) -> Any:
-        if message.cohort.id not in self.cohorts and len(self.cohorts) >= self.lent.readers:
-            self.lent = replace(self.lent, readers=self.lent.readers + 1)
-        return honest(self, message)
+    def lend(params: Any, **options: Any) -> Any:
+        handle = rank.engine.honest.lend(params, **options)
+        readers[key_of(params)] = options.get("readers", 1)
+        return handle
 
-    patch.setattr(Lease, "_bind", bind)
+    rank.engine.lend = lend
 
-
-@planted
-def answers_need_no_question(patch: pytest.MonkeyPatch) -> None:
-    """An answer with a nonce that was never used counts from the newest question."""
-    honest = Pull.answered
-
-    def answered(self: Pull, leg: Source, answer: Any, now: float) -> bool:
-        if leg.nonces and answer.nonce not in leg.nonces:
-            answer = msgspec.structs.replace(answer, nonce=next(reversed(leg.nonces)))
-        return honest(self, leg, answer, now)
-
-    patch.setattr(Pull, "answered", answered)
+    @rank.hears(Claim)
+    def let_in(said: Said) -> Said:
+        known, speaker = bound[said.message.key], said.message.cohort
+        if len(known) < readers.get(said.message.key, 0):
+            known.setdefault(speaker.id, speaker)
+        if not known or speaker.id in known:
+            return said
+        return said.but(cohort=next(iter(known.values())))
 
 
 @planted
-def answers_from_anybody_count(patch: pytest.MonkeyPatch) -> None:
-    """Neither the key nor the process start of an answer is looked at."""
-    honest = decode.DecodeSide._claim_answered
-
-    def claim_answered(self: decode.DecodeSide, answer: Any, address: Any, source: str, now: float) -> None:
-        pull = self.pulls.get(PullId(answer.pull_id))
-        leg = next((x for x in pull.sources if x.address == address), None) if pull else None
-        if pull and leg:
-            answer, source = msgspec.structs.replace(answer, key=pull.params.key), leg.incarnation
-        honest(self, answer, address, source, now)
-
-    patch.setattr(decode.DecodeSide, "_claim_answered", claim_answered)
-
-
-@planted
-def grants_are_used_to_their_last_moment(patch: pytest.MonkeyPatch) -> None:
-    """No margin is kept for clocks that run at other rates."""
-    patch.setattr(pull_module, "RATE_MARGIN", 0.0)
-
-
-@planted
-def more_is_promised_than_is_kept(patch: pytest.MonkeyPatch) -> None:
+def more_is_promised_than_is_kept(rank: Rank) -> None:
     """A grant says 5 milliseconds more than its owner waits."""
-    honest = Lease._grant
-
-    def grant(self: Lease, ask: Any, reader: Any, source: str, now: float) -> Any:
-        answer = honest(self, ask, reader, source, now)
-        if isinstance(answer, Granted):
-            answer = msgspec.structs.replace(answer, seconds=answer.seconds + 0.005)
-        return answer
-
-    patch.setattr(Lease, "_grant", grant)
+    rank.sends(Granted)(lambda said: said.but(seconds=said.message.seconds + 0.005))
 
 
 @planted
-def closing_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+def closing_breaks_promises(rank: Rank) -> None:
     """An engine that closes does not wait for what it has promised."""
-    honest = rank_module.RankCore.close
+    closing = set[asyncio.Task[None]]()
 
-    def close(self: rank_module.RankCore, now: float) -> None:
-        honest(self, now)
-        for lease in list(self.prefill.leases.values()):
-            lease.held.clear()
-            lease.tick(now)
-            self.prefill.after(lease, now)
+    async def aclose() -> None:
+        closing.add(asyncio.ensure_future(rank.engine.honest.aclose()))
+        await asyncio.sleep(0)
 
-    patch.setattr(rank_module.RankCore, "close", close)
+    rank.engine.aclose = aclose
 
 
 @planted
-def a_lease_is_cut_short(patch: pytest.MonkeyPatch) -> None:
+def a_lease_is_cut_short(rank: Rank) -> None:
     """What is lent comes back at half its time."""
-    honest = Lease.__post_init__
+    promised: dict[Key, float] = {}
 
-    def begin(self: Lease) -> None:
-        honest(self)
-        self.expires_at = self.lent_at + self.lent.lease_s / 2
+    @rank.sends(Granted)
+    def promise(said: Said) -> Said:
+        key = said.message.key
+        promised[key] = max(promised.get(key, 0.0), rank.now + said.message.seconds)
+        return said
 
-    patch.setattr(Lease, "__post_init__", begin)
+    def end(key: Key, handle: EarlyEnd) -> None:
+        if promised.get(key, 0.0) > rank.now:
+            rank.clock.call_at(promised[key], partial(end, key, handle))
+        elif handle.is_open:
+            handle.give_back("expired")
+            handle.honest.revoke()
+
+    def begin(params: Any, handle: EarlyEnd) -> None:
+        rank.clock.call_at(rank.now + params["lease_s"] / 2, partial(end, key_of(params), handle))
+
+    lends(rank, begin)
 
 
 @planted
-def a_lease_lasts_as_long_as_any_may(patch: pytest.MonkeyPatch) -> None:
+def a_lease_lasts_as_long_as_any_may(rank: Rank) -> None:
     """What nobody asks for stays lent for `max_lease_s`."""
-    honest = Lease.__post_init__
 
-    def begin(self: Lease) -> None:
-        honest(self)
-        self.expires_at = self.lent_at + self.lent.max_lease_s
+    def lend(params: Any, **options: Any) -> Any:
+        return rank.engine.honest.lend(params | {"lease_s": rank.engine.config.lease.max_lease_s}, **options)
 
-    patch.setattr(Lease, "__post_init__", begin)
+    rank.engine.lend = lend
 
 
 @planted
-def revoking_does_nothing(patch: pytest.MonkeyPatch) -> None:
+def revoking_does_nothing(rank: Rank) -> None:
     """A lease that is revoked goes on as before."""
-    patch.setattr(Lease, "revoke", lambda self, now: None)
+
+    def begin(params: Any, handle: EarlyEnd) -> None:
+        handle.revoke = lambda: None
+
+    lends(rank, begin)
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------
 
 
 @planted
-def cancelling_does_nothing(patch: pytest.MonkeyPatch) -> None:
-    """`cancel` says that it did."""
-    patch.setattr(rank_module.RankCore, "cancel", lambda self, request_id, now: request_id in self.decode.by_request)
+def no_fence(rank: Rank) -> None:
+    """Bytes are believed because they have arrived."""
+
+    @rank.sends(*ASKS)
+    def answer(said: Said) -> Said:
+        message = said.message
+        # It promises nothing; but whoever asks after all has arrived takes any answer for the proof.
+        granted = Granted(message.key, message.pull_id, message.nonce, 0.0, LONG)
+        rank.imagine(granted, said.other, said.start)
+        return said
+
+    rank.hears(*ANSWERS)(lambda said: said if said.message.nonce == 0 or _promises_nothing(said.message) else None)
+
+
+def _promises_nothing(message: Any) -> bool:
+    return isinstance(message, Granted) and message.seconds == 0.0
 
 
 @planted
-def blocks_are_never_retired(patch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for blocks that never come back waits for ever."""
-    patch.setattr(Pull, "retire_at", property(lambda self: math.inf))
+def deadline_from_another_transmission(rank: Rank) -> None:
+    """A grant counts from the newest claim, not from the one that it answers."""
+    asked = questions(rank)
+
+    @rank.hears(Granted)
+    def count(said: Said) -> Said:
+        times = asked.get((said.message.pull_id, said.other), {})
+        if said.message.nonce not in times:
+            return said
+        later = max(times.values()) - times[said.message.nonce]
+        return said.but(seconds=said.message.seconds + later / (1 - MARGIN))
 
 
 @planted
-def every_release_says_complete(patch: pytest.MonkeyPatch) -> None:
-    """The prefill side hears of no failure."""
-    honest: Any = Pull.__dict__["_outcome"].fget
+def completion_stamped_before_it_was_observed(rank: Rank) -> None:
+    """The clock is read, then the data plane is asked."""
+    read: list[float] = []
 
-    def outcome(self: Pull) -> Outcome:
-        return Outcome.RETRY if honest(self) is Outcome.RETRY else Outcome.COMPLETE
+    def poll() -> Sequence[Any]:
+        before = rank.clock.honest.now()
+        news: Sequence[Any] = rank.data.honest.poll()
+        if any(isinstance(each, TransferEnded) for each in news):
+            read.append(before)
+        return news
 
-    patch.setattr(Pull, "_outcome", property(outcome))
+    def now() -> float:
+        value: float = rank.clock.honest.now()
+        return read.pop() if read else value
+
+    rank.data.poll, rank.clock.now = poll, now
 
 
 @planted
-def promises_are_not_renewed(patch: pytest.MonkeyPatch) -> None:
+def early_reads_are_believed(rank: Rank) -> None:
+    """A read that began before the request was lent is not done again."""
+    rank.hears(Granted)(lambda said: said.but(lent_for_s=LONG))
+
+
+@planted
+def rates_are_equal(rank: Rank) -> None:
+    """Grants are used to their last moment, as if both clocks ran alike, from when they were received."""
+    asked = questions(rank)
+
+    @rank.hears(Granted)
+    def count(said: Said) -> Said:
+        at = asked.get((said.message.pull_id, said.other), {}).get(said.message.nonce, rank.now)
+        return said.but(seconds=(said.message.seconds + rank.now - at) / (1 - MARGIN))
+
+
+@planted
+def grants_are_used_to_their_last_moment(rank: Rank) -> None:
+    """No margin is kept for clocks that run at other rates."""
+    rank.hears(Granted)(lambda said: said.but(seconds=said.message.seconds / (1 - MARGIN)))
+
+
+@planted
+def answers_need_no_question(rank: Rank) -> None:
+    """An answer with a nonce that was never used counts from the newest question."""
+    asked = questions(rank)
+
+    @rank.hears(*ANSWERS)
+    def match(said: Said) -> Said:
+        nonces = asked.get((said.message.pull_id, said.other))
+        return said.but(nonce=max(nonces)) if nonces and said.message.nonce not in nonces else said
+
+
+@planted
+def answers_from_anybody_count(rank: Rank) -> None:
+    """Neither the key nor the process start of an answer is looked at."""
+    asked: dict[tuple[str, Other], tuple[Key, str]] = {}
+
+    @rank.sends(*ASKS)
+    def ask(said: Said) -> Said:
+        asked[said.message.pull_id, said.other] = said.message.key, said.start
+        return said
+
+    @rank.hears(*ANSWERS)
+    def match(said: Said) -> Said:
+        key, start = asked.get((said.message.pull_id, said.other), (said.message.key, said.start))
+        return Said(said.but(key=key).message, said.other, start)
+
+
+@planted
+def claims_leave_after_the_reads(rank: Rank) -> None:
+    """Urgent words wait until everything is posted."""
+
+    @rank.sends(Claim)
+    def later(said: Said) -> None:
+        rank.process.loop.call_later(0.01, rank.say, said)
+
+
+@planted
+def promises_are_not_renewed(rank: Rank) -> None:
     """A promise is asked for again when it has run out."""
-    honest = Pull._granted
-
-    def granted(self: Pull, leg: Source, answer: Granted, sent_at: float, now: float) -> None:
-        honest(self, leg, answer, sent_at, now)
-        if leg.claim_at < math.inf:
-            leg.claim_at = max(leg.claim_at, leg.covered_until)
-
-    patch.setattr(Pull, "_granted", granted)
+    rank.sends(Renew)(lambda said: None)
 
 
-@planted
-def no_pause_between_handshakes(patch: pytest.MonkeyPatch) -> None:
-    """Whoever could not be met is asked again at once."""
-    honest = decode.DecodeSide._failed
-
-    def failed(self: decode.DecodeSide, peer: Any, reason: Any, detail: str, now: float) -> None:
-        honest(self, peer, reason, detail, now)
-        peer.not_before = now
-
-    patch.setattr(decode.DecodeSide, "_failed", failed)
+# -- custody of blocks -------------------------------------------------------------------------------------------------
 
 
-@planted
-def hellos_are_repeated_without_patience(patch: pytest.MonkeyPatch) -> None:
-    """A rank that does not answer is asked each tenth of a second."""
-    honest = decode.DecodeSide._hello
+def returning_early(rank: Rank, may: Callable[[bool], bool], *, is_held: bool = True) -> None:
+    """Let whoever waits for blocks have them at once.
 
-    def hello(self: decode.DecodeSide, peer: Any, now: float) -> None:
-        honest(self, peer, now)
-        peer.retry_at = now + 0.1
+    Args:
+        rank: Who does it.
+        may: Whether to, of a last attempt or another.
+        is_held: A failed pull still says which blocks are held.
+    """
 
-    patch.setattr(decode.DecodeSide, "_hello", hello)
+    async def at_once(*args: Any) -> None:
+        await asyncio.sleep(0)
 
+    async def pull(*args: Any, **options: Any) -> Any:
+        try:
+            return await rank.engine.honest.pull(*args, **options)
+        except PullError as exc:
+            if may(options.get("is_last", True)):
+                exc.returned = at_once  # type: ignore[method-assign]
+                exc.held = exc.held if is_held else {}
+            raise
 
-# -- under pressure ---------------------------------------------------------------------------------------------------
+    rank.engine.pull = pull
+    if may(True):
+        rank.engine.returned = at_once
 
 
 @planted
-def a_place_is_never_given_back(patch: pytest.MonkeyPatch) -> None:
-    """A pull that fails or is cancelled counts for ever."""
-    honest = Admission.leave
-
-    def leave(self: Admission, pull: Pull) -> None:
-        if pull.reason in (None, Reason.COMPLETE):
-            honest(self, pull)
-
-    patch.setattr(Admission, "leave", leave)
+def frees_before_it_drained(rank: Rank) -> None:
+    """Blocks go back with the outcome, whatever still runs."""
+    returning_early(rank, lambda is_last: True, is_held=False)
 
 
 @planted
-def more_read_than_are_admitted(patch: pytest.MonkeyPatch) -> None:
-    """The budget is not looked at."""
-    honest = Admission.__init__
-
-    def init(self: Admission, total: int, window: int) -> None:
-        honest(self, 100, 100)
-
-    patch.setattr(Admission, "__init__", init)
+def retries_into_the_same_blocks(rank: Rank) -> None:
+    """The next attempt does not wait for what the last one may still write."""
+    returning_early(rank, lambda is_last: not is_last)
 
 
 @planted
-def one_queue_for_all(patch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for one peer waits before everybody."""
-    honest = Admission.ask
+def trusts_an_exception(rank: Rank) -> None:
+    """A transfer that is in doubt is taken for ended."""
 
-    def ask(self: Admission, key: Any, pull: Pull) -> None:
-        honest(self, (), pull)
+    def poll() -> list[Any]:
+        news = []
+        for each in rank.data.honest.poll():
+            is_doubtful = isinstance(each, TransferEnded) and each.ending is Ending.IN_DOUBT
+            news.append(
+                TransferEnded(each.transfer_id, Ending.FAILED, each.cause, each.peer_lost) if is_doubtful else each
+            )
+        return news
 
-    patch.setattr(Admission, "ask", ask)
-
-
-@planted
-def the_queue_lets_leases_run_out(patch: pytest.MonkeyPatch) -> None:
-    """Who waits does not claim."""
-    honest = Pull.due_claim
-
-    def due_claim(self: Pull, leg: Source, nonce: int, now: float) -> Any:
-        if self.state is PullState.QUEUED and now >= leg.claim_at:
-            leg.claim_at = now + 0.5
-            return None
-        return honest(self, leg, nonce, now)
-
-    patch.setattr(Pull, "due_claim", due_claim)
+    rank.data.poll = poll
 
 
 @planted
-def retries_do_not_wait_for_their_blocks(patch: pytest.MonkeyPatch) -> None:
+def closing_returns_blocks_too_soon(rank: Rank) -> None:
+    """Blocks come back when closing begins, not when nothing can write them any more."""
+    is_closing = asyncio.Event()
+
+    async def wait(honest: Callable[..., Any], *args: Any) -> None:
+        waits = [asyncio.ensure_future(honest(*args)), asyncio.ensure_future(is_closing.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+        if waits[0] in done:
+            await waits[0]
+
+    async def pull(*args: Any, **options: Any) -> Any:
+        try:
+            return await rank.engine.honest.pull(*args, **options)
+        except PullError as exc:
+            exc.returned = partial(wait, exc.returned)  # type: ignore[method-assign]
+            raise
+
+    async def aclose() -> None:
+        is_closing.set()
+        await rank.engine.honest.aclose()
+
+    async def returned(request_id: str) -> None:
+        await wait(rank.engine.honest.returned, request_id)
+
+    rank.engine.pull, rank.engine.aclose, rank.engine.returned = pull, aclose, returned
+
+
+@planted
+def blocks_are_never_retired(rank: Rank) -> None:
+    """Whoever waits for blocks that never come back waits for ever."""
+    rank.pull_config = lambda pull: replace(pull, held_s=LONG)
+
+
+@planted
+def retries_do_not_wait_for_their_blocks(rank: Rank) -> None:
     """The next attempt begins while the last one may still write."""
-
-    async def first(self: Any, work: Any) -> Any:
-        work.close()
-        return (None,)
-
-    patch.setattr(engine_module._Retrying, "first", first)
-    patch.setattr(Ledger, "_check", lambda self, kind, group, ids: None)
+    retrying(rank, is_patient=False)
 
 
-@planted
-def retries_have_time_without_end(patch: pytest.MonkeyPatch) -> None:
-    """Every attempt has the whole deadline."""
-    honest = Engine._attempt
+@inside("retries_do_not_wait_for_their_blocks")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def check(self: Ledger, kind: str, groups: Mapping[int, Any]) -> dict[int, Any]:
+        return {group: np.asarray(ids, np.int64) for group, ids in groups.items() if len(ids)}
 
-    async def attempt(self: Engine, ask: Any, seconds: float, retry: Any) -> Any:
-        return await honest(self, ask, self.config.pull.timeout_s, retry)
-
-    patch.setattr(Engine, "_attempt", attempt)
+    patch.setattr(Ledger, "check", check)
 
 
 @planted
-def nobody_says_that_no_attempt_follows(patch: pytest.MonkeyPatch) -> None:
-    """What was told that it will be tried again waits until its lease runs out."""
-    patch.setattr(Engine, "_discharge", lambda self, ask, reason: None)
+def sleep_does_not_end_the_agent(rank: Rank) -> None:
+    """The memory is let go while transfers may write it."""
+
+    async def suspend(*args: Any) -> Any:
+        rank.data.close = lambda: None
+        try:
+            return await rank.engine.honest.suspend(*args)
+        finally:
+            del rank.data.close
+
+    rank.engine.suspend = suspend
+
+
+# -- releases ----------------------------------------------------------------------------------------------------------
 
 
 @planted
-def a_curable_failure_discharges(patch: pytest.MonkeyPatch) -> None:
+def skipped_ranks_hear_our_own_id(rank: Rank) -> None:
+    """Ranks that were read nothing from are released under the decode side's request id."""
+    own: dict[Key, str] = {}
+
+    async def pull(request_id: str, groups: Any, params: Any, **options: Any) -> Any:
+        own[key_of(params)] = request_id
+        return await rank.engine.honest.pull(request_id, groups, params, **options)
+
+    rank.engine.pull = pull
+    releases_to_skipped(rank, lambda said: said.but(request_id=own.get(said.message.key, said.message.request_id)))
+
+
+@planted
+def skipped_ranks_hear_nothing(rank: Rank) -> None:
+    """Ranks that were read nothing from are not released at all."""
+    releases_to_skipped(rank, lambda said: unsaid(rank, said))
+
+
+@planted
+def releases_are_sent_once(rank: Rank) -> None:
+    """A release that was lost stays lost."""
+    sent = set[tuple[str, str]]()
+
+    @rank.sends(Release)
+    def once(said: Said) -> Said | None:
+        place = said.message.pull_id, said.start
+        if place in sent:
+            return None
+        sent.add(place)
+        return said
+
+
+@planted
+def a_failed_attempt_says_it_was_the_last(rank: Rank) -> None:
+    """An attempt that will be retried discharges its reader."""
+    rewording(rank, lambda release: Outcome.FAILED if release.outcome is Outcome.RETRY else release.outcome)
+
+
+@planted
+def a_curable_failure_discharges(rank: Rank) -> None:
     """The first attempt lets go of the request that the second wants."""
-    honest = rank_module.RankCore.pull
+    retried = set[Key]()
 
-    def pull(self: rank_module.RankCore, *args: Any) -> Any:
-        found = honest(self, *args)
-        found.retryable = frozenset()
+    async def pull(request_id: str, groups: Any, params: Any, **options: Any) -> Any:
+        if options.get("retries"):
+            retried.add(key_of(params))
+        return await rank.engine.honest.pull(request_id, groups, params, **options)
+
+    rank.engine.pull = pull
+
+    def reword(release: Release) -> Outcome:
+        is_retried = release.outcome is Outcome.RETRY and release.key in retried
+        return Outcome.FAILED if is_retried else release.outcome
+
+    rewording(rank, reword)
+
+
+@planted
+def failed_announcements_are_final(rank: Rank) -> None:
+    """Whatever cannot be met while a request is announced discharges its reader."""
+    announced: dict[str, Key] = {}
+
+    def announce(request_id: str, params: Any, **options: Any) -> None:
+        rank.engine.honest.announce(request_id, params, **options)
+        announced[request_id] = key_of(params)
+
+    async def pull(request_id: str, *args: Any, **options: Any) -> Any:
+        announced.pop(request_id, None)
+        return await rank.engine.honest.pull(request_id, *args, **options)
+
+    rank.engine.announce, rank.engine.pull = announce, pull
+
+    def reword(release: Release) -> Outcome:
+        is_announced = release.outcome is Outcome.RETRY and release.key in announced.values()
+        return Outcome.FAILED if is_announced else release.outcome
+
+    rewording(rank, reword)
+
+
+@planted
+def every_release_says_complete(rank: Rank) -> None:
+    """The prefill side hears of no failure."""
+    rewording(rank, lambda release: Outcome.RETRY if release.outcome is Outcome.RETRY else Outcome.COMPLETE)
+
+
+@planted
+def nobody_says_that_no_attempt_follows(rank: Rank) -> None:
+    """What was told that it will be tried again waits until its lease runs out."""
+    claimed, retried = set[str](), set[Key]()
+
+    @rank.sends(Claim)
+    def claim(said: Said) -> Said:
+        claimed.add(said.message.pull_id)
+        return said
+
+    @rank.sends(Release)
+    def forget(said: Said) -> Said | None:
+        message = said.message
+        if message.outcome is Outcome.RETRY:
+            retried.add(message.key)
+        elif message.key in retried and message.pull_id not in claimed:
+            unsaid(rank, said)
+            return None
+        return said
+
+
+@planted
+def retries_have_time_without_end(rank: Rank) -> None:
+    """Every attempt has the whole deadline."""
+    retrying(rank)
+
+
+# -- peers -------------------------------------------------------------------------------------------------------------
+
+
+@planted
+def peers_are_removed_under_transfers(rank: Rank) -> None:
+    """A peer that is lost leaves the data plane at once."""
+    agents: dict[str, str] = {}
+    posted: dict[int, str] = {}
+    removed: list[str] = []
+
+    def remove(agent: str) -> None:
+        if agent in posted.values() and agent not in removed:
+            removed.append(agent)
+            rank.data.honest.remove_remote_agent(agent)
+
+    def post_read(transfer_id: int, agent: str, *args: Any) -> Any:
+        found = rank.data.honest.post_read(transfer_id, agent, *args)
+        if found is None:
+            posted[transfer_id] = agent
         return found
 
-    patch.setattr(rank_module.RankCore, "pull", pull)
+    def poll() -> Sequence[Any]:
+        news: Sequence[Any] = rank.data.honest.poll()
+        for each in news:
+            if isinstance(each, TransferEnded):
+                agent = posted.get(each.transfer_id, "")
+                if each.ending is not Ending.IN_DOUBT:
+                    posted.pop(each.transfer_id, None)
+                if each.peer_lost:
+                    remove(agent)
+        return news
+
+    def remove_peer(agent: str, **options: Any) -> None:
+        if agent in removed:
+            removed.remove(agent)
+        else:
+            rank.data.honest.remove_remote_agent(agent, **options)
+
+    rank.data.post_read, rank.data.poll, rank.data.remove_remote_agent = post_read, poll, remove_peer
+
+    @rank.hears(Welcome, Goodbye)
+    def note(said: Said) -> Said:
+        if isinstance(said.message, Welcome):
+            agents[said.start] = said.message.agent_name
+        else:
+            remove(agents.get(said.start, ""))
+        return said
 
 
 @planted
-def draining_revokes(patch: pytest.MonkeyPatch) -> None:
+def whoever_was_lost_stays_lost(rank: Rank) -> None:
+    """A peer that was given up is never met again."""
+    handshakes: dict[tuple[Other, str], int] = {}
+    met: dict[tuple[Other, str], int] = {}
+
+    @rank.sends(Hello)
+    def once(said: Said) -> Said | None:
+        place = said.other, said.start
+        if place in met and met[place] != said.message.nonce:
+            return None
+        handshakes[place] = said.message.nonce
+        return said
+
+    @rank.hears(Welcome)
+    def meet(said: Said) -> Said:
+        place = said.other, said.start
+        if handshakes.get(place) == said.message.nonce:
+            met.setdefault(place, said.message.nonce)
+        return said
+
+
+@planted
+def one_handshake_at_a_time(rank: Rank) -> None:
+    """A rank that does not answer keeps us from meeting any other."""
+    waiting: dict[tuple[Other, str], Said] = {}
+    busy: list[tuple[Other, str]] = []
+
+    def begin(said: Said) -> None:
+        busy[:] = [(said.other, said.start)]
+        rank.process.loop.call_later(rank.engine.config.pull.handshake_s, end, busy[0])
+
+    def end(place: tuple[Other, str]) -> None:
+        if busy == [place]:
+            busy.clear()
+            if waiting:
+                said = waiting.pop(next(iter(waiting)))
+                begin(said)
+                rank.say(said)
+
+    @rank.sends(Hello)
+    def hold(said: Said) -> Said | None:
+        place = said.other, said.start
+        if busy and busy != [place]:
+            waiting[place] = said
+            return None
+        if not busy:
+            begin(said)
+        return said
+
+    @rank.hears(Welcome, Unwelcome)
+    def answered(said: Said) -> Said:
+        if busy and busy[0][0] == said.other:
+            rank.process.loop.call_soon(end, busy[0])
+        return said
+
+
+@planted
+def no_pause_between_handshakes(rank: Rank) -> None:
+    """Whoever could not be met is asked again at once."""
+    rank.pull_config = lambda pull: replace(pull, backoff_s=1e-6, max_backoff_s=1e-6)
+
+
+@planted
+def hellos_are_repeated_without_patience(rank: Rank) -> None:
+    """A rank that does not answer is asked each tenth of a second."""
+    rank.pull_config = lambda pull: replace(pull, hello_retry_s=0.1 / 8)
+
+
+@planted
+def peers_outlive_the_agent_that_loaded_them(rank: Rank) -> None:
+    """What was loaded is taken for loaded, whatever became of our agent."""
+
+    def poll() -> list[Any]:
+        news = rank.data.honest.poll()
+        return [AgentLost(each.cause, each.pause_s, False) if isinstance(each, AgentLost) else each for each in news]
+
+    def post_read(*args: Any) -> Any:
+        try:
+            return rank.data.honest.post_read(*args)
+        except Violation as exc:
+            rank.process.world.violate(str(exc))  # the engine would take it for a bug of the plane's
+            raise
+
+    rank.data.poll, rank.data.post_read = poll, post_read
+
+
+@planted
+def a_dead_agent_is_given_out(rank: Rank) -> None:
+    """Whoever shakes hands is told of the first agent for ever."""
+    first: list[Welcome] = []
+
+    def start(*args: Any) -> Any:
+        first.clear()
+        return rank.data.honest.start(*args)
+
+    rank.data.start = start
+
+    @rank.sends(Welcome)
+    def tell(said: Said) -> Said:
+        first.append(said.message)
+        old = first[0]
+        return said.but(agent_name=old.agent_name, metadata=old.metadata, digest=old.digest)
+
+
+@planted
+def nobody_is_greeted_after_the_agent_died(rank: Rank) -> None:
+    """Hellos that come while there is no agent are never answered, nor those after them."""
+    lost: list[AgentLost] = []
+
+    def start(*args: Any) -> Any:
+        lost.clear()
+        return rank.data.honest.start(*args)
+
+    def poll() -> Sequence[Any]:
+        news: Sequence[Any] = rank.data.honest.poll()
+        lost.extend(each for each in news if isinstance(each, AgentLost))
+        return news
+
+    rank.data.start, rank.data.poll = start, poll
+    rank.hears(Hello)(lambda said: None if lost else said)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+@planted
+def the_deadline_is_forgotten(rank: Rank) -> None:
+    """Nothing ends a pull that waits."""
+
+    async def pull(*args: Any, **options: Any) -> Any:
+        return await rank.engine.honest.pull(*args, **options | {"timeout_s": LONG})
+
+    rank.engine.pull = pull
+
+
+@planted
+def cancelling_does_nothing(rank: Rank) -> None:
+    """`cancel` says that it did."""
+    known = set[str]()
+
+    def announce(request_id: str, *args: Any, **options: Any) -> None:
+        rank.engine.honest.announce(request_id, *args, **options)
+        known.add(request_id)
+
+    async def pull(request_id: str, *args: Any, **options: Any) -> Any:
+        known.add(request_id)
+        try:
+            return await rank.engine.honest.pull(request_id, *args, **options)
+        finally:
+            known.discard(request_id)
+
+    def cancel(request_id: str) -> bool:
+        return request_id in known
+
+    rank.engine.announce, rank.engine.pull, rank.engine.cancel = announce, pull, cancel
+
+
+@planted
+def whoever_is_late_was_told_to_wait(rank: Rank) -> None:
+    """Every deadline that passes is blamed on a request that is not lent."""
+
+    async def pull(*args: Any, **options: Any) -> Any:
+        try:
+            return await rank.engine.honest.pull(*args, **options)
+        except PullTimeout as exc:
+            raise NotLentYet(
+                str(exc),
+                request_id=exc.request_id,
+                pull_id=exc.pull_id,
+                reason=Reason.NOT_LENT_YET,
+                held=exc.held,
+                wait_returned=exc.returned,
+            ) from exc
+
+    rank.engine.pull = pull
+
+
+@planted
+def draining_revokes(rank: Rank) -> None:
     """Who drains takes back what it has lent."""
-    honest = rank_module.RankCore.shut
+    lent, _ = remembers(rank)
 
-    def shut(self: rank_module.RankCore, how: str = "draining") -> None:
-        honest(self, how)
-        for lease in list(self.prefill.leases.values()):
-            self.prefill.revoke(lease, 0.0)
+    async def drain(timeout_s: float) -> Any:
+        for handle in lent.values():
+            handle.revoke()
+        return await rank.engine.honest.drain(timeout_s)
 
-    patch.setattr(rank_module.RankCore, "shut", shut)
+    rank.engine.drain = drain
 
 
 @planted
-def draining_lends(patch: pytest.MonkeyPatch) -> None:
+def draining_lends(rank: Rank) -> None:
     """Who drains goes on lending."""
-    patch.setattr(rank_module.RankCore, "_check_open", lambda self: None)
+
+    async def drain(timeout_s: float) -> Any:
+        await asyncio.sleep(timeout_s)
+        return await rank.engine.honest.drain(0.0)
+
+    rank.engine.drain = drain
 
 
 @planted
-def draining_forgets_who_is_left(patch: pytest.MonkeyPatch) -> None:
+def draining_forgets_who_is_left(rank: Rank) -> None:
     """At its deadline a drain says that all is done."""
-    patch.setattr(rank_module.RankCore, "stragglers", lambda self, now: ())
+
+    async def drain(timeout_s: float) -> Any:
+        await rank.engine.honest.drain(timeout_s)
+        return ()
+
+    rank.engine.drain = drain
 
 
 @planted
-def sleep_does_not_end_the_agent(patch: pytest.MonkeyPatch) -> None:
-    """The memory is let go while transfers may write it."""
-    honest = Engine._suspend
-
-    async def suspend(self: Engine, *args: Any) -> Any:
-        close, self._data.close = self._data.close, lambda: None  # type: ignore[method-assign]
-        try:
-            return await honest(self, *args)
-        finally:
-            self._data.close = close  # type: ignore[method-assign]
-
-    patch.setattr(Engine, "_suspend", suspend)
-
-
-@planted
-def sleep_breaks_promises(patch: pytest.MonkeyPatch) -> None:
+def sleep_breaks_promises(rank: Rank) -> None:
     """The memory is let go while somebody was promised it."""
-    patch.setattr(Engine, "_wait", lambda self, is_over, seconds: asyncio.sleep(0))
+    lent = lends(rank)
+    falling: list[asyncio.Task[Any]] = []
+
+    async def suspend(*args: Any) -> Any:
+        falling.append(asyncio.ensure_future(rank.engine.honest.suspend(*args)))
+        if not any(handle.is_open for handle in lent.values()):
+            return await falling[-1]
+        await asyncio.sleep(0)
+        return ()
+
+    async def resume(*args: Any) -> None:
+        await asyncio.gather(*falling)
+        await rank.engine.honest.resume(*args)
+
+    rank.engine.suspend, rank.engine.resume = suspend, resume
 
 
 @planted
-def old_references_are_served_after_sleep(patch: pytest.MonkeyPatch) -> None:
+def old_references_are_served_after_sleep(rank: Rank) -> None:
     """Who wakes up is who fell asleep."""
-    honest = Engine.resume
+    names, spent, before = list[str](), set[Key](), dict[Key, Key]()
 
-    async def resume(self: Engine, registration: Any = None) -> None:
-        incarnation, token_hex = self.incarnation, self._token_hex
-        self._token_hex = lambda size: incarnation if size == 16 else token_hex(size)
-        self._core.prefill.memory_epoch -= 1
-        try:
-            await honest(self, registration)
-        finally:
-            self._token_hex = token_hex
+    def renewed(key: Key) -> Key:
+        epoch = rank.engine.memory_epoch
+        if key.memory_epoch >= epoch or key in spent:
+            return key
+        new = msgspec.structs.replace(key, memory_epoch=epoch)
+        before[new] = key
+        return new
 
-    patch.setattr(Engine, "resume", resume)
+    def lend(params: Any, **options: Any) -> Any:
+        key = key_of(params)
+        handle = rank.engine.honest.lend(params | {"key": msgspec.to_builtins(renewed(key))}, **options)
+        if rank.engine.memory_epoch == key.memory_epoch:
+            spent.add(key)
+        return handle
+
+    def withdraw(params: Any) -> None:
+        rank.engine.honest.withdraw(params | {"key": msgspec.to_builtins(renewed(key_of(params)))})
+        if rank.engine.memory_epoch == key_of(params).memory_epoch:
+            spent.add(key_of(params))
+
+    rank.engine.lend, rank.engine.withdraw = lend, withdraw
+    rank.hears(Claim, Renew, Release)(lambda said: said.but(key=renewed(said.message.key)))
+    rank.sends(*ANSWERS, Ack)(lambda said: said.but(key=before.get(said.message.key, said.message.key)))
+
+    def named(honest: Callable[[int], str]) -> Callable[[int], str]:
+        def token_hex(size: int) -> str:
+            token = honest(size)
+            names.extend([token] if size == 16 else [])
+            return names[0] if size == 16 else token
+
+        return token_hex
+
+    rank.token_hex = named
+
+
+# -- under pressure ----------------------------------------------------------------------------------------------------
 
 
 @planted
-def whoever_floods_fills_the_memory_for_early_claims(patch: pytest.MonkeyPatch) -> None:
+def one_window_for_all_peers(rank: Rank) -> None:
+    """Whoever's window is full keeps all others from posting."""
+    rank.pull_config = lambda pull: replace(pull, total_bytes=pull.window_bytes)
+
+
+@planted
+def a_place_is_never_given_back(rank: Rank) -> None:
+    """A pull that fails or is cancelled counts for ever."""
+    failed: dict[str, int] = defaultdict(int)
+
+    async def pull(request_id: str, groups: Any, params: Any, **options: Any) -> Any:
+        config, engine = rank.engine.config.pull, params["engine_id"]
+        if failed[engine] >= config.window_requests:
+            await asyncio.sleep(config.timeout_s)
+            text = f"request {request_id!r} failed in queue: still queued behind others when the deadline passed"
+            raise PullTimeout(text, request_id=request_id, reason=Reason.TIMEOUT)
+        try:
+            return await rank.engine.honest.pull(request_id, groups, params, **options)
+        except (PullError, asyncio.CancelledError):
+            failed[engine] += 1
+            raise
+
+    rank.engine.pull = pull
+
+
+@planted
+def bytes_in_flight_are_not_counted(rank: Rank) -> None:
+    """Whatever may be read is posted at once."""
+    rank.pull_config = lambda pull: replace(pull, window_bytes=1 << 40, total_bytes=1 << 40)
+
+
+@planted
+def more_read_than_are_admitted(rank: Rank) -> None:
+    """The budget is not looked at."""
+    rank.pull_config = lambda pull: replace(pull, window_requests=100, total_requests=100)
+
+
+@planted
+def one_queue_for_all(rank: Rank) -> None:
+    """Whoever waits for one peer waits before everybody."""
+    rank.pull_config = lambda pull: replace(pull, total_requests=pull.window_requests)
+
+
+@planted
+def the_queue_lets_leases_run_out(rank: Rank) -> None:
+    """Who waits does not claim."""
+
+    @rank.sends(*ASKS)
+    def wait(said: Said) -> Said | None:
+        waiting = {r.pull_id for r in rank.engine.requests() if r.state == "queued" and r.state_s > 0.05}
+        return None if said.message.pull_id in waiting else said
+
+
+@planted
+def whoever_floods_fills_the_memory_for_early_claims(rank: Rank) -> None:
     """Nobody counts who parked what."""
-    honest = prefill.PrefillSide._park
+    known, ways = set[str](), dict[ReplyTo, Other]()
 
-    def park(self: prefill.PrefillSide, *args: Any) -> None:
-        self._parked_by = Counter(dict.fromkeys(self._parked_by, 0))
-        honest(self, *args)
+    @rank.hears(Hello)
+    def meet(said: Said) -> Said:
+        known.add(said.start)
+        return said
 
-    patch.setattr(prefill.PrefillSide, "_park", park)
+    @rank.hears(Claim, Release)
+    def come(said: Said) -> Said:
+        if said.start in known:
+            return said
+        # As if each came by a way of its own.
+        way = ReplyTo(bytes(said.other) + said.message.pull_id.encode())  # type: ignore[arg-type]
+        ways[way] = said.other
+        return Said(said.message, way, said.start)
+
+    @rank.sends(Granted, NotYet, Refused, Ack)
+    def answer(said: Said) -> Said:
+        return Said(said.message, ways.get(said.other, said.other), said.start)  # type: ignore[arg-type]
 
 
-class _Floor(SpentKeys):
-    """Whatever lies below the newest number is spent."""
-
-    def __contains__(self, key: Any) -> bool:
-        runs = self._runs.get(key.epoch)
-        return runs is not None and key.sequence <= runs[1][-1]
-
-
-def _floored(self: prefill.PrefillSide) -> SpentKeys:
-    floor = _Floor()
-    floor._runs = self.spent._runs
-    return floor
+# -- what is spent -----------------------------------------------------------------------------------------------------
 
 
 @planted
-def claims_below_the_newest_are_refused(patch: pytest.MonkeyPatch) -> None:
+def claims_below_the_newest_are_refused(rank: Rank) -> None:
     """A request is taken for ended because a later one was lent before it."""
-    honest = prefill.PrefillSide.receive
+    is_passed_over = passing_over(rank)
 
-    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
-        if isinstance(message, Claim) and message.key not in self.leases and message.key in _floored(self):
-            self._refuse(message, route, source, self._ended.get(message.key, Reason.UNKNOWN))
-        else:
-            honest(self, message, route, source, now)
-
-    patch.setattr(prefill.PrefillSide, "receive", receive)
+    @rank.hears(Claim)
+    def refuse(said: Said) -> Said | None:
+        message = said.message
+        if not is_passed_over(message.key):
+            return said
+        refused = Refused(message.key, message.pull_id, message.nonce, Reason.UNKNOWN)
+        rank.say(Said(refused, said.other, said.start))
+        return None
 
 
 @planted
-def early_releases_below_the_newest_are_lost(patch: pytest.MonkeyPatch) -> None:
+def early_releases_below_the_newest_are_lost(rank: Rank) -> None:
     """A release that comes before its request is lent is taken for one that comes after its end."""
-    honest = prefill.PrefillSide.receive
+    is_passed_over = passing_over(rank)
 
-    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
-        if isinstance(message, Release) and message.key not in self.leases and message.key in _floored(self):
-            self._outbox.send(route, source, Ack(message.key, message.pull_id))
-        else:
-            honest(self, message, route, source, now)
-
-    patch.setattr(prefill.PrefillSide, "receive", receive)
+    @rank.hears(Release)
+    def lose(said: Said) -> Said | None:
+        if not is_passed_over(said.message.key):
+            return said
+        rank.say(Said(Ack(said.message.key, said.message.pull_id), said.other, said.start))
+        return None
 
 
 @planted
-def lending_one_spends_all_before_it(patch: pytest.MonkeyPatch) -> None:
+def lending_one_spends_all_before_it(rank: Rank) -> None:
     """Requests have to be lent in the order in which their params were made."""
-    patch.setattr(prefill, "SpentKeys", _Floor)
+    is_passed_over = passing_over(rank)
+    lend = rank.engine.lend
+
+    def lend_in_order(params: Any, **options: Any) -> Any:
+        if is_passed_over(key_of(params)):
+            raise LocalProtocolError(f"request {params['request_id']!r} was lent or withdrawn before")
+        return lend(params, **options)
+
+    rank.engine.lend = lend_in_order
+
+
+def lending_again(rank: Rank, may: Callable[[Key, dict[Key, Any], dict[Key, Any]], bool]) -> None:
+    """Lend what is spent, if it may."""
+    lent, withdrawn = remembers(rank)
+    lend, aliases = rank.engine.lend, Aliases(rank)
+
+    def lend_again(params: Any, **options: Any) -> Any:
+        key = key_of(params)
+        is_spent = key in withdrawn or (key in lent and lent[key].is_over)
+        return (aliases.lend if is_spent and may(key, lent, withdrawn) else lend)(params, **options)
+
+    rank.engine.lend = lend_again
 
 
 @planted
-def what_has_ended_may_be_lent_again(patch: pytest.MonkeyPatch) -> None:
+def what_has_ended_may_be_lent_again(rank: Rank) -> None:
     """Lending spends no key."""
-    patch.setattr(prefill.PrefillSide, "_is_spent", lambda self, key: key in self.leases)
+    lending_again(rank, lambda key, lent, withdrawn: key in lent)
 
 
 @planted
-def what_was_withdrawn_may_be_lent(patch: pytest.MonkeyPatch) -> None:
+def what_was_withdrawn_may_be_lent(rank: Rank) -> None:
     """Withdrawing a request spends no key."""
-    honest = prefill.PrefillSide.withdraw
-
-    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
-        spent, self.spent = self.spent, SpentKeys()
-        try:
-            honest(self, key, now)
-            self._ended.pop(key, None)
-        finally:
-            self.spent = spent
-
-    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
+    lending_again(rank, lambda key, lent, withdrawn: key in withdrawn)
 
 
 @planted
-def withdrawing_leaves_early_claims_waiting(patch: pytest.MonkeyPatch) -> None:
+def endings_are_taken_for_all_that_is_spent(rank: Rank) -> None:
+    """What has ended long ago may be lent again."""
+
+    def is_long_ago(key: Key, lent: dict[Key, Any], withdrawn: dict[Key, Any]) -> bool:
+        others = [k for k, handle in lent.items() if handle.is_over] + list(withdrawn)
+        return others[-1] != key
+
+    lending_again(rank, is_long_ago)
+
+
+@planted
+def withdrawing_leaves_early_claims_waiting(rank: Rank) -> None:
     """Whoever waits for a request that is withdrawn is not told."""
-    honest = prefill.PrefillSide.withdraw
+    lent, withdrawn = remembers(rank)
+    lend = rank.engine.lend
 
-    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
-        parked = self._parked.pop(key, None)
-        honest(self, key, now)
-        if parked:
-            self._parked[key] = parked
-
-    def receive(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
-        if isinstance(message, Claim) and self._ended.get(message.key) is Reason.WITHDRAWN:
-            self._park(message, route, source, now)
+    def withdraw(params: Any) -> None:
+        if key_of(params) in lent:
+            rank.engine.honest.withdraw(params)
         else:
-            honest_receive(self, message, route, source, now)
+            withdrawn[key_of(params)] = params
 
-    honest_receive = prefill.PrefillSide.receive
-    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
-    patch.setattr(prefill.PrefillSide, "receive", receive)
+    def lend_others(params: Any, **options: Any) -> Any:
+        if key_of(params) in withdrawn:
+            raise LocalProtocolError(f"request {params['request_id']!r} was withdrawn")
+        return lend(params, **options)
+
+    rank.engine.withdraw, rank.engine.lend = withdraw, lend_others
 
 
 @planted
-def withdrawing_what_is_lent_does_nothing(patch: pytest.MonkeyPatch) -> None:
+def withdrawing_what_is_lent_does_nothing(rank: Rank) -> None:
     """A request that is lent already is not revoked."""
-    honest = prefill.PrefillSide.withdraw
+    lent, _ = remembers(rank)
+    honest = rank.engine.withdraw
 
-    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
-        if key not in self.leases:
-            honest(self, key, now)
+    def withdraw(params: Any) -> None:
+        if key_of(params) not in lent:
+            honest(params)
 
-    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
+    rank.engine.withdraw = withdraw
 
 
 @planted
-def withdrawing_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+def withdrawing_frees_at_once(rank: Rank) -> None:
     """A request that is lent is taken back although promises run."""
-    honest = prefill.PrefillSide.withdraw
-
-    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> None:
-        if (lease := self.leases.get(key)) is not None:
-            lease.held.clear()
-        honest(self, key, now)
-
-    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
+    withdrawal_frees(rank, lends(rank))
 
 
 @planted
-def what_has_ended_long_ago_is_not_lent_yet(patch: pytest.MonkeyPatch) -> None:
+def what_has_ended_long_ago_is_not_lent_yet(rank: Rank) -> None:
     """Only those endings are known that are remembered one by one."""
-    honest = prefill.PrefillSide.receive
+    lent, withdrawn = remembers(rank)
 
-    def receive(self: prefill.PrefillSide, *args: Any) -> None:
-        spent, self.spent = self.spent, SpentKeys()
-        try:
-            honest(self, *args)
-        finally:
-            self.spent = spent
+    @rank.hears(Claim, Release)
+    def forget(said: Said) -> Said | None:
+        key = said.message.key
+        over = [k for k, handle in lent.items() if handle.is_over] + list(withdrawn)
+        if key not in over or key == over[-1]:
+            return said
+        wait(rank, said)
+        return None
 
-    patch.setattr(prefill.PrefillSide, "receive", receive)
+
+def wait(rank: Rank, said: Said) -> None:
+    """Tell whoever claims that the request is not lent yet, and take what it releases for that time."""
+    message = said.message
+    is_claim = isinstance(message, Claim)
+    answer = NotYet(message.key, message.pull_id, message.nonce) if is_claim else Ack(message.key, message.pull_id)
+    rank.say(Said(answer, said.other, said.start))
 
 
 @planted
-def gaps_are_closed_by_forgetting_what_was_lent(patch: pytest.MonkeyPatch) -> None:
+def gaps_are_closed_by_forgetting_what_was_lent(rank: Rank) -> None:
     """Where memory runs out, it is what was spent that is forgotten, not what is open."""
 
-    def close_oldest(self: SpentKeys) -> None:
-        firsts, lasts = max(self._runs.values(), key=lambda runs: len(runs[0]))
-        del firsts[1], lasts[1]
-        self.num_gaps -= 1
+    def is_forgotten(key: Key, lent: dict[Key, Any], withdrawn: dict[Key, Any]) -> bool:
+        """Of each scheduler two runs of spent numbers are remembered: the first ones, and the newest."""
+        numbers = {k.sequence for k in (*lent, *withdrawn) if k.epoch == key.epoch}
+        first = next(n for n in range(len(numbers) + 1) if n not in numbers)
+        begin = next(n for n in range(max(numbers, default=-1), -2, -1) if n not in numbers)
+        return first <= key.sequence <= begin
 
-    patch.setattr(SpentKeys, "_close_oldest", close_oldest)
+    lending_again(rank, is_forgotten)
 
 
 @planted
-def gaps_are_kept_without_end(patch: pytest.MonkeyPatch) -> None:
+def gaps_are_kept_without_end(rank: Rank) -> None:
     """Requests that are never lent take memory for ever."""
-    patch.setattr(SpentKeys, "_close_oldest", lambda self: None)
+
+
+@inside("gaps_are_kept_without_end")
+def _(patch: pytest.MonkeyPatch) -> None:
+    honest = SpentKeys.__init__
+    patch.setattr(SpentKeys, "__init__", lambda self, *args: honest(self, 1 << 60))
 
 
 @planted
-def endings_are_taken_for_all_that_is_spent(patch: pytest.MonkeyPatch) -> None:
-    """What has ended long ago may be lent again."""
-    patch.setattr(prefill.PrefillSide, "_is_spent", lambda self, key: key in self.leases or key in self._ended)
-
-
-@planted
-def whoever_is_late_was_told_to_wait(patch: pytest.MonkeyPatch) -> None:
-    """Every deadline that passes is blamed on a request that is not lent."""
-    honest = Pull._waiting_for
-    patch.setattr(Pull, "_waiting_for", lambda self, now: (Reason.NOT_LENT_YET, honest(self, now)[1]))
-
-
-@planted
-def withdrawing_tells_one_reader(patch: pytest.MonkeyPatch) -> None:
+def withdrawing_tells_one_reader(rank: Rank) -> None:
     """Of several that wait for a request that is withdrawn, the first is told."""
-    honest = prefill.PrefillSide.withdraw
+    asked: dict[Key, set[int]] = defaultdict(set)
+    waiting: dict[Key, set[int]] = {}
+    honest_withdraw = rank.engine
 
-    def withdraw(self: prefill.PrefillSide, key: Any, now: float) -> Any:
-        for slot in list(self._parked.get(key, {}))[1:]:
-            self._unpark(self._parked[key].pop(slot))
-        return honest(self, key, now)
+    @rank.hears(Claim)
+    def ask(said: Said) -> Said:
+        if said.message.key not in waiting:
+            asked[said.message.key].add(said.message.nonce)
+        return said
 
-    patch.setattr(prefill.PrefillSide, "withdraw", withdraw)
+    def withdraw(params: Any) -> None:
+        waiting.setdefault(key_of(params), asked[key_of(params)])
+        honest_withdraw.honest.withdraw(params)
+
+    rank.engine.withdraw = withdraw
+    told: dict[Key, str] = {}
+
+    @rank.sends(Refused)
+    def tell(said: Said) -> Said | None:
+        message = said.message
+        if message.nonce not in waiting.get(message.key, ()):
+            return said
+        return said if told.setdefault(message.key, message.pull_id) == message.pull_id else None
 
 
 @planted
-def early_claims_are_called_withdrawn(patch: pytest.MonkeyPatch) -> None:
+def early_claims_are_called_withdrawn(rank: Rank) -> None:
     """A request that is not lent is taken for one that never will be."""
-    honest = prefill.PrefillSide._park
 
-    def park(self: prefill.PrefillSide, message: Any, route: Any, source: str, now: float) -> None:
-        if isinstance(message, Claim):
-            self._refuse(message, route, source, Reason.WITHDRAWN)
-        else:
-            honest(self, message, route, source, now)
-
-    patch.setattr(prefill.PrefillSide, "_park", park)
-
-
-@planted
-def peers_outlive_the_agent_that_loaded_them(patch: pytest.MonkeyPatch) -> None:
-    """What was loaded is taken for loaded, whatever became of our agent."""
-    patch.setattr(decode.DecodeSide, "unloaded", lambda self, cause, now: None)
-
-
-@planted
-def a_dead_agent_is_given_out(patch: pytest.MonkeyPatch) -> None:
-    """Whoever shakes hands is told of the first agent for ever."""
-    patch.setattr(
-        rank_module.RankCore, "agent_replaced", lambda self, agent_name, metadata: setattr(self, "_has_agent", True)
-    )
-
-
-@planted
-def nobody_is_greeted_after_the_agent_died(patch: pytest.MonkeyPatch) -> None:
-    """Hellos that come while there is no agent are never answered, nor those after them."""
-    honest = rank_module.RankCore.agent_replaced
-
-    def replaced(self: rank_module.RankCore, agent_name: str, metadata: bytes) -> None:
-        honest(self, agent_name, metadata)
-        self._has_agent = False
-
-    patch.setattr(rank_module.RankCore, "agent_replaced", replaced)
+    @rank.sends(NotYet)
+    def refuse(said: Said) -> Said:
+        message = said.message
+        return Said(Refused(message.key, message.pull_id, message.nonce, Reason.WITHDRAWN), said.other, said.start)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import NULL, BlockRuns
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of, shard
-from asynckv.geometry.match import assign
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
+from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
-from asynckv.geometry.topology import remote_ranks
 from tests.world import Buffers
 
 Int64s = npt.NDArray[np.int64]
@@ -261,10 +262,9 @@ def execute(
     limits: tuple[int, int],
 ) -> int:
     """Run a plan as memory copies; no byte may be written twice. Returns the bytes."""
-    tables = {s.table.table_id: s.table for s in plan.sections}
     total = 0
     for post in plan.posts(*limits):
-        table = tables[post.table_id]
+        table = post.table
         moved = 0
         for a, b in zip(post.local.tolist(), post.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)

@@ -27,10 +27,11 @@ from asynckv.bench.protocol import Outcome, Sample
 from asynckv.bench.workload import Workload
 from asynckv.config import PullConfig
 from asynckv.errors import ConfigError
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Layout, Memory, runs_of
+from asynckv.geometry.layout import Layout, Memory
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripts import bench_vs_vllm
-from scripts.versus.workload import Board, Checks, Memory, Setup, Window, slots, sources
+from scripts.versus.workload import Checks, Memory, Setup, Window, slots, sources
 
 
 def a_setup(folder: str = "", blocks: int = 16) -> Setup:
@@ -44,36 +44,12 @@ def test_a_wrong_byte_is_seen() -> None:
     assert found["p50_ms"] == 500.0
 
 
-def test_the_board_is_shared(tmp_path: Path) -> None:
-    Board.create(tmp_path)
-    writer, reader = Board(str(tmp_path)), Board(str(tmp_path))
-    writer.admitted = 77
-    assert reader.admitted == 77
-
-
-@pytest.mark.parametrize("text", ["32x16384:16", "0x4096:1:1", "1x4097:1:1", "1x4096:2000:1", "1x4096:1:1:sorted", "x"])
-def test_cases_are_checked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_vs_vllm.main(["--cases", text, "--contenders", "asynckv"])
-    assert caught.value.code == 2
-    assert "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("python", [[], ["--vllm-python", "/nowhere/python"], ["--vllm-python", "python3"]])
 def test_without_vllm_it_says_how_to_get_it(python: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_vs_vllm.main(python)
-    assert caught.value.code == 2
+    assert bench_vs_vllm.main(python) == 2
     said = capsys.readouterr().err
     assert said.startswith("bench_vs_vllm: ")
     assert "To install it beside" in said
-
-
-def test_a_report_that_cannot_be_written_is_said_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_vs_vllm.main(["--contenders", "asynckv", "--json", "/nonexistent/report.json"])
-    assert caught.value.code == 2
-    assert "--json /nonexistent/report.json: cannot be written: No such file" in capsys.readouterr().err
 
 
 @pytest.mark.nixl

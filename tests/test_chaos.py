@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from scripts import chaos
+from scripts.arena import Arena
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
 
 DEADLINE_S = 60.0
 
 
-async def misled(arena: chaos.Arena) -> None:
+async def misled(arena: Arena) -> None:
     """Compare what is published with another request's bytes."""
     prefill = await arena.start("prefill")
     lent = await prefill.lend(4, reads=True)
@@ -64,42 +65,3 @@ def test_wrong_bytes_end_a_run_with_status_1(
     record = json.loads(capsys.readouterr().out)
     assert record["problems"] == ["prefill: wrong bytes were published"]
     assert record["pulls"]["prefill"]["bytes_wrong"] > 0
-
-
-@pytest.mark.anyio
-async def test_a_write_into_a_free_block_is_counted() -> None:
-    blocks = chaos.Blocks(1, 7)
-    ids = await blocks.take(3)
-    blocks.words[ids] = blocks.pattern(5, 0, 3)
-    await blocks.give(ids)
-    blocks.audit(blocks.free)
-    assert blocks.stray == 0
-    blocks.words[ids[1], 9] += 1
-    await blocks.take(chaos.NUM_BLOCKS)
-    assert blocks.stray == 8
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["kil"], "unknown scenario 'kil'; choose from kill, restart,"),
-        (["kill", "--seconds", "0"], "--seconds 0 is outside"),
-        (["survive", "--cycles", "0"], "--cycles 0 is outside"),
-        (["--seconds", "nan"], "--seconds nan is outside"),
-        (["--json", "/nowhere/file"], "--json /nowhere/file: No such file"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        chaos.main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        chaos.main(["--help"])
-    text = capsys.readouterr().out
-    assert raised.value.code == 0
-    assert all(f"\n  {name} " in text for name in chaos.SCENARIOS)
-    assert "--role" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asynckv.config import NixlConfig
+from asynckv.edges import process
 from asynckv.edges.nixl import NixlPlane
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.edges.zmq import ZmqPlane
@@ -37,8 +38,10 @@ async def test_nixl_data_plane(posting_threads: int) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.slow
-async def test_nixl_data_plane_in_a_process_of_its_own() -> None:
-    """The same plane, on the far side of a socket."""
+@pytest.mark.parametrize("tables", [process.MAX_TABLES, 2])
+async def test_nixl_data_plane_in_a_process_of_its_own(tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same plane, on the far side of a socket, which knows many tables or few."""
+    monkeypatch.setattr(process, "MAX_TABLES", tables)
     config = NixlConfig(posting_threads=1, bulk_bytes=1)
     await check_data_plane(lambda name: ProcessPlane(config, name), shared=True)
 

@@ -27,7 +27,8 @@ from asynckv import (
     RemoteTooShort,
 )
 from asynckv.config import PullConfig
-from asynckv.core.decode import DecodeSide, News
+from asynckv.core.decode import DecodeSide
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.log import configure
 from asynckv.testing.planes import Fate
 from tests.engines import BLOCKS, Bench, needs_python_core, until
@@ -258,7 +259,7 @@ async def test_one_bad_event_takes_no_others_along(
     async with sim.pair() as (prefill, decode, group):
         honest, calls = DecodeSide.ended, []
 
-        def ended(self: DecodeSide, news: News, detect_s: float, now: float) -> None:
+        def ended(self: DecodeSide, news: TransferEnded, detect_s: float, now: float) -> None:
             calls.append(news)
             if len(calls) == 1:
                 raise ZeroDivisionError("a bug")
@@ -283,7 +284,7 @@ async def test_one_bad_event_takes_no_others_along(
         assert sorted(type(r).__name__ for r in results) == ["PullResult", "PullTimeout"]
         # What was lost by the bug is found by its age.
         (lost,) = decode.engine._core.decode.transfers
-        decode.engine._core.decode.ended(News(lost, True, False), 0.0, sim.clock.now())
+        decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
         decode.engine._soon()
 
 

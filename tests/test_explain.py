@@ -18,7 +18,8 @@ from rich.console import Console
 from asynckv import cli
 from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Group, Layout, Memory, View, check_layout, dense_part
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 from asynckv.tools.explain import _written_once, explain, pictures, show

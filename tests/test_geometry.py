@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
-from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, check_layout
-from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted
-from asynckv.geometry.plan import BlockLists, PeerTables, check_block_ids, check_blocks, common_prefix, plan_read
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.blocks import check_block_ids, check_blocks
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import ONE_PER_REQUEST, Layout
+from asynckv.geometry.match import NotCovered, _cover, assign, compare, predicted, remote_ranks
+from asynckv.geometry.pairing import common_prefix
+from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
 
@@ -203,7 +205,7 @@ def pairs(plan: Any, group: int = 0) -> list[tuple[int, int]]:
     return [
         (a, b)
         for s in plan.sections
-        if s.table.cut.group == group
+        if s.table.span.group == group
         for a, b in zip(s.local.tolist(), s.remote.tolist(), strict=True)
     ]
 
@@ -481,6 +483,7 @@ def test_the_remote_may_group_layers_otherwise() -> None:
         (mamba2(rows=3), mamba2(rows=4), "dims of part 'conv_x'", ("dim=2, head, row=3", "dim=2, head, row=4")),
         (attention(4), attention(8), "sharded axis", ("'head' of 4", "'head' of 8")),
         (attention(4, dim=2), attention(4, dim=3), "dims", ("dim=2, head, token", "dim=3, head, token")),
+        (attention(4, dim=1), attention(4, dim=2), "dims", ("dim=1, head, token", "dim=2, head, token")),
         (attention(4, window=0), attention(4, window=8), "window", ("none", "8")),
         (attention(4, window=9), attention(4, window=8), "window", ("9", "8")),
         (attention(4), LayerSpec("attn", attention(4).parts, "state"), "kind", ("tokens", "state")),
@@ -688,6 +691,26 @@ def test_hashes_end_the_prefix_where_they_first_differ() -> None:
     assert common_prefix([], [], 4, 3) == 3
     assert common_prefix([], [], 4, 7) == 0
     assert common_prefix(ours[:1], ours[:1], 4, 9) == 4
+
+
+@given(
+    agreed=st.integers(0, 6),
+    more=st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1), (0, 3)]),
+    hash_tokens=st.integers(1, 6),
+    tail=st.integers(-3, 7),
+)
+def test_tokens_after_the_last_hash_are_trusted_only_between_chains_that_say_the_same(
+    agreed: int, more: tuple[int, int], hash_tokens: int, tail: int
+) -> None:
+    both = [str(i) for i in range(agreed)]
+    ours, theirs = both + ["a"] * more[0], both + ["b"] * more[1]
+    hashed = agreed * hash_tokens
+    num_tokens = max(hashed + tail, 0)
+    # A hash that one side has alone covers tokens of which the other has said nothing, or something else.
+    is_trusted = more == (0, 0) and 0 < tail < hash_tokens
+    assert common_prefix(ours, theirs, hash_tokens, num_tokens) == (
+        num_tokens if is_trusted else min(hashed, num_tokens)
+    )
 
 
 # -- layers that share their KV ----------------------------------------------------------------------------

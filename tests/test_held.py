@@ -376,7 +376,11 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, outcome),) = lease.outcomes.items()
-    assert (str(reader), reader.name, outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
+    assert (str(reader), lease.discharged[reader].name, outcome) == (
+        "decode/tp0",
+        "decode/tp0@decode-h",
+        Outcome.COMPLETE,
+    )
     # What a pull is called is said to be a pull, and whose.
     notes = [text for _, text in lease.history]
     pull_id = decode.ended[0].pull_id

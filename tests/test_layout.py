@@ -11,28 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError
-from asynckv.geometry import layout as layouts
-from asynckv.geometry.layout import (
-    MAX_DIMS,
-    MAX_LAYOUT_BYTES,
-    MAX_VIEWS,
-    Dim,
-    Group,
-    Layout,
-    Memory,
-    Part,
-    View,
-    attention_view,
-    check_layout,
-    decode_layout,
-    dense_part,
-    pools,
-    runs_of,
-    shard,
-    strided_pieces,
-)
-from asynckv.geometry.topology import owed_readers, remote_ranks
-from asynckv.registration import register_memory
+from asynckv.geometry import check, overlap
+from asynckv.geometry.blocks import runs_of
+from asynckv.geometry.bounds import MAX_VIEWS
+from asynckv.geometry.check import MAX_DIMS, MAX_LAYOUT_BYTES, check_layout, decode_layout, register_memory
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, dense_part, shard
+from asynckv.geometry.match import owed_readers, remote_ranks
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.strides import strided_descriptors
 from asynckv.tools.layouts import ORDERS, model_layout
 from asynckv.tools.models import PRESETS, Heads, Model, preset
 from tests.world import make_layout
@@ -255,8 +241,8 @@ def test_what_no_model_needs_is_refused_with_the_numbers(
     broken: Layout, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    for name in ("_spots", "_check_part", "_check_memories", "_check_overlap", "_pools"):
-        monkeypatch.setattr(layouts, name, lambda *_, name=name: looked_at.append(name))
+    for name in ("_check_views", "_check_part", "_check_memories", "check_overlap", "check_pools"):
+        monkeypatch.setattr(check, name, lambda *_, name=name: looked_at.append(name))
     with pytest.raises(LayoutError, match=message):
         check_layout(broken)
     assert looked_at == []
@@ -289,11 +275,11 @@ def pieces_compared(each: Layout, monkeypatch: pytest.MonkeyPatch) -> int:
     made: list[int] = []
 
     def counting(*args: Any) -> Any:
-        pieces = strided_pieces(*args)
+        pieces = strided_descriptors(*args)
         made.append(len(pieces[0]))
         return pieces
 
-    monkeypatch.setattr(layouts, "strided_pieces", counting)
+    monkeypatch.setattr(overlap, "strided_descriptors", counting)
     check_layout(each)
     return sum(made)
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.geometry.layout import ONE_PER_REQUEST, check_layout
-from asynckv.geometry.match import assign, compare
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import ONE_PER_REQUEST
+from asynckv.geometry.match import assign, compare, remote_ranks
 from asynckv.tools.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, stage_layers, with_addresses
 from asynckv.tools.models import PRESETS, Heads, Model, preset
 

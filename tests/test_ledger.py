@@ -1,11 +1,18 @@
-"""Holders of blocks, with groups that see the same pages."""
+"""Holders of blocks, with groups that see the same pages; few blocks and many are held by the same rules."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
-from asynckv.core.ledger import Ledger
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynckv.core.ledger import FEW, Kind, Ledger
 from asynckv.errors import LocalProtocolError
+
+MANY = [*range(20, 21 + 2 * FEW)]
+"""Blocks beside which one is held as one of many."""
 
 
 def test_a_page_is_one_block_whatever_group_names_it() -> None:
@@ -24,3 +31,64 @@ def test_a_page_is_one_block_whatever_group_names_it() -> None:
     assert (ledger.num_held("lent"), ledger.num_held("writing"), len(ledger)) == (0, 0, 0)
     ledger.take("pull", "writing", "r2", {2: [5, -1]}, 0.0)
     assert ledger.audit() == []
+
+
+@pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])
+def test_dropping_one_lender_leaves_the_others(beside: list[int]) -> None:
+    ledger = Ledger([100])
+    for name in ("one", "two"):
+        ledger.take(name, "lent", name, {0: [5, *beside]}, 0.0)
+    ledger.drop("one")
+    assert ledger.audit() == []
+    assert [h.holder for h in ledger.holders_of(0, 5)] == ["two"]
+    with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be filled: it is lent to \('two'\)"):
+        ledger.take("pull", "writing", "r", {0: [5]}, 0.0)
+    ledger.drop("two")
+    ledger.take("pull", "writing", "r", {0: [5]}, 0.0)
+
+
+@pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("held", "wanted"), [("lent", "writing"), ("writing", "lent"), ("writing", "writing")])
+def test_a_writer_is_alone(held: Kind, wanted: Kind, beside: list[int]) -> None:
+    ledger = Ledger([100])
+    ledger.take("holder", held, "theirs", {0: [5, *beside]}, 0.0)
+    for blocks in ([7, 5], [5, 7, *range(60, 60 + 2 * FEW)]):
+        with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be .* wait until it is returned"):
+            ledger.take("other", wanted, "ours", {0: blocks}, 0.0)
+        # What was refused took nothing.
+        assert (ledger.audit(), ledger.get("other")) == ([], None)
+        assert ledger.holders_of(0, 7) == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcd"),
+            st.sampled_from(["lent", "writing", "drop"]),
+            st.lists(st.integers(-1, 39), unique=True, max_size=40),
+        ),
+        max_size=20,
+    )
+)
+def test_it_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
+    ledger, model = Ledger([40]), dict[str, tuple[str, set[int]]]()
+    for holder, how, given_blocks in steps:
+        blocks = {b for b in given_blocks if b >= 0}
+        if how == "drop":
+            ledger.drop(holder)
+            model.pop(holder, None)
+        elif holder in model:
+            continue
+        elif any(blocks & theirs and "writing" in (how, kind) for kind, theirs in model.values()):
+            with pytest.raises(LocalProtocolError):
+                ledger.take(holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks}, 0.0)
+        else:
+            ledger.take(holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks}, 0.0)
+            model[holder] = how, blocks
+        assert ledger.audit() == []
+        assert {h.holder for h in ledger} == set(model)
+        for block in range(40):
+            assert {h.holder for h in ledger.holders_of(0, block)} == {h for h, (_, x) in model.items() if block in x}
+        for kind in ("lent", "writing"):
+            held = {b for how_held, theirs in model.values() if how_held == kind for b in theirs}
+            assert ledger.num_held("lent" if kind == "lent" else "writing") == len(held)

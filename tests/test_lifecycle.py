@@ -393,18 +393,19 @@ async def test_waking_with_memory_that_cannot_be_registered_leaves_it_asleep() -
             await prefill.engine.resume()
         await passing(bench, asyncio.create_task(prefill.engine.suspend()))
         assert prefill.data is not None
-        register = prefill.data.register
+        start = prefill.data.start
 
-        def refuse(memories: Any) -> None:
+        def refuse(memories: Any, on_ready: Any) -> None:
+            start(memories, on_ready)
             raise BackendError("no such memory")
 
-        prefill.data.register = refuse  # type: ignore[method-assign]
+        prefill.data.start = refuse  # type: ignore[assignment, method-assign]
         other: Registration = memory(3)[0]
         with pytest.raises(BackendError):
             await prefill.engine.resume(other)
         with pytest.raises(EngineClosed, match="suspended"):
             prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-        prefill.data.register = register  # type: ignore[method-assign]
+        prefill.data.start = start  # type: ignore[method-assign]
         await prefill.engine.resume()
         assert prefill.engine.registration is not other
 

@@ -6,7 +6,7 @@ import pytest
 
 from asynckv import ConfigError, LimitsConfig
 from asynckv.config import EngineConfig
-from asynckv.core.limits import MAX_SENDERS, Limiter
+from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, encode_packet
 from tests.world import World, make_layout
@@ -30,9 +30,9 @@ def test_what_is_dear_makes_debts_that_end() -> None:
 
 def test_only_so_many_senders_are_remembered() -> None:
     limiter = Limiter(1.0, 1.0)
-    for i in range(2 * MAX_SENDERS):
+    for i in range(2 * MAX_BUCKETS):
         limiter.take(i, 0.0)
-    assert len(limiter) == MAX_SENDERS
+    assert len(limiter) == MAX_BUCKETS
 
 
 def test_a_flood_is_dropped_and_others_are_served() -> None:
@@ -64,6 +64,24 @@ def test_rubbish_costs_its_sender_a_hundredfold() -> None:
     # After a second of silence it has a thousand again.
     node.receive(ReplyTo(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
     assert node.outbox.counters["sent.pong"] == 1
+
+
+def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
+    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
+    node = world.add("p", make_layout(), engine_id="prefill").node
+    full = encode_packet("stranger", "", [Ping(i) for i in range(500)])
+    one = encode_packet("stranger", "", [Ping(1)])
+    for _ in range(2):
+        node.receive(ReplyTo(b"r"), full, 0.0)
+    assert node.outbox.counters["sent.pong"] == 1000
+    node.receive(ReplyTo(b"r"), one, 0.0)
+    assert node.outbox.counters["dropped.too_many"] == 1
+    # A last packet may be dearer than what was left, and its sender has to make up for it.
+    node.receive(ReplyTo(b"s"), one, 0.0)
+    node.receive(ReplyTo(b"s"), full, 0.0)
+    node.receive(ReplyTo(b"s"), full, 0.0)
+    node.receive(ReplyTo(b"s"), one, 0.0)
+    assert node.outbox.counters["dropped.too_many"] == 2
 
 
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:

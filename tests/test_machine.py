@@ -27,10 +27,10 @@ from hypothesis.stateful import (
 )
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.topology import remote_ranks
+from asynckv.geometry.match import remote_ranks
 from asynckv.observe.log import phases
 from tests.world import BLOCK, NUM_BLOCKS, Rank, World, make_layout
 
@@ -133,9 +133,9 @@ class Machine(RuleBasedStateMachine):
             self.world.complete(rank, transfer_id)
         elif how == "doubt":
             self.doubtful.append((rank, transfer_id))
-            self.world.tell(rank, News(transfer_id, False, True, "doubt"))
+            self.world.tell(rank, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
         else:
-            self.world.tell(rank, News(transfer_id, False, False, "failed", how == "lost"))
+            self.world.tell(rank, TransferEnded(transfer_id, Ending.FAILED, "failed", how == "lost"))
 
     @rule(r=st.integers(0, 5))
     def lose_agent(self, r: int) -> None:

@@ -16,7 +16,7 @@ from asynckv.core.outbox import Outbox
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
-from asynckv.geometry.layout import decode_layout
+from asynckv.geometry.check import decode_layout
 from tests.world import World, make_layout
 
 KEY = Key("epoch", 0, 7, "0" * 32)

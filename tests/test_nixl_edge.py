@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -19,12 +20,17 @@ import numpy.typing as npt
 import pytest
 
 from asynckv.config import NixlConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
+from asynckv.edges import agent as nixl_agent
+from asynckv.edges import nixl
+from asynckv.edges.agent import Agent
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, Span
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.ports import AgentInfo
+from tests.engines import until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -56,15 +62,14 @@ TABLES = (
 class Side:
     """A plane with two memories, polled whenever it asks to be."""
 
-    def __init__(self, name: str, seed: int, config: NixlConfig | None = None) -> None:
+    def __init__(self, name: str, seed: int, config: NixlConfig | None = None, lent: Sequence[Bytes] = ()) -> None:
         self.plane = NixlPlane(config or NixlConfig(), name)
         self.arrays: list[Bytes] = contents(seed)
-        self.memories = [Memory(a.ctypes.data, a.nbytes) for a in self.arrays]
-        self.news: list[Ended] = []
+        self.memories = [Memory(a.ctypes.data, a.nbytes) for a in (*self.arrays, *lent)]
+        self.news: list[TransferEnded] = []
         self.calls = 0
         self._event = asyncio.Event()
-        self.plane.start(self._poll)
-        self.plane.register(self.memories)
+        self.agent = self.plane.start(self.memories, self._poll)
 
     def _poll(self) -> None:
         self.calls += 1
@@ -72,13 +77,13 @@ class Side:
             self.news += found
             self._event.set()
 
-    def read(self, transfer_id: int, name: str, table_id: int, local: Indices, remote: Indices) -> None:
+    def read(self, transfer_id: int, name: str, table: DescTable, local: Indices, remote: Indices) -> None:
         """Post, and file what is known at once under the news."""
-        ended = self.plane.post_read(TransferId(transfer_id), name, table_id, local, remote)
+        ended = self.plane.post_read(TransferId(transfer_id), name, request(table, local, remote))
         if ended is not None:
             self.news.append(ended)
 
-    async def heard(self, count: int) -> list[Ended]:
+    async def heard(self, count: int) -> list[TransferEnded]:
         """Wait for news of so many transfers."""
         with anyio.fail_after(PATIENCE_S):
             while len(self.news) < count:
@@ -86,6 +91,12 @@ class Side:
                 await self._event.wait()
         news, self.news = self.news, []
         return news
+
+
+def request(table: DescTable, local: Indices, remote: Indices) -> ReadRequest:
+    """What the core would ask for."""
+    rows = np.clip(local // table.local_blocks, 0, table.num_rows - 1)
+    return ReadRequest(table, local, remote, int(table.length[rows].sum()), len(local))
 
 
 def contents(seed: int) -> list[Bytes]:
@@ -116,19 +127,13 @@ def copied(mine: Sequence[Bytes], theirs: Sequence[Bytes], t: DescTable, local: 
         mine[memory][to : to + length] = theirs[from_memory][source : source + length]
 
 
-async def prepare(reader: Side, name: str, metadata: bytes, remote: Sequence[Memory]) -> None:
-    await reader.plane.prepare_peer(name, metadata)
-    for each in TABLES:
-        reader.plane.add_table(name, each, reader.memories, remote)
-
-
 async def check_reads(reader: Side, name: str, theirs: Sequence[Bytes]) -> None:
     """Read through every table, and compare every byte of memory with a naive copy."""
     want = [a.copy() for a in reader.arrays]
     for number, t in enumerate(TABLES):
         local, remote = pairs(t, number)
         copied(want, theirs, t, local, remote)
-        reader.read(number, name, t.table_id, local, remote)
+        reader.read(number, name, t, local, remote)
     news = await reader.heard(len(TABLES))
     assert {(e.transfer_id, e.ending) for e in news} == {(n, Ending.DONE) for n in range(len(TABLES))}
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
@@ -149,7 +154,7 @@ async def linked(sides: list[Side]) -> tuple[Side, Side]:
     reader, owner = Side("reader", 1), Side("owner", 2)
     sides += [reader, owner]
     owner.plane.watch(True)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     return reader, owner
 
 
@@ -162,7 +167,7 @@ async def test_strided_tables_read_what_they_name_and_nothing_else(linked: tuple
 @pytest.mark.parametrize(("local", "remote"), [(-1, 0), (0, -1), (HERE, 0), (0, THERE), (1 << 30, 0)])
 async def test_indices_outside_of_a_table_are_refused(linked: tuple[Side, Side], local: int, remote: int) -> None:
     reader, _ = linked
-    reader.read(1, "owner", 7, np.array([local], np.int32), np.array([remote], np.int32))
+    reader.read(1, "owner", TABLES[1], np.array([local], np.int32), np.array([remote], np.int32))
     (ended,) = reader.news
     assert (ended.ending, ended.peer_lost) == (Ending.FAILED, False)
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, contents(1), strict=True))
@@ -170,28 +175,33 @@ async def test_indices_outside_of_a_table_are_refused(linked: tuple[Side, Side],
 
 async def test_a_table_of_two_kinds_of_memory_is_refused(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
-    memories = [reader.memories[0], Memory(1 << 40, SIZE, "cuda")]
-    with pytest.raises(BackendError, match="mixes cpu and cuda memory"):
-        reader.plane.add_table("owner", TABLES[0], memories, owner.memories)
+    reader.plane.remove_remote_agent("owner")
+    mixed = [owner.memories[0], Memory(1 << 40, SIZE, "cuda")]
+    await reader.plane.add_remote_agent(owner.agent, mixed)
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    (ended,) = reader.news
+    assert ended.ending is Ending.REFUSED
+    assert "mixes cpu and cuda memory" in ended.cause
 
 
 async def test_metadata_under_another_name_is_not_kept(sides: list[Side]) -> None:
     reader, owner = Side("reader", 1), Side("owner", 2)
     sides += [reader, owner]
     with pytest.raises(BackendError, match="'owner', but 'somebody' was announced"):
-        await prepare(reader, "somebody", owner.plane.metadata(), owner.memories)
+        await reader.plane.add_remote_agent(AgentInfo("somebody", owner.agent.metadata), owner.memories)
     with pytest.raises(BackendError, match="refuses the metadata"):
-        await prepare(reader, "nobody", b"", owner.memories)
+        await reader.plane.add_remote_agent(AgentInfo("nobody", b""), owner.memories)
     assert reader.plane.statistics()["peers"] == 0
     owner.plane.watch(True)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     await check_reads(reader, "owner", owner.arrays)
 
 
 async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -> None:
     plane = NixlPlane(NixlConfig(backend="NOWHERE"), "nobody")
     with pytest.raises(BackendError, match=r"'NOWHERE' cannot be created.* plug-ins found: .*UCX"):
-        plane.start(lambda: None)
+        plane.start((), lambda: None)
     plane.close()
 
 
@@ -220,11 +230,244 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader, _ = linked
     local, remote = pairs(TABLES[0], 0)
     # The first read has to wait for the connection, which nobody can make before the loop turns.
-    assert reader.plane.post_read(TransferId(1), "owner", 0, local, remote) is None
+    assert reader.plane.post_read(TransferId(1), "owner", request(TABLES[0], local, remote)) is None
     assert reader.plane.statistics()["running"] == 1
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+
+
+# -- evidence --------------------------------------------------------------------------------------
+
+
+class Meddler:
+    """NIXL's own agent object, some of whose calls do something else as well."""
+
+    def __init__(self, raw: Any, **instead: Any) -> None:
+        self._raw, self._instead = raw, instead
+
+    def __getattr__(self, name: str) -> Any:
+        return self._instead.get(name) or getattr(self._raw, name)
+
+
+def meddle(reader: Side, **instead: Any) -> Any:
+    """Put calls in place of those of the loop's agent; return the object that has the real ones."""
+    agent = reader.plane._agent
+    assert agent is not None
+    raw = agent._raw
+    agent._raw = Meddler(raw, **instead)
+    return raw
+
+
+def endings(news: Sequence[TransferEnded]) -> list[tuple[int, str]]:
+    return [(each.transfer_id, each.ending.value) for each in news]
+
+
+@pytest.mark.parametrize("where", ["postXferReq", "getXferStatus"])
+async def test_an_exception_that_is_no_disconnect_is_no_end(linked: tuple[Side, Side], where: str) -> None:
+    reader, owner = linked
+    raised: list[int] = []
+
+    def after_all(handle: int, *args: Any) -> Any:
+        found = getattr(raw, where)(handle, *args)
+        if not raised:
+            raised.append(handle)
+            raise RuntimeError("unheard of")
+        return found
+
+    raw = meddle(reader, **{where: after_all})
+    want = [a.copy() for a in reader.arrays]
+    local, remote = pairs(TABLES[0], 0)
+    copied(want, owner.arrays, TABLES[0], local, remote)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    (doubted, *_) = reader.news = [*reader.news, *reader.plane.poll()]
+    assert (doubted.ending, doubted.cause, doubted.peer_lost) == (
+        Ending.IN_DOUBT,
+        "RuntimeError('unheard of')",
+        False,
+    )
+    # NIXL went on with it all the same, and it is asked about until it says so.
+    assert endings(await reader.heard(2)) == [(1, "in_doubt"), (1, "done")]
+    assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"], found["unreleased"]) == (0, 0, 0)
+
+
+async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: tuple[Side, Side]) -> None:
+    reader, _ = linked
+    reader.read(1, "owner", TABLES[0], *pairs(TABLES[0], 0))
+    assert reader.plane.statistics()["running"] == 1
+    # As measured: NIXL then says "not found" of the transfer, whose bytes land nevertheless.
+    assert reader.plane._agent is not None
+    reader.plane._agent._agent.remove_remote_agent("owner")
+    (doubted,) = reader.plane.poll()
+    assert (doubted.ending, doubted.peer_lost) == (Ending.IN_DOUBT, False)
+    assert reader.plane.poll() == []
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"]) == (0, 1)
+
+
+async def test_a_handle_that_nixl_keeps_is_released_later(linked: tuple[Side, Side]) -> None:
+    reader, owner = linked
+    refused, released = list[int](), list[int]()
+
+    def release(handle: int) -> None:
+        if len(refused) < 3:
+            refused.append(handle)
+            raise RuntimeError("not now")
+        raw.releaseXferReq(handle)
+        released.append(handle)
+
+    raw = meddle(reader, releaseXferReq=release)
+    one = np.zeros(1, np.int32)
+    for number in range(3):
+        reader.read(number, "owner", TABLES[1], one, one)
+    # The end is told at once: it is the bytes' and not the handle's.
+    assert {each.ending for each in await reader.heard(3)} == {Ending.DONE}
+    assert len(set(refused)) == 3
+    reader.plane.poll()
+    assert sorted(released) == sorted(refused)
+    assert reader.plane.statistics()["unreleased"] == 0
+    meddle(reader)
+    await check_reads(reader, "owner", owner.arrays)
+
+
+def land_untold(agent: Agent, handles: list[int], owner: Side) -> None:
+    """Wait until NIXL has done all of these; the loop does not turn, so nobody is told."""
+    deadline = time.monotonic() + PATIENCE_S
+    while any(int(agent._raw.getXferStatus(handle)) for handle in handles):
+        owner.plane.poll()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_one_poll_tells_every_end(linked: tuple[Side, Side], doubt: bool) -> None:
+    reader, owner = linked
+    one = np.zeros(1, np.int32)
+    for number in range(5):
+        reader.read(number, "owner", TABLES[1], one, one)
+    agent = reader.plane._agent
+    assert agent is not None
+    handles = [transfer.handle for transfer in agent.running.values()]
+    assert len(handles) == 5
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+        assert endings(reader.plane.poll()) == [(number, "in_doubt") for number in range(5)]
+        agent._raw = raw
+    land_untold(agent, handles, owner)
+    assert sorted(endings(reader.plane.poll())) == [(number, "done") for number in range(5)]
+
+
+async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side]) -> None:
+    """A question about one transfer may be what ends another that was asked about before."""
+    reader, owner = linked
+    one = np.zeros(1, np.int32)
+    for number in range(5):
+        reader.read(number, "owner", TABLES[1], one, one)
+    agent = reader.plane._agent
+    assert agent is not None
+    handles = [transfer.handle for transfer in agent.running.values()]
+    land_untold(agent, handles, owner)
+    ended = set[int]()
+
+    def status(handle: int) -> int:
+        # The last one first.
+        if set(handles[handles.index(handle) + 1 :]) <= ended:
+            ended.add(handle)
+            return int(raw.getXferStatus(handle))
+        return 1
+
+    raw = meddle(reader, getXferStatus=status)
+    assert endings(reader.plane.poll()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+async def test_one_name_is_one_agent_with_one_memory(linked: tuple[Side, Side], sides: list[Side]) -> None:
+    reader, owner = linked
+    other = Side("other", 3)
+    sides.append(other)
+    for agent, memories in (
+        (AgentInfo("owner", other.agent.metadata), owner.memories),
+        (owner.agent, other.memories),
+    ):
+        with pytest.raises(BackendError, match="owner is loaded with other metadata; every start of a process has"):
+            await reader.plane.add_remote_agent(agent, memories)
+    await check_reads(reader, "owner", owner.arrays)
+    # Whoever was refused has no part in it.
+    reader.plane.remove_remote_agent("owner")
+    assert reader.plane.statistics()["peers"] == 0
+
+
+@pytest.mark.parametrize("posting_threads", [0, 1])
+async def test_agents_that_are_kept_connected_are_the_last_few(
+    sides: list[Side], posting_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "MAX_KEPT", 2)
+    reader = Side("reader", 1, NixlConfig(posting_threads=posting_threads, bulk_bytes=1))
+    owners = [Side(f"owner{number}", 2 + number, NixlConfig(posting_threads=0)) for number in range(4)]
+    sides += [reader, *owners]
+    for owner in owners:
+        owner.plane.watch(True)
+        await reader.plane.add_remote_agent(owner.agent, owner.memories)
+        await check_reads(reader, owner.agent.name, owner.arrays)
+        reader.plane.remove_remote_agent(owner.agent.name, keep=True)
+        if owner is owners[1]:
+            # Met again, it is in use, and none of those that make room.
+            await reader.plane.add_remote_agent(owners[0].agent, owners[0].memories)
+
+    async def knows(*want: bool) -> None:
+        assert reader.plane.statistics()["peers"] == sum(want)
+        for agent in (reader.plane._agent, *(poster.agent for poster in reader.plane._posters)):
+            assert agent is not None
+            known, names = agent.knows, [owner.agent.name for owner in owners]
+            await until(lambda: [known(name) for name in names] == list(want))  # noqa: B023
+            assert [agent._agent.check_remote_metadata(name) for name in names] == list(want)
+            # Of those that nothing is read from now, nothing is prepared.
+            remotes = agent._remotes
+            await until(lambda: not any(remotes[name].lists for name in names[1:] if name in remotes))  # noqa: B023
+
+    await knows(True, False, True, True)
+    await check_reads(reader, "owner0", owners[0].arrays)
+    reader.plane.remove_remote_agent("owner0", keep=True)
+    await knows(True, False, False, True)
+    await reader.plane.add_remote_agent(owners[3].agent, owners[3].memories)
+    await check_reads(reader, "owner3", owners[3].arrays)
+
+
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
+    linked: tuple[Side, Side], doubt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_agent, "MAX_LISTS", 3)
+    reader, owner = linked
+    await check_reads(reader, "owner", owner.arrays)
+    agent = reader.plane._agent
+    assert agent is not None
+    released: list[Any] = []
+    release = agent._agent.release_dlist_handle
+
+    def note(handle: Any) -> None:
+        released.append(handle)
+        release(handle)
+
+    monkeypatch.setattr(agent._agent, "release_dlist_handle", note)
+    raw = meddle(reader, getXferStatus=lambda handle: 1 // 0 if doubt else 1, postXferReq=lambda handle, _: 1)
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    if doubt:
+        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+    (used,) = (agent.doubtful if doubt else agent.running).values()
+    agent._raw = raw
+    for number in range(10):
+        each = replace(TABLES[1], table_id=number)
+        reader.read(100 + number, "owner", each, np.array([number], np.int32), np.array([number], np.int32))
+        assert len(agent._remotes["owner"].lists) <= 3
+    assert id(TABLES[0]) in agent._remotes["owner"].lists
+    assert used.lists.local not in released
+    assert used.lists.remote not in released
+    assert len(released) == 2 * (12 - 3)
 
 
 # -- two processes ---------------------------------------------------------------------------------
@@ -260,7 +503,7 @@ def test_the_death_of_an_owner_ends_what_reads_from_it(over_tcp: dict[str, Any])
 async def _owner() -> None:
     owner = Side("owner", 2)
     owner.plane.watch(True)
-    metadata = base64.b64encode(owner.plane.metadata()).decode()
+    metadata = base64.b64encode(owner.agent.metadata).decode()
     print(json.dumps([metadata, [m.base for m in owner.memories]]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     owner.plane.close()
@@ -275,7 +518,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             metadata, bases = json.loads(process.stdout.readline())
             reader = Side("reader", 1, NixlConfig(posting_threads=posting_threads, bulk_bytes=1))
             remote = [Memory(base, SIZE) for base in bases]
-            await prepare(reader, "owner", base64.b64decode(metadata), remote)
+            await reader.plane.add_remote_agent(AgentInfo("owner", base64.b64decode(metadata)), remote)
             await check_reads(reader, "owner", contents(2))
             found: dict[str, Any] = {**reader.plane.describe(), **reader.plane.statistics(), "exact": True}
 
@@ -284,7 +527,7 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             os.waitpid(process.pid, os.WUNTRACED)  # noqa: ASYNC222
             local, there = pairs(TABLES[0], 5)
             for transfer_id in range(10, 14):
-                reader.read(transfer_id, "owner", 0, local, there)
+                reader.read(transfer_id, "owner", TABLES[0], local, there)
             while (now := reader.plane.statistics())["posts_handed"] > sum(  # noqa: ASYNC110 - it has no event
                 now.get(f"poster{i}.posts", 0) for i in (1, 2)
             ):
@@ -296,10 +539,10 @@ async def _reader(posting_threads: int) -> dict[str, Any]:
             }
             process.kill()
             found["after_kill"] = [[e.ending.value, e.peer_lost] for e in await reader.heard(4)]
-            reader.read(20, "owner", 0, local, there)
+            reader.read(20, "owner", TABLES[0], local, there)
             (ended,) = await reader.heard(1)
             found["next_post"] = [ended.ending.value, ended.peer_lost]
-            reader.plane.remove_peer("owner")
+            reader.plane.remove_remote_agent("owner")
             found["left"] = {k: reader.plane.statistics()[k] for k in ("running", "in_doubt", "unreleased", "peers")}
             found["owner_stdout"] = process.stdout.read()
             reader.plane.close()

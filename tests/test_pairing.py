@@ -18,7 +18,8 @@ from asynckv.core.types import Endpoint, Key, Params
 from asynckv.errors import PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.layout import Group
-from asynckv.geometry.plan import BlockLists
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.tables import GroupPair
 from tests.world import make_layout
 
 FAR = 2**31
@@ -51,10 +52,10 @@ def outcome(case: dict[str, Any]) -> Any:
     (first, ids), offer, tokens = case["lists"]
     lists = BlockLists([(first, np.array(ids, np.int64))], [offer], tokens)
     try:
-        found = list(lists._pair_tokens(0, 0, case["here"], case["there"], 1))
+        found = list(lists._pair_tokens(GroupPair(0, 0, case["here"], case["there"], 1)))
     except (PlanRefused, RemoteTooShort) as exc:
         return type(exc), str(exc)
-    return [(tuple(p.cut), p.local.tolist(), p.remote.tolist(), p.local.dtype, p.remote.dtype) for p in found]
+    return [(tuple(p.span), p.local.tolist(), p.remote.tolist(), p.local.dtype, p.remote.dtype) for p in found]
 
 
 @given(case=cases())
@@ -62,7 +63,20 @@ def outcome(case: dict[str, Any]) -> Any:
 def test_the_usual_pairing_is_the_general_one(case: dict[str, Any]) -> None:
     usual = outcome(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockLists, "_pair_aligned", lambda self, *args: [])
+        patch.setattr(BlockLists, "_pair_aligned", lambda self, *args: ())
+        assert usual == outcome(case)
+
+
+def test_a_first_block_that_is_filled_in_part_comes_last_either_way() -> None:
+    group = Group("g", 4, 200, 2)
+    case = {"here": group, "there": group, "lists": ((1, [1, 4]), BlockRuns(0, ((0, 2),)), 8)}
+    assert [(span, local) for span, local, *_ in outcome(case)] == [
+        ((0, 0, 0, 0, 2), [3, 8, 9]),
+        ((0, 0, 1, 1, 1), [2]),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        usual = outcome(case)
+        patch.setattr(BlockLists, "_pair_aligned", lambda self, *args: ())
         assert usual == outcome(case)
 
 

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
-from asynckv.geometry import plan as plans
+from asynckv.geometry import tables
+from asynckv.geometry.blocks import check_block_ids, check_covers, runs_of
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout, runs_of
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import PeerTables, Plan, check_block_ids, check_covers, plan_read
+from asynckv.geometry.plan import DescTable, PeerTables, Plan, plan_read
+from asynckv.geometry.tables import Span
+from asynckv.testing.simulation import simulate
 from tests import oracle
 from tests.world import Buffers, block_lists, make_layout, peer_map
 
@@ -247,9 +251,9 @@ def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> No
     )
     plan = read(peer_map(here, there), 0, mine, ids, 4 * len(ids))
     most_bytes, most = data.draw(st.sampled_from([1, 200, 4000, 1 << 30])), data.draw(st.sampled_from([1, 2, 7, 64]))
-    total, tables = 0, {section.table.table_id: section.table for section in plan.sections}
+    total = 0
     for post in plan.posts(most_bytes, most):
-        table = tables[post.table_id]
+        table = post.table
         row = post.local // table.local_blocks
         merges = (np.diff(post.local) == 1) & (np.diff(post.remote) == 1) & (np.diff(row) == 0) & table.dense[row[1:]]
         assert post.num_descriptors == len(post.local) - np.count_nonzero(merges) <= most
@@ -257,6 +261,47 @@ def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> No
         assert post.num_bytes <= most_bytes or len(post.local) == 1
         total += post.num_bytes
     assert total == plan.num_bytes
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_plan_that_fits_is_posted_as_it_would_be_cut(data: st.DataObject) -> None:
+    orders = data.draw(st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS)))
+    here, there = (
+        make_layout(num_blocks=8, layers=1, base=(i + 1) << 40, order=order, num_heads=2)
+        for i, order in enumerate(orders)
+    )
+    mine, theirs = (data.draw(st.permutations(range(8))) for _ in "ab")
+    if data.draw(st.booleans()):
+        mine, theirs = sorted(mine), sorted(theirs)
+    count = data.draw(st.integers(1, 6))
+    plan = read(peer_map(here, there), data.draw(st.integers(0, 2)), mine[:count], theirs[:count], 4 * count)
+    whole = list(plan.posts(plan.num_bytes, plan.num_descriptors))
+    assert len(whole) == len(plan.sections)
+    assert sum(post.num_bytes for post in whole) == plan.num_bytes
+    assert sum(len(post.local) for post in whole) == plan.num_descriptors
+    assert (len(whole), sum(p.num_descriptors for p in whole)) == plan.count_posts(1 << 40, 1 << 30)
+    for post, section in zip(whole, plan.sections, strict=True):
+        rows, blocks = section.table.num_rows, len(section.local)
+        assert post.table is section.table
+        for ids, each, size in (
+            (post.local, section.local, section.table.local_blocks),
+            (post.remote, section.remote, section.table.remote_blocks),
+        ):
+            assert ids.tolist() == [row * size + block for row in range(rows) for block in each.tolist()]
+        merges = (np.diff(post.local) == 1) & (np.diff(post.remote) == 1)
+        dense = np.repeat(section.table.dense, blocks)
+        assert post.num_descriptors == len(post.local) - np.count_nonzero(
+            merges & dense[1:] & (np.arange(1, rows * blocks) % blocks > 0)
+        )
+    # One byte or one descriptor less, and it is cut: the same indices in the same order.
+    for limits in ((plan.num_bytes - 1, 1 << 30), (1 << 40, plan.num_descriptors - 1)):
+        if min(limits) > 0:
+            posts = list(plan.posts(*limits))
+            for side in ("local", "remote"):
+                cut, kept = (np.concatenate([getattr(p, side) for p in each]).tolist() for each in (posts, whole))
+                assert cut == kept
+            assert all(p.num_bytes <= limits[0] or len(p.local) == 1 for p in posts)
 
 
 def test_one_long_run_beside_scattered_blocks_is_cut_like_any_other() -> None:
@@ -281,7 +326,7 @@ def test_strides_that_differ_in_every_layer_and_block_sizes_that_do_not_meet_are
         return Layout(memories=(Memory(base, at),), groups=(Group("g", tokens, 8),), views=tuple(views))
 
     cut: list[int] = []
-    monkeypatch.setattr(plans, "strided_pieces", lambda *_: cut.append(1))
+    monkeypatch.setattr(tables, "strided_descriptors", lambda *_: cut.append(1))
     ours = layout(16, 0, 0)
     for theirs, message in (
         (layout(17, 2, 1 << 44), "32 kinds of cuts of 256 differently shaped parts, more than 4096"),
@@ -313,3 +358,91 @@ def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.
         assert f"{len(ids)} blocks of {group.block_size} tokens from token {first}" in str(exc)  # noqa: PT017
     nothing = kind == "state" or all(b is None for b in ids)
     assert refused == (not nothing and not needed <= places and bool(needed))
+
+
+# -- which tables are kept ---------------------------------------------------------------------------------
+
+
+def tables_of(plan: Plan) -> set[int]:
+    return {section.table.table_id for section in plan.sections}
+
+
+def crowded(monkeypatch: pytest.MonkeyPatch, most: int, spans: int) -> tuple[PeerTables, list[int]]:
+    """A peer that keeps `most` tables, after as many requests with a first token of their own; their tables' ids."""
+    monkeypatch.setattr(tables, "MAX_TABLES", most)
+    here, there = (make_layout(num_blocks=8, block_size=64, layers=1, base=(i + 1) << 40) for i in range(2))
+    peer = peer_map(here, there)
+    assert len(peer.regular) == 1
+    made = []
+    for first in range(1, spans + 1):
+        [section] = read(peer, first, [1], [2], 64).sections
+        made.append(section.table.table_id)
+    return peer, made
+
+
+def test_the_tables_used_longest_ago_go_first_and_regular_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, made = crowded(monkeypatch, 8, 12)
+    assert peer.is_full
+    assert tables_of(read(peer, 1, [1], [2], 64)) == {made[0]}  # used again: the youngest now
+    gone = [table.table_id for table in peer.evict(set())]
+    assert gone == made[1:6]
+    assert not peer.is_full
+    assert peer.evict(set()) == []
+    assert tables_of(read(peer, 0, [1], [2], 64)) == {peer.regular[0].table_id}
+    # What is kept is known still, and what went is made anew, under an id that was never used.
+    assert [tables_of(read(peer, first, [1], [2], 64)) for first in (1, 7, 12)] == [{made[i]} for i in (0, 6, 11)]
+    assert tables_of(read(peer, 2, [1], [2], 64)).isdisjoint(made)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_table_in_use_is_evicted(data: st.DataObject) -> None:
+    """Whoever planned with a table has yet to post with it: its indices would mean another table's rows, or none."""
+    with pytest.MonkeyPatch.context() as patch:
+        peer, made = crowded(patch, data.draw(st.integers(1, 8)), data.draw(st.integers(0, 12)))
+        in_use = set(data.draw(st.lists(st.sampled_from(made)))) if made else set()
+        gone = {table.table_id for table in peer.evict(in_use)}
+        kept = {1 + i: name for i, name in enumerate(made) if name not in gone}
+        assert gone.isdisjoint(in_use | {peer.regular[0].table_id})
+        # No more go than have to, and no fewer: all that are in use may be more than are kept.
+        assert len(kept) + 1 == max(min(tables.MAX_TABLES, len(made) + 1), 1 + len(in_use))
+        for first, name in kept.items():
+            assert peer.table(Span(0, 0, first, first, 64 - first)).table_id == name
+
+
+def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spans, full in ((6, False), (7, False), (8, True)):
+        peer, _ = crowded(monkeypatch, 8, spans)
+        assert peer.is_full is full
+        assert bool(peer.evict(set())) is full
+
+
+def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_TABLES", 1)
+    evicted: list[int] = []
+    honest = PeerTables.evict
+
+    def evict(self: PeerTables, in_use: set[int]) -> list[DescTable]:
+        gone = honest(self, in_use)
+        evicted.extend(table.table_id for table in gone)
+        return gone
+
+    monkeypatch.setattr(PeerTables, "evict", evict)
+    for seed in range(14, 34):
+        assert not simulate(seed).violation
+    assert evicted
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_memory_orders_that_do_not_go_together_are_warned_about(layers: int) -> None:
+    """A descriptor per token and head of keys and values: 64 per block and layer are taken in silence, more are not."""
+    for tokens, said in (
+        (16, []),
+        (17, ["group 0 needs 68 pieces (of 4 bytes and more) per block and layer of prefill tp0"]),
+    ):
+        here, there = (
+            make_layout(layers=layers, num_heads=2, block_size=tokens, base=(i + 1) << 40, order=order)
+            for i, order in enumerate(("kv", "block", *each, "dim") for each in (("token", "head"), ("head", "token")))
+        )
+        warned = peer_map(here, there).warnings
+        assert [text.split(":")[0] for text in warned] == said

@@ -25,15 +25,16 @@ import pytest
 
 from asynckv import Engine, PullError, PullResult
 from asynckv.config import LeaseConfig, NixlConfig, PullConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges import nixl, posters
 from asynckv.edges.agent import Agent
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
-from asynckv.ports import Ended, Ending
+from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
-from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, prepare
+from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, request
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -62,7 +63,7 @@ async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, 
     reader, owner = Side("reader", 1, config), Side("owner", 2, NixlConfig(posting_threads=0))
     sides += [reader, owner]
     owner.plane.watch(True)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     return reader, owner
 
 
@@ -73,7 +74,7 @@ class Gate:
         self.entered, self.leave = threading.Event(), threading.Event()
         post = Agent.post
 
-        def held(agent: Agent, *args: Any) -> Ended | None:
+        def held(agent: Agent, *args: Any) -> TransferEnded | None:
             if threading.current_thread() is not threading.main_thread():
                 self.entered.set()
                 assert self.leave.wait(10)
@@ -109,11 +110,11 @@ async def test_bulk_is_read_exactly_and_never_posted_on_the_loop(sides: list[Sid
 
 
 async def test_small_reads_stay_on_the_loop(sides: list[Side]) -> None:
-    # The longest descriptor of the first table has 512 bytes, that of the second 256.
+    # The first row of the first table has descriptors of 512 bytes, that of the second 256.
     reader, owner = await link(sides, NixlConfig(posting_threads=1, bulk_bytes=512 * 4, bulk_descriptors=6))
     rows = np.arange(8, dtype=np.int32)
-    for table_id, count, handed in ((0, 3, 0), (0, 4, 1), (7, 5, 1), (7, 6, 2)):
-        reader.read(count, "owner", table_id, rows[:count], rows[:count])
+    for table, count, handed in ((0, 3, 0), (0, 4, 1), (1, 5, 1), (1, 6, 2)):
+        reader.read(count, "owner", TABLES[table], rows[:count], rows[:count])
         (ended,) = await reader.heard(1)
         assert ended.ending is Ending.DONE
         assert reader.plane.statistics()["posts_handed"] == handed
@@ -130,7 +131,7 @@ async def test_many_ends_wake_the_loop_once(sides: list[Side]) -> None:
     calls, posted = reader.calls, reader.plane.statistics()["poster1.posts"]
     one = np.zeros(1, np.int32)
     for number in range(300):
-        reader.read(100 + number, "owner", 7, one, one)
+        reader.read(100 + number, "owner", TABLES[1], one, one)
     # The loop must not turn, so that it hears of everything at once.
     while_the_loop_stands(lambda: reader.plane.statistics()["poster1.posts"] == posted + 300)
     news = await reader.heard(300)
@@ -147,10 +148,10 @@ async def test_what_is_too_much_for_a_thread_is_posted_on_the_loop(
     handed = reader.plane.statistics()["posts_handed"]
     gate = Gate(monkeypatch)
     one = np.zeros(1, np.int32)
-    reader.read(30, "owner", 7, one, one)
+    reader.read(30, "owner", TABLES[1], one, one)
     await until(gate.entered.is_set)
     for number in (31, 32, 33):
-        reader.read(number, "owner", 7, one, one)
+        reader.read(number, "owner", TABLES[1], one, one)
     assert [e.transfer_id for e in await reader.heard(1)] == [33]
     assert reader.plane.statistics()["running"] == 3
     gate.leave.set()
@@ -163,9 +164,8 @@ async def test_after_another_start_threads_serve_again(sides: list[Side]) -> Non
     await check_reads(reader, "owner", owner.arrays)
     reader.plane.close()
     assert poster_threads() == []
-    reader.plane.start(reader._poll)
-    reader.plane.register(reader.memories)
-    await prepare(reader, "owner", owner.plane.metadata(), owner.memories)
+    reader.plane.start(reader.memories, reader._poll)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["poster1.posts"] == len(TABLES)
 
@@ -182,7 +182,7 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     gate, post = Gate(monkeypatch), Agent.post
 
-    def break_in_the_second(agent: Agent, transfer_id: TransferId, *args: Any) -> Ended | None:
+    def break_in_the_second(agent: Agent, transfer_id: TransferId, *args: Any) -> TransferEnded | None:
         ended = post(agent, transfer_id, *args)
         if transfer_id == 2:
             raise ZeroDivisionError("planted")
@@ -191,7 +191,7 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     monkeypatch.setattr(Agent, "post", break_in_the_second)
     local, remote = pairs(TABLES[1], 5)
     for number in (1, 2, 3):
-        reader.read(number, "owner", 7, local, remote)
+        reader.read(number, "owner", TABLES[1], local, remote)
     await until(gate.entered.is_set)
     gate.leave.set()
     # What was posted may still be written until the agent is gone; what was not, never.
@@ -212,10 +212,10 @@ async def test_an_exception_in_a_thread_ends_what_it_had_and_is_reported(
     await check_reads(reader, "owner", owner.arrays)
 
 
-class _Unwritable(dict[TransferId, tuple[int, str]]):
+class _Unwritable(dict[TransferId, Any]):
     """As memory that is used up: breaks a thread just after NIXL took a read."""
 
-    def __setitem__(self, key: TransferId, value: tuple[int, str]) -> None:
+    def __setitem__(self, key: TransferId, value: Any) -> None:
         raise MemoryError("planted")
 
 
@@ -226,16 +226,16 @@ def break_in_flight(reader: Side, spoil: Callable[[Agent], None]) -> tuple[list[
     gone = weakref.finalize(poster.agent._raw, lambda: None)
     tell = poster._tell
 
-    def spy(news: list[Ended]) -> None:
+    def spy(news: list[TransferEnded]) -> None:
         told.extend((ended.transfer_id, ended.ending, not gone.alive) for ended in news)
         tell(news)
 
     poster._tell = spy
     local, remote = pairs(TABLES[0], 0)
-    reader.read(1, "owner", 0, local, remote)
+    reader.read(1, "owner", TABLES[0], local, remote)
     while_the_loop_stands(lambda: poster.agent.running)
     spoil(poster.agent)
-    reader.read(2, "owner", 0, local, remote)
+    reader.read(2, "owner", TABLES[0], local, remote)
     while_the_loop_stands(lambda: not poster._thread.is_alive())
     return told, poster
 
@@ -273,7 +273,7 @@ async def test_what_runs_stays_in_doubt_while_somebody_keeps_the_agent(sides: li
     with pytest.raises(BackendError, match=r"reader-poster1 is still referred to.* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match=r"reader-poster1 of the last start is still inside NIXL"):
-        reader.plane.start(reader._poll)
+        reader.plane.start(reader.memories, reader._poll)
     keeping.clear()
     reader.plane.close()
     assert poster.agent.is_closed
@@ -308,19 +308,28 @@ async def test_a_refusal_that_is_kept_keeps_no_agent(
     (poster,) = reader.plane._posters
     lives = [weakref.finalize(agent._raw, lambda: None) for agent in (reader.plane._agent, poster.agent)]
     load = poster.load
-    monkeypatch.setattr(poster, "load", lambda name, metadata: load(name, metadata[: len(metadata) // 2]))
+
+    def halve(agent: AgentInfo, memories: Any) -> Any:
+        return load(agent._replace(metadata=agent.metadata[: len(agent.metadata) // 2]), memories)
+
+    if where == "poster":
+        monkeypatch.setattr(poster, "load", halve)
     other = Side("other", 3, NixlConfig(posting_threads=0))
     sides.append(other)
     beyond = [Memory(m.base + (1 << 40), m.length) for m in owner.memories]
 
-    async def ask() -> None:
-        if where == "table":
-            reader.plane.add_table("owner", replace(TABLES[0], table_id=77), reader.memories, beyond)
-        else:
-            await reader.plane.prepare_peer("other", other.plane.metadata() if where == "poster" else b"garbage")
-
-    with pytest.raises(BackendError) as refusal:
-        await ask()
+    if where == "table":
+        await reader.plane.add_remote_agent(other.agent, beyond)
+        read = request(TABLES[0], *pairs(TABLES[0], 0))
+        assert reader.plane.post_read(TransferId(77), "other", read) is None
+        (refused,) = await reader.heard(1)
+        assert refused.ending is Ending.REFUSED
+        with pytest.raises(BackendError) as refusal:
+            reader.plane._agent.prepare("other", replace(TABLES[0], table_id=77))
+    else:
+        agent = other.agent if where == "poster" else AgentInfo("other", b"garbage")
+        with pytest.raises(BackendError) as refusal:
+            await reader.plane.add_remote_agent(agent, other.memories)
     collect = gc.collect
     monkeypatch.setattr(gc, "collect", lambda *_: pytest.fail("the agent was kept until a collection"))
     reader.plane.close()
@@ -356,7 +365,7 @@ async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
     monkeypatch.setattr(poster, "_obey", planted)
     monkeypatch.setattr(poster, "_orders", Late(poster._orders))
     local, remote = pairs(TABLES[1], 1)
-    reader.read(1, "owner", 7, local, remote)
+    reader.read(1, "owner", TABLES[1], local, remote)
     assert [(e.transfer_id, e.ending) for e in await reader.heard(1)] == [(1, Ending.FAILED)]
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"], found["poster1.backlog_bytes"]) == (0, 0, 0)
@@ -365,14 +374,14 @@ async def test_what_is_ordered_as_a_thread_breaks_is_refused_not_forgotten(
         poster.drop(str(number))
     assert not poster._orders
     with pytest.raises(BackendError, match="reader-poster1 has ended"):
-        poster.load("somebody", b"").result(0)
+        poster.load(AgentInfo("somebody", b""), ()).result(0)
 
 
 async def test_reads_under_way_are_shared_out_among_threads(sides: list[Side]) -> None:
     reader, _ = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
     local, remote = pairs(TABLES[0], 0)
     for number in range(10):
-        reader.read(number, "owner", 0, local, remote)
+        reader.read(number, "owner", TABLES[0], local, remote)
         while_the_loop_stands(lambda: sum(len(p.agent.running) for p in reader.plane._posters) > number)  # noqa: B023
     found = reader.plane.statistics()
     assert (found["poster1.posts"], found["poster2.posts"]) == (5, 5)
@@ -393,19 +402,19 @@ async def test_a_start_whose_posting_threads_have_no_agent_fails_and_may_be_trie
 ) -> None:
     make = nixl.NixlPlane._make_agent
 
-    def refuse(plane: nixl.NixlPlane, name: str) -> Agent:
+    def refuse(plane: nixl.NixlPlane, name: str, memories: Any) -> Agent:
         if "poster2" in name:
             raise BackendError("no more agents")
-        return make(plane, name)
+        return make(plane, name, memories)
 
     plane = nixl.NixlPlane(NixlConfig(posting_threads=2), "reader")
     monkeypatch.setattr(nixl.NixlPlane, "_make_agent", refuse)
     with pytest.raises(BackendError, match="no more agents"):
-        plane.start(lambda: None)
+        plane.start((), lambda: None)
     monkeypatch.undo()
     assert poster_threads() == []
     plane._is_told = True  # as a callback of the last start that never ran, on a loop that was closed
-    plane.start(lambda: None)
+    plane.start((), lambda: None)
     assert not plane._is_told
     assert plane.statistics()["posting_threads"] == 2
     plane.close()
@@ -419,7 +428,7 @@ async def test_what_waits_for_a_peer_that_was_lost_is_not_posted(
     gate = Gate(monkeypatch)
     local, remote = pairs(TABLES[1], 3)
     for number in (1, 2):
-        reader.read(number, "owner", 7, local, remote)
+        reader.read(number, "owner", TABLES[1], local, remote)
     await until(gate.entered.is_set)
     (poster,) = reader.plane._posters
     # What a disconnect that some transfer meets leaves behind.
@@ -431,6 +440,23 @@ async def test_what_waits_for_a_peer_that_was_lost_is_not_posted(
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, before, strict=True))
 
 
+async def test_what_is_dropped_is_dropped_by_every_thread(sides: list[Side]) -> None:
+    reader, owner = await link(sides, NixlConfig(posting_threads=2, bulk_bytes=1))
+    for _ in range(2):
+        await check_reads(reader, "owner", owner.arrays)
+    agents = [poster.agent for poster in reader.plane._posters]
+    assert [agent.knows("owner") for agent in agents] == [True, True]
+    reader.plane.remove_remote_agent("owner")
+    await until(lambda: not any(agent.knows("owner") for agent in agents))
+    assert not any(agent._agent.check_remote_metadata("owner") for agent in agents)
+    # What comes too late fails there, and whoever is met again is loaded again by all.
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    assert [(e.ending, e.cause) for e in await reader.heard(1)] == [(Ending.FAILED, "peer owner is not loaded")]
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 
@@ -439,7 +465,7 @@ async def test_closing_with_bulk_in_flight_ends_the_threads(sides: list[Side]) -
     local, remote = pairs(TABLES[0], 0)
     # Nobody turns the owner's loop, so connections are not made and nothing ends.
     for number in range(20):
-        reader.read(number, "owner", 0, local, remote)
+        reader.read(number, "owner", TABLES[0], local, remote)
     assert reader.plane.statistics()["running"] == 20
     reader.plane.close()
     assert poster_threads() == []
@@ -457,7 +483,7 @@ async def stuck_read(sides: list[Side], monkeypatch: pytest.MonkeyPatch) -> tupl
     await check_reads(reader, "owner", owner.arrays)
     gate = Gate(monkeypatch)
     one = np.zeros(1, np.int32)
-    reader.read(1, "owner", 7, one, one)
+    reader.read(1, "owner", TABLES[1], one, one)
     await until(gate.entered.is_set)
     return reader, gate
 
@@ -469,7 +495,7 @@ async def test_closing_says_so_when_a_thread_does_not_come_out_of_nixl(
     with pytest.raises(BackendError, match=r"reader-poster1 did not come out of NIXL .* may still be written"):
         reader.plane.close()
     with pytest.raises(BackendError, match="still inside NIXL"):
-        reader.plane.start(reader._poll)
+        reader.plane.start(reader.memories, reader._poll)
     gate.leave.set()
     monkeypatch.setattr(nixl, "CLOSE_S", 10.0)
     reader.plane.close()
@@ -572,7 +598,7 @@ async def _leave_open() -> None:
     assert reader.plane.statistics()["posting_threads"] == 1
     local, remote = pairs(TABLES[0], 0)
     for number in range(50):
-        reader.read(number, "owner", 0, local, remote)
+        reader.read(number, "owner", TABLES[0], local, remote)
 
 
 def test_the_interpreter_ends_though_nobody_closed() -> None:
@@ -627,16 +653,16 @@ async def test_three_processes_read_from_each_other_at_once(transport: str, thre
 
 async def _mesh(threads: int, seed: int) -> None:
     """Read twenty times from each of two other processes, which do the same."""
-    side = Side(f"mesh{seed}", seed + 10, NixlConfig(posting_threads=threads, bulk_bytes=1))
     given = contents(seed)
-    side.plane.register([Memory(a.ctypes.data, a.nbytes) for a in given])
+    side = Side(f"mesh{seed}", seed + 10, NixlConfig(posting_threads=threads, bulk_bytes=1), given)
     side.plane.watch(True)
-    metadata = base64.b64encode(side.plane.metadata()).decode()
+    metadata = base64.b64encode(side.agent.metadata).decode()
     print(json.dumps([seed, metadata, [a.ctypes.data for a in given]]), flush=True)
     peers = [json.loads(await asyncio.to_thread(sys.stdin.readline)) for _ in range(3)]
     others = [peer for peer in peers if peer[0] != seed]
     for number, blob, bases in others:
-        await prepare(side, f"mesh{number}", base64.b64decode(blob), [Memory(base, SIZE) for base in bases])
+        agent = AgentInfo(f"mesh{number}", base64.b64decode(blob))
+        await side.plane.add_remote_agent(agent, [Memory(base, SIZE) for base in bases])
     for _ in range(20):
         for number, _, _ in others:
             await check_reads(side, f"mesh{number}", contents(number))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import pressure
-from scripts.chaos import Arena
+from scripts.arena import Arena
 from scripts.pressure import Sizes
 
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(90)]
@@ -68,29 +68,3 @@ def test_a_ratio_compares_medians_and_has_an_interval() -> None:
     assert found == {"median": 4.0, "alone": 2.0, "ratio": 2.0, "low": 2.0, "high": 2.0}
     wide = pressure.ratio([1.0, 1.0, 9.0], [1.0, 1.0, 1.0])
     assert (wide["ratio"], wide["low"], wide["high"]) == (1.0, 1.0, 9.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lode"], "unknown scenario 'lode'; choose from load, isolate,"),
-        (["load", "--pulls", "100"], "--pulls 100 is not at least 1300"),
-        (["isolate", "--round-s", "nan"], "--round-s nan is not a positive, finite number"),
-        (["sleep", "--cycles", "0"], "--cycles 0 is not a positive"),
-        (["--json", "/nowhere/file"], "--json /nowhere/file: No such file"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        pressure.main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_names_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        pressure.main(["--help"])
-    text = capsys.readouterr().out
-    assert raised.value.code == 0
-    assert all(f"\n  {name} " in text for name in pressure.SCENARIOS)
-    assert "--role" not in text

@@ -25,6 +25,7 @@ from asynckv import (
     BackendError,
     Engine,
     EngineConfig,
+    GeometryRefused,
     LeaseConfig,
     NixlConfig,
     PrefillGroup,
@@ -34,13 +35,16 @@ from asynckv import (
     register_memory,
     shared_memory,
 )
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.core.wire import Release, decode_packet
 from asynckv.edges import keeper
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.geometry.layout import Memory
-from asynckv.ports import AgentLost, AgentReplaced, Ended, Ending
+from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from tests.engines import Bench, Side, until
+from tests.test_nixl_edge import TABLES
 from tests.world import make_layout
 
 pytestmark = pytest.mark.anyio
@@ -104,6 +108,28 @@ async def test_our_own_agent_dies_in_mid_read_and_the_retry_meets_the_same_rank_
         end = await passing(sim, asyncio.create_task(lent.wait_released()))
         assert (end.cause, end.readers) == ("released", {"decode/tp0": "complete"})
         assert held(decode) == held(prefill) == []
+
+
+async def test_a_rank_whose_tables_cannot_be_prepared_is_not_read_and_says_why(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        refused = TransferEnded(TransferId(1), Ending.REFUSED, "no room for it")
+        monkeypatch.setattr(decode.data, "post_read", lambda number, *_: refused._replace(transfer_id=number))
+        pulls = []
+        for i in range(2):
+            params = group.make_params(f"r{i}", [(0, [1 + i])], 16, written=True)
+            prefill.engine.lend(params)
+            pulls.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params)))
+        for pull in pulls:
+            with pytest.raises(GeometryRefused, match=r"prefill/tp0@\w+ \(sim://1\) cannot be read: no room") as caught:
+                await passing(sim, pull)
+            assert not caught.value.is_retryable
+            assert not caught.value.held
+        assert state(decode) == "gone"
+        assert held(decode) == []
+        assert decode.engine.statistics().gauges["transfers"] == 0
 
 
 async def test_pulls_fail_as_retryable_when_our_own_agent_dies_whatever_they_were_at(sim: Bench) -> None:
@@ -314,8 +340,7 @@ async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_ch
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=1000)
     before = children()
-    plane.start(lambda: news.extend(plane.poll()))
-    plane.register(registration.layout.memories)
+    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     kept, seen, pids = plane._keeper, [], set[int]()
     for number in range(8):
         await until(kept.stands_by)
@@ -326,7 +351,7 @@ async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_ch
     assert len(pids) == 8
     assert len(set(seen)) == 1, seen
     assert [type(each) for each in news] == [AgentLost, AgentReplaced] * 8
-    assert {each.agent_name for each in news[1::2]} == {f"kept-{n}" for n in range(2, 10)}
+    assert {each.agent.name for each in news[1::2]} == {f"kept-{n}" for n in range(2, 10)}
     assert max(each.seconds for each in news[1::2]) < 1.0
     await plane.quiesce()
     plane.close()
@@ -340,21 +365,22 @@ async def test_a_child_that_dies_too_often_is_not_followed_at_once_and_everythin
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
-    plane.start(lambda: news.extend(plane.poll()))
-    plane.register(registration.layout.memories)
-    transfer = plane.post_read(TransferId(1), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
+    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    zero = np.zeros(1, np.int32)
+    read = ReadRequest(TABLES[0], zero, zero, 1, 1)
+    transfer = plane.post_read(TransferId(1), "nobody", read)
     os.kill(plane.pid, signal.SIGKILL)
     await until(lambda: any(isinstance(each, AgentLost) for each in news))
     assert transfer is None
     ended, lost = news
     cause = "the data plane's process was ended by SIGKILL"
-    assert ended == Ended(TransferId(1), Ending.FAILED, cause)
+    assert ended == TransferEnded(TransferId(1), Ending.FAILED, cause)
     assert (lost.cause, lost.pause_s > 50, lost.reads) == (cause, True, True)
     assert plane.pid == 0
     with pytest.raises(BackendError, match="SIGKILL"):
-        await plane.prepare_peer("somebody", b"")
-    at_once = plane.post_read(TransferId(2), "nobody", 0, np.zeros(1, np.int32), np.zeros(1, np.int32))
-    assert at_once == Ended(TransferId(2), Ending.FAILED, cause)
+        await plane.add_remote_agent(AgentInfo("somebody", b""), ())
+    at_once = plane.post_read(TransferId(2), "nobody", read)
+    assert at_once == TransferEnded(TransferId(2), Ending.FAILED, cause)
     plane.close()
     del arrays
 
@@ -369,8 +395,7 @@ async def test_after_the_pause_that_follows_too_many_deaths_the_one_that_stood_b
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept", deaths=0)
-    plane.start(lambda: news.extend(plane.poll()))
-    plane.register(registration.layout.memories)
+    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     await until(plane._keeper.stands_by)
     os.kill(plane.pid, signal.SIGKILL)
     await until(lambda: len(news) > 1)
@@ -394,8 +419,7 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     registration, arrays = pool(1)
     news: list[Any] = []
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
-    plane.start(lambda: news.extend(plane.poll()))
-    plane.register(registration.layout.memories)
+    plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
     plane.watch(True)
     first = plane.pid
     if how == "hangs":
@@ -420,8 +444,7 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
 async def test_a_child_dumps_no_pool_and_hears_no_signal_that_is_for_its_service() -> None:
     registration, arrays = pool(1)
     plane = ProcessPlane(NixlConfig(posting_threads=0), "kept")
-    plane.start(lambda: None)
-    plane.register(registration.layout.memories)
+    plane.start(registration.layout.memories, lambda: None)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         os.kill(plane.pid, number)
     base = registration.layout.memories[0].base
@@ -442,8 +465,7 @@ async def test_a_child_that_does_not_let_go_is_killed(monkeypatch: pytest.Monkey
     before = children()
     for how in ("quiesce", "close"):
         plane = ServingPlane(NixlConfig(), f"kept-{how}", ProcessPlane(NixlConfig(), f"reads-{how}"))
-        plane.start(lambda: None)
-        plane.register(registration.layout.memories)
+        plane.start(registration.layout.memories, lambda: None)
         os.kill(plane.pid, signal.SIGSTOP)
         if how == "quiesce":
             with anyio.fail_after(5):
@@ -500,8 +522,7 @@ async def main():
     keeper.SETTLE_S = 0.5
     memory = np.frombuffer(shared_memory(1 << 20), np.uint8)
     plane = ProcessPlane(NixlConfig(posting_threads=0), "orphan")
-    plane.start(lambda: None)
-    plane.register([Memory(memory.ctypes.data, memory.nbytes)])
+    plane.start([Memory(memory.ctypes.data, memory.nbytes)], lambda: None)
     while plane.statistics()["processes"] < 2:
         await asyncio.sleep(0.01)
     print(plane.pid, plane._keeper._next.pid, flush=True)

@@ -167,16 +167,17 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
     async with sim.pair() as (prefill, _, _):
         assert prefill.data is not None
         await passing(sim, asyncio.create_task(prefill.engine.suspend()))
-        before, register = prefill.engine.endpoint, prefill.data.register
+        before, start = prefill.engine.endpoint, prefill.data.start
 
-        def refuse(memories: Any) -> None:
+        def refuse(memories: Any, on_ready: Any) -> None:
+            start(memories, on_ready)
             raise BackendError("no such memory")
 
-        prefill.data.register = refuse  # type: ignore[method-assign]
+        prefill.data.start = refuse  # type: ignore[assignment, method-assign]
         with pytest.raises(BackendError):
             await prefill.engine.resume()
         assert prefill.engine.endpoint == before
-        prefill.data.register = register  # type: ignore[method-assign]
+        prefill.data.start = start  # type: ignore[method-assign]
         await prefill.engine.resume()
         assert prefill.engine.endpoint != before
 

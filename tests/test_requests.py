@@ -17,10 +17,11 @@ import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core import wire as m
+from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
 from asynckv.core.outbox import Timers
-from asynckv.core.pull import News, PullRequest, PullState
-from asynckv.core.retry import RETRYABLE, RETRYABLE_ELSEWHERE
+from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
@@ -421,7 +422,7 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     decode.node.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
-    prefill.node.prefill.receive(parked.message, parked.route, parked.source, world.time(prefill))
+    prefill.node.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
     assert prefill.node.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
@@ -441,8 +442,7 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
     world, prefill, decode = pair()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
-    world.lend(prefill, first).revoke(world.time(prefill))
-    prefill.node.prefill.after(prefill.node.prefill.leases[first.key], world.time(prefill))
+    prefill.node.prefill.revoke(world.lend(prefill, first), world.time(prefill))
     prefill.node.withdraw(second, world.time(prefill))
     prefill.node.prefill.spent = SpentKeys()  # as after very many other schedulers
     with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):
@@ -511,7 +511,7 @@ def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None
     world.deliver_all()
     first, *others = list(decode.reads)
     assert len(others) == 3
-    world.tell(decode, News(first, False, False, "broken"))
+    world.tell(decode, TransferEnded(first, Ending.FAILED, "broken"))
     for transfer_id in others:
         assert it.reason is None
         world.complete(decode, transfer_id)
@@ -544,12 +544,12 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    world.tell(decode, News(transfer_id, False, True, "NIXL_ERR_NOT_FOUND"))
+    world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
     assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.QUARANTINED, False)
     assert decode.node.gauges()["blocks_quarantined"] == 1
     decode.reads.clear()
-    world.tell(decode, News(transfer_id, True, False))
+    world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     assert it.is_returned
     assert decode.node.is_idle
 
@@ -735,12 +735,12 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
     world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    world.tell(decode, News(transfer_id, False, True, "doubt"))
+    world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
     decode.node.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     world.advance(100.0)
     assert decode.node.next_at > world.time(decode)
-    world.tell(decode, News(transfer_id, True, False))
+    world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     world.advance(100.0)
     assert not decode.node.decode.peers
 

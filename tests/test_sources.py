@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
@@ -120,7 +120,7 @@ def test_one_source_lost_fails_the_pull_once_the_others_have_drained() -> None:
     [decode] = it.decode
     it.world.deliver_all()
     first = min(decode.reads)
-    it.world.tell(decode, News(first, False, False, "gone", peer_lost=True))
+    it.world.tell(decode, TransferEnded(first, Ending.FAILED, "gone", peer_lost=True))
     it.world.deliver_all()
     assert reason(pull) is None
     assert pull.holds_blocks

@@ -20,8 +20,8 @@ from asynckv.geometry.plan import BlockLists
 from tests.world import World, make_layout
 
 TABLES: dict[str, tuple[Any, Enum, Mapping[Any, Mapping[Any, Any]], Mapping[Any, Mapping[Any, Any]]]] = {
-    "pull": (PullState, PullState.ANNOUNCED, pull.ON_EVENT, {s: dict(row) for s, row in pull.WHEN.items()}),
-    "lease": (LeaseState, LeaseState.LENT, lease.ON_EVENT, lease.WHEN_SETTLED),
+    "pull": (PullState, PullState.ANNOUNCED, pull.ON_EVENT, pull.WHEN),
+    "lease": (LeaseState, LeaseState.LENT, lease.ON_EVENT, lease.WHEN),
     "peer": (PeerState, PeerState.NEW, peer.ON_EVENT, {}),
 }
 

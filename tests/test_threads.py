@@ -29,10 +29,10 @@ from asynckv import (
     WrongThread,
     register_memory,
 )
+from asynckv.core.events import TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
-from asynckv.ports import Ended
+from asynckv.geometry.plan import ReadRequest
 from asynckv.testing import SimControl, SimData, SimNetwork
-from asynckv.testing.planes import IndexArray
 from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
 from tests.engines import Bench, memory, until
 
@@ -287,11 +287,9 @@ class BrokenData(SimData):
         super().__init__(network, name)
         self._strike = strike
 
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         self._strike()
-        return super().post_read(transfer_id, name, table_id, local, remote)
+        return super().post_read(transfer_id, name, read)
 
     def watch(self, serving: bool) -> None:
         self._strike()

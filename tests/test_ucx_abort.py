@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from scripts import ucx_abort
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -49,27 +47,3 @@ def test_who_is_not_read_over_tcp_survives(arguments: list[str]) -> None:
     status, record = tried("--fault", "away-kill", "--trials", "10", "--seconds", "40", *arguments)
     assert (status, record["deaths"]) == (0, {})
     assert record["transfers_ended"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--trials", "0"], "--trials 0 is outside"),
-        (["--moment-s", "-1"], "--moment-s -1 is outside"),
-        (["--ucx", "UCX_TLS"], "'UCX_TLS' is not KEY=VALUE"),
-        (["--fault", "flood"], "invalid choice: 'flood'"),
-    ],
-)
-def test_bad_input_ends_with_status_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        ucx_abort.main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_says_who_survives_what(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        ucx_abort.main(["--help"])
-    text = capsys.readouterr().out
-    assert raised.value.code == 0
-    assert all(f"\n  {name} " in text for name in (*ucx_abort.ROLES, *ucx_abort.FAULTS))

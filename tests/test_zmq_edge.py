@@ -22,7 +22,8 @@ from asynckv.edges import zmq as edge
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
-from scripts.attack import HANDSHAKE_COMMANDS, Tap
+from scripts.attack import HANDSHAKE_COMMANDS
+from scripts.strangers import Proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -299,8 +300,7 @@ async def test_an_answer_of_many_frames_is_dropped_and_counted() -> None:
             assert plane.statistics()["dropped_frames"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [MAX_REQUEST_PACKET + 1, 100 * 1024 * 1024])
+@pytest.mark.parametrize("size", [MAX_REQUEST_PACKET + 1, pytest.param(100 * 1024 * 1024, marks=pytest.mark.slow)])
 async def test_a_frame_beyond_the_limit_never_arrives(size: int) -> None:
     async with planes(1) as [(plane, inbox)]:
         with stranger(plane.address) as dealer, dealer.get_monitor_socket() as monitor:
@@ -459,7 +459,7 @@ async def test_engines_with_keys_talk_both_ways_and_name_their_keys(ring: Keyrin
 
 async def test_nothing_readable_crosses_a_link_with_keys(ring: Keyring) -> None:
     a_keys, b_keys = ring.make("a"), ring.make("b")
-    async with keyed(a_keys, b_keys) as [(a, at_a), (b, at_b)], Tap(b.address) as tap:
+    async with keyed(a_keys, b_keys) as [(a, at_a), (b, at_b)], Proxy(b.address) as tap:
         assert a.send(Address(tap.address), b"question" * 10)
         await at_b.wait(1)
         assert b.send(at_b.packets[0][0], b"metadata" * 10)
@@ -483,7 +483,7 @@ async def test_who_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(rin
     victim_keys = ring.make("victim")
     ring.make("listed")
     ring.make("unlisted", is_authorized=False)
-    async with keyed(victim_keys) as [(victim, inbox)], Tap(victim.address) as tap:
+    async with keyed(victim_keys) as [(victim, inbox)], Proxy(victim.address) as tap:
         endpoint = tap.address.partition("#")[0]
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
@@ -519,7 +519,7 @@ RAW_ATTACKS = {
 @pytest.mark.parametrize("name", RAW_ATTACKS)
 async def test_raw_bytes_on_a_port_with_keys_get_nothing(ring: Keyring, name: str) -> None:
     data, leaves, cause = RAW_ATTACKS[name]
-    async with keyed(ring.make("victim")) as [(victim, inbox)], Tap(victim.address) as tap:
+    async with keyed(ring.make("victim")) as [(victim, inbox)], Proxy(victim.address) as tap:
         stream = await anyio.connect_tcp(*place(tap.address))
         async with stream:
             await stream.send(data)

@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig
-from asynckv.core.decode import News
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
 from asynckv.core.outbox import (
-    AddTable,
     BlocksReturned,
     HeldForLong,
     LeaseEnded,
@@ -26,16 +25,16 @@ from asynckv.core.outbox import (
     PostRead,
     PullEnded,
     RemovePeer,
-    RemoveTable,
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import Identity, RankCore
 from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
+from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, check_block_ids
+from asynckv.geometry.plan import BlockLists, PeerTables
 from asynckv.scheduler import PrefillGroup
 
 NUM_BLOCKS = 12
@@ -152,7 +151,7 @@ class Rank:
     buffers: Buffers
     rate: float = 1.0
     epoch: float = 0.0
-    peers: dict[str, tuple[Rank, dict[int, DescTable]]] = field(default_factory=dict)
+    peers: dict[str, Rank] = field(default_factory=dict)
     users: Counter[str] = field(default_factory=Counter)
     reads: dict[TransferId, PostRead] = field(default_factory=dict)
     ended: list[Pull] = field(default_factory=list)
@@ -245,17 +244,11 @@ class World:
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
-                        rank.peers.setdefault(peer.agent_name, (self.ranks[metadata.decode()], {}))
+                        rank.peers.setdefault(peer.agent_name, self.ranks[metadata.decode()])
                         rank.users[peer.agent_name] += 1
                         rank.loading.append(peer)
                         if self.auto_load:
                             self.load(rank)
-                    case AddTable(peer, table):
-                        rank.peers[peer.agent_name][1][table.table_id] = table
-                    case RemoveTable(peer, table_id):
-                        running = [t for t, r in rank.reads.items() if r.read.table_id == table_id]
-                        assert not running, "a table was removed under a running transfer"
-                        del rank.peers[peer.agent_name][1][table_id]
                     case RemovePeer(peer):
                         rank.users[peer.agent_name] -= 1
                         if not rank.users[peer.agent_name]:
@@ -313,8 +306,7 @@ class World:
     def land(self, rank: Rank, transfer_id: TransferId) -> None:
         """Copy a read's bytes, as they are now."""
         read = rank.reads[transfer_id]
-        remote, tables = rank.peers[read.agent_name]
-        table = tables[read.read.table_id]
+        remote, table = rank.peers[read.agent_name], read.read.table
         for a, b in zip(read.read.local.tolist(), read.read.remote.tolist(), strict=True):
             row, mine = divmod(a, table.local_blocks)
             other, theirs = divmod(b, table.remote_blocks)
@@ -331,7 +323,7 @@ class World:
 
     def complete(self, rank: Rank, transfer_id: TransferId) -> None:
         self.land(rank, transfer_id)
-        self.tell(rank, News(transfer_id, True, False))
+        self.tell(rank, TransferEnded(transfer_id, Ending.DONE))
 
     def complete_all(self) -> None:
         while any(r.reads for r in self.ranks.values()):
@@ -339,8 +331,8 @@ class World:
                 for transfer_id in list(rank.reads):
                     self.complete(rank, transfer_id)
 
-    def tell(self, rank: Rank, news: News) -> None:
-        if not news.in_doubt:
+    def tell(self, rank: Rank, news: TransferEnded) -> None:
+        if news.ending is not Ending.IN_DOUBT:
             rank.reads.pop(news.transfer_id, None)
         rank.node.decode.ended(news, 0.0, self.time(rank))
         self.settle(rank)
@@ -350,7 +342,7 @@ class World:
         now, node = self.time(rank), rank.node
         for transfer_id in list(rank.reads):
             del rank.reads[transfer_id]
-            node.decode.ended(News(transfer_id, False, False, "our agent died"), 0.0, now)
+            node.decode.ended(TransferEnded(transfer_id, Ending.FAILED, "our agent died"), 0.0, now)
         rank.peers.clear()
         rank.users.clear()
         node.agent_lost("our agent died", True, now)
@@ -360,8 +352,8 @@ class World:
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):
-                if transfer_id in other.reads and other.peers[read.agent_name][0] is rank:
-                    self.tell(other, News(transfer_id, False, False, "its agent died", True))
+                if transfer_id in other.reads and other.peers[read.agent_name] is rank:
+                    self.tell(other, TransferEnded(transfer_id, Ending.FAILED, "its agent died", True))
 
     def replace_agent(self, rank: Rank) -> None:
         """Another agent serves a rank's memory."""

@@ -34,9 +34,11 @@ from asynckv.bench.noise import median_of
 from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.types import decode_params
 from asynckv.errors import AsyncKVError, BackendError
+from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, check_block_ids, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.ports import AgentInfo
 
 if TYPE_CHECKING:
     from asynckv.edges.nixl_raw import RawLoop
@@ -80,14 +82,13 @@ class Round(msgspec.Struct):
     samples: list[p.Sample]
 
 
-def _start_raw(pool: Pool, name: str) -> RawLoop:
+def _start_raw(pool: Pool, name: str) -> tuple[RawLoop, AgentInfo]:
     from asynckv.edges.nixl_raw import RawLoop
 
     plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{name}-{os.getpid()}")
     # The same duties as the engine's: woken by UCX it makes progress for whoever reads from here.
-    plane.start(lambda: _progress(plane))
-    plane.register(pool.registration.layout.memories)
-    return plane
+    agent = plane.start(pool.registration.layout.memories, lambda: _progress(plane))
+    return plane, agent
 
 
 def _progress(plane: RawLoop) -> None:
@@ -99,7 +100,7 @@ class Server:
 
     def __init__(self, pool: Pool) -> None:
         self._layout = pool.registration.layout
-        self._plane = _start_raw(pool, "prefill")
+        self._plane, self._agent = _start_raw(pool, "prefill")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -107,7 +108,7 @@ class Server:
     def opened(self) -> p.Opened:
         """Say how to get at the memory."""
         port: int = self._listener.getsockname()[1]
-        return p.Opened(os.getpid(), self._plane.agent_name, self._plane.metadata(), self._layout, port)
+        return p.Opened(os.getpid(), self._agent.name, self._agent.metadata, self._layout, port)
 
     def serve(self, on: bool) -> None:
         """Make progress for the raw loop from now on, or only when woken."""
@@ -170,8 +171,7 @@ class Probe:
         self._here, self._there = pool.registration.layout, opened.layout
         (share,) = assign(self._here, [self._there])
         self._map = PeerTables(self._here, self._there, share, itertools.count(1))
-        self._plane = _start_raw(pool, "decode")
-        self._known: set[int] = set()
+        self._plane, _ = _start_raw(pool, "decode")
         self._scratch = mmap.mmap(-1, SCRATCH)
         raw = np.frombuffer(self._scratch, np.uint8)
         raw[::4096] = 1
@@ -179,7 +179,8 @@ class Probe:
 
     async def connect(self) -> None:
         """Load the prefill worker's agent."""
-        await self._plane.prepare_peer(self._opened.agent_name, self._opened.metadata)
+        agent = AgentInfo(self._opened.agent_name, self._opened.metadata)
+        await self._plane.add_remote_agent(agent, self._there.memories)
 
     def close(self) -> None:
         """Let go of the agent."""
@@ -206,12 +207,7 @@ class Probe:
     def _plan(self, work: p.Work) -> Plan:
         params = decode_params(work.params)
         mine = check_block_ids(self._here, work.lists, params.num_tokens)
-        plan = plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
-        for table in (section.table for section in plan.sections):
-            if table.table_id not in self._known:
-                self._known.add(table.table_id)
-                self._plane.add_table(self._opened.agent_name, table, self._here.memories, self._there.memories)
-        return plan
+        return plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
 
     def _poison(self, works: Sequence[p.Work]) -> None:
         for work in works:
@@ -331,9 +327,8 @@ class Probe:
 def pieces_of(plan: Plan, here: Layout, there: Layout, config: PullConfig) -> Pieces:
     """List what a plan copies, in the order of its posts; what touches on both sides is one piece."""
     out = [np.zeros((0, 3), np.uint64)]
-    tables = {section.table.table_id: section.table for section in plan.sections}
     for post in plan.posts(config.max_post_bytes, config.max_post_descriptors):
-        table = tables[post.table_id]
+        table = post.table
         rows = np.empty((len(post.local), 3), np.uint64)
         sides = (
             (0, post.local, table.local_blocks, table.local, here),

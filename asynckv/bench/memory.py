@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from asynckv.edges.sharing import shared_memory
 from asynckv.edges.torch import CudaMirror, written
+from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
-from asynckv.registration import Registration, register_memory
 from asynckv.tools.layouts import with_addresses
 
 __all__ = ["NOTHING_SHARED", "CudaPool", "Lists", "Pool", "Prefix"]

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import Admission, InFlight, Line, Posting
 from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.outbox import (
-    AddTable,
     BlocksRetired,
     BlocksReturned,
     Disconnect,
@@ -33,13 +33,13 @@ from asynckv.core.outbox import (
     PullEnded,
     PullOver,
     RemovePeer,
-    RemoveTable,
     SlowGeometry,
+    TableRefused,
     Timers,
     Traced,
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
-from asynckv.core.pull import Effect, News, Pull, PullState
+from asynckv.core.pull import Effect, Pull, PullState
 from asynckv.core.routes import Routes
 from asynckv.core.source import ReleaseState, RemoteRank, Role, Source
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
@@ -59,11 +59,12 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
-from asynckv.geometry.layout import Layout, check_layout, decode_layout
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import compare
-from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, Plan, plan_read
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
-__all__ = ["DecodeSide", "News"]
+__all__ = ["DecodeSide"]
 
 S = PeerState
 
@@ -245,31 +246,37 @@ class DecodeSide:
         if (transfer := self.transfers.get(transfer_id)) is not None:
             transfer.pull.posting_took(post_s)
 
-    def ended(self, news: News, detect_s: float, now: float) -> None:
-        """Take news of a transfer; `now` was read after it was observed."""
-        transfer = self.transfers.get(news.transfer_id)
+    def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
+        """Take the end of a transfer; `now` was read after it was observed."""
+        transfer_id, ending, cause, peer_lost = transfer_ended
+        transfer = self.transfers.get(transfer_id)
         if transfer is None:
             self._outbox.counters["transfers.late_news"] += 1
             return
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         # What is in doubt may stay so for ever: it must not take room from others.
-        self.posting.left(peer.line, news.transfer_id)
-        if news.in_doubt:
+        self.posting.left(peer.line, transfer_id)
+        in_doubt = ending is Ending.IN_DOUBT
+        if in_doubt:
             counters["transfers.in_doubt"] += 1
         else:
-            del self.transfers[news.transfer_id]
-            counters["transfers.done" if news.ok else "transfers.failed"] += 1
-        peer.transfer_ended(news.transfer_id, news.in_doubt, now)
+            del self.transfers[transfer_id]
+            counters["transfers.done" if ending is Ending.DONE else "transfers.failed"] += 1
+        peer.transfer_ended(transfer_id, in_doubt, now)
         if peer.line.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
-        if news.ok:
+        if ending is Ending.DONE:
             counters["bytes.read"] += transfer.num_bytes
-        if news.peer_lost:
+        elif ending is Ending.REFUSED:
+            # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
+            self._outbox.commands.append(TableRefused(peer, cause))
+            self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
+        if peer_lost:
             pull.could_not_meet(now + self._config.backoff_s)
         detect_s = min(detect_s, now - transfer.posted_at)
-        self._carry_out(pull, pull.ended(source, news, transfer.num_bytes, detect_s, now), now)
-        if news.peer_lost:
-            self._lose(peer, Reason.PEER_LOST, news.cause, now)
+        self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+        if peer_lost:
+            self._lose(peer, Reason.PEER_LOST, cause, now)
         self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
             self._reap(peer)
@@ -299,10 +306,6 @@ class DecodeSide:
             self._failed(peer, Reason.UNREACHABLE, cause, now)
         self._wake(peer)
 
-    def table_failed(self, peer: Peer, cause: str, now: float) -> None:
-        """The data plane could not prepare a table."""
-        self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
-
     def unloaded(self, cause: str, now: float) -> None:
         """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
 
@@ -311,8 +314,7 @@ class DecodeSide:
         known = [p for p in self.peers.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
         detail = f"this side's data plane has lost its connections: {cause}"
         # What was to be done with what is lost must not be done with what follows.
-        lost = (AddTable, RemoveTable, RemovePeer)
-        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, lost)]
+        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
         self.routes.clear()
         for peer in known:
             if peer.line.is_set_aside:
@@ -328,7 +330,7 @@ class DecodeSide:
     def destroyed(self, now: float) -> None:
         """The data plane is gone: whatever was posted can write nothing any more."""
         for transfer_id in list(self.transfers):
-            self.ended(News(transfer_id, False, False, "its agent was destroyed"), 0.0, now)
+            self.ended(TransferEnded(transfer_id, Ending.FAILED, "its agent was destroyed"), 0.0, now)
 
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
@@ -566,13 +568,10 @@ class DecodeSide:
             except (PlanRefused, LayoutError) as exc:
                 self.fail(pull, Reason.UNPLANNABLE, str(exc), now)
                 return None
-            peer = self.peers[source.rank.place]
-            for section in plan.sections:
-                self._add_table(peer, section.table)
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
             plans.append((source, plan))
             if source.tables.is_full:
-                self._evict(peer, source.tables, plan)
+                source.tables.evict(set())  # a plan holds the tables that it reads with
         return plans
 
     def _tell(self, pull: Pull, now: float) -> None:
@@ -729,22 +728,6 @@ class DecodeSide:
     def _tables_made(self, peer: Peer, tables: PeerTables) -> None:
         for warning in tables.warnings:
             self._outbox.commands.append(SlowGeometry(peer, warning))
-        for table in tables.regular:
-            self._add_table(peer, table)
-
-    def _add_table(self, peer: Peer, table: DescTable) -> None:
-        if table.table_id not in peer.loaded_tables:
-            peer.loaded_tables.add(table.table_id)
-            self._outbox.commands.append(AddTable(peer, table))
-
-    def _evict(self, peer: Peer, known: PeerTables, newest: Plan) -> None:
-        """Forget the tables of spans that have not been seen for long, and that no plan uses."""
-        sources = [s for p in peer.pulls for s in self.pulls[p].sources if s.tables is known]
-        plans = [newest, *(s.plan for s in sources if s.plan is not None)]
-        in_use = {section.table.table_id for plan in plans for section in plan.sections}
-        for table in known.evict(in_use):
-            peer.loaded_tables.discard(table.table_id)
-            self._outbox.commands.append(RemoveTable(peer, table.table_id))
 
     # -- inside: handshakes --------------------------------------------------------------------------
 
@@ -920,7 +903,6 @@ class DecodeSide:
     def _reap(self, peer: Peer) -> None:
         """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
         if peer.is_loaded and not peer.transfers:
-            self._outbox.commands += [RemoveTable(peer, table_id) for table_id in sorted(peer.loaded_tables)]
             peer.removed()
             self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
         if peer.tables:

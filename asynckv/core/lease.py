@@ -1,36 +1,47 @@
 """One lent request, as its prefill rank sees it: who may read, who is owed, when the blocks return.
 
-What binds:
+A lease in the sense of file systems (Gray and Cheriton, 1989): a promise that runs out by itself, so that a holder that
+died costs time and never memory. Here the promise is about blocks that others read from afar: a read of freed blocks
+succeeds and returns somebody else's KV, so a reader believes its bytes only if a grant covered the whole read.
 
-- The first message binds the lease to a cohort (a decode engine's group of ranks), and with it the
-  exact set of readers it is owed is known. It ends early only when **no reader is owed and no granted
-  pull is held**: sets, never counts, so repeats and forgeries change nothing.
-- **A grant is a promise.** Expiry and revocation only stop new grants; the blocks return at the
-  holders' releases or after the last granted deadline, whichever is first.
-- A release is final for its `pull_id`. An attempt that will be retried does not strike its reader off.
-- A lease is never shortened, and never outlives `max_lease_s`.
+Three sets say all there is to know, and each is only ever changed by the reader that it is about:
 
-It refuses to know: sockets, other leases, and what the blocks hold.
+- **owed**: the readers that have not released. The first message binds the lease to its cohort, a decode engine's
+  group of ranks, and with it the exact set of readers is known. Sets, never counts: a message that is repeated, late or
+  forged changes nothing.
+- **grants**: what was promised to which pull, until when. A grant is kept whatever happens: revoking only stops new
+  ones, and the blocks return at the holders' releases or after the last granted deadline, whichever is first.
+- **final**: the pulls that have released. A release is final for its pull, but only an attempt that will not be tried
+  again strikes its reader off.
+
+The machine is two tables, and there is nothing beside them: `ON_EVENT` says where a message or a call leads, `WHEN`
+what is entered by itself once a condition holds. What a table does not list raises before anything was changed. A
+transition returns its `Effects`; who sends, frees and wakes is `core/prefill.py`.
+
+A lease is never shortened, and never outlives `max_lease_s`. It refuses to know: sockets, other leases, and what the
+blocks hold.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 
-from asynckv.core.types import Cohort, Key, Outcome, PullId, Reason, RequestId, rank_name
+from msgspec import Struct
+
+from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, rank_name
 from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
+from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
-from asynckv.geometry.topology import owed_readers
+from asynckv.geometry.match import owed_readers
 
-__all__ = ["Lease", "LeaseState", "Lent", "Reader"]
+__all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Revoke"]
 
 MAX_READERS = 4096
 MAX_HISTORY = 1024
 NOTICED_S = 0.1
-"""Longer ago than that, history says when: nobody is woken for a promise that runs out while a reader is owed."""
+"""Longer ago than that, history says when: nobody is woken for a grant that runs out while a reader is owed."""
 
 MAX_NAMED = 4
 """Readers named in a sentence."""
@@ -49,33 +60,46 @@ class LeaseState(enum.StrEnum):
     REVOKED = "revoked"
 
 
-class Expire:
-    """The lease's time is up."""
-
-
 class Revoke:
     """The engine wants its blocks back."""
 
 
+def everybody_has_released(lease: Lease, now: float) -> bool:
+    """No reader is owed, and no grant runs."""
+    return not lease.grants and not lease.is_owed()
+
+
+def time_is_up(lease: Lease, now: float) -> bool:
+    """It was lent for `lease_s`, and for as long as the last grant was to run."""
+    return now >= lease.expires_at
+
+
+def no_grant_runs(lease: Lease, now: float) -> bool:
+    """What was granted has been released, or has run out."""
+    return not lease.grants
+
+
 L = LeaseState
 ON_EVENT: Mapping[LeaseState, Mapping[type, LeaseState]] = {
-    L.LENT: {Claim: L.LENT, Renew: L.LENT, Release: L.LENT, Expire: L.ENDING, Revoke: L.ENDING},
-    L.ENDING: {Claim: L.ENDING, Renew: L.ENDING, Release: L.ENDING, Expire: L.ENDING, Revoke: L.ENDING},
+    L.LENT: {Claim: L.LENT, Renew: L.LENT, Release: L.LENT, Revoke: L.ENDING},
+    L.ENDING: {Claim: L.ENDING, Renew: L.ENDING, Release: L.ENDING, Revoke: L.ENDING},
     L.RELEASED: {},
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Messages and calls. What has ended takes no events: the node answers for it."""
+"""Messages and calls. What has ended takes none: `core/prefill.py` answers for it."""
 
-WHEN_SETTLED: Mapping[LeaseState, Mapping[Reason, LeaseState]] = {
-    L.LENT: {Reason.RELEASED: L.RELEASED},
-    L.ENDING: {Reason.EXPIRED: L.EXPIRED, Reason.REVOKED: L.REVOKED},
+WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] = {
+    L.LENT: {everybody_has_released: L.RELEASED, time_is_up: L.EXPIRED},
+    L.ENDING: {no_grant_runs: L.REVOKED},
+    L.RELEASED: {},
+    L.EXPIRED: {},
+    L.REVOKED: {},
 }
-"""Taken at once when nothing holds the blocks any more. In LENT that means: no reader is owed either."""
+"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
+class Lent(Struct, frozen=True, kw_only=True, gc=False):
     """What a lease is about; fixed when it is lent."""
 
     key: Key
@@ -85,7 +109,7 @@ class Lent:
     written: bool
     lease_s: float
     grant_s: float
-    """Length of one promise."""
+    """Length of one grant."""
     max_lease_s: float
     readers: int
     """Cohorts that may read: 1, or more for siblings and routers that retry elsewhere."""
@@ -95,82 +119,213 @@ class Lent:
     """Held for longer, it is worth a word."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Reader:
-    """One decode rank of one cohort.
-
-    Attributes:
-        incarnation: The start of its process that spoke up, if any has; whichever it is, it is the same reader.
-    """
+class Reader(Struct, frozen=True, order=True, gc=False):
+    """One decode rank of one cohort, whichever start of its process speaks up for it."""
 
     cohort: str
     tp_rank: int
     pp_stage: int = 0
-    incarnation: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return rank_name(self.cohort, self.tp_rank, self.pp_stage)
 
-    @property
-    def name(self) -> str:
-        """The reader and its process, for people."""
-        return rank_name(self.cohort, self.tp_rank, self.pp_stage, self.incarnation)
+    def name(self, sender: str = "") -> str:
+        """Write the reader for people, with the start of its process."""
+        return rank_name(self.cohort, self.tp_rank, self.pp_stage, sender)
 
 
-@dataclass(slots=True)
-class Promise:
-    """What was granted to one pull, and when it was last asked for."""
+class Grant(Struct):
+    """What was promised to one pull, and when it was last asked for.
+
+    Attributes:
+        sender: The start of the reader's process that claimed; nobody else renews or releases.
+        name: The reader and its process, for people.
+    """
 
     pull_id: PullId
     reader: Reader
-    source: str
+    sender: str
+    name: str
     until: float
     since: float
     asked_at: float
 
 
-@dataclass(slots=True)
-class _Bound:
-    """A cohort that spoke up, and which of its readers are still owed."""
+class Discharge(Struct, frozen=True, gc=False):
+    """How a reader released for good, and its name with the process that said so."""
+
+    outcome: Outcome
+    name: str
+
+
+class BoundCohort(Struct):
+    """A cohort that spoke up: its readers here, and which of them are still owed."""
 
     sizes: tuple[int, int]
+    readers: frozenset[Reader]
     owed: set[Reader]
 
 
-@dataclass(slots=True, eq=False)
+class Effects(Struct, frozen=True, gc=False):
+    """What a transition brings about outside the lease.
+
+    Attributes:
+        wake_at: When to call `tick`, at the latest; infinite once it is over.
+        answer: To the message that was taken.
+        first_grant: The pull that was granted the blocks and held no grant before.
+        has_ended: This transition ended it: the blocks are the engine's again.
+        is_overdue: It has been lent for so long that it is worth a word.
+    """
+
+    wake_at: float
+    answer: Granted | Refused | Ack | None = None
+    first_grant: PullId | None = None
+    has_ended: bool = False
+    is_overdue: bool = False
+
+
 class Lease:
-    """The state machine of one lent request."""
+    """The state machine of one lent request. Its fields are everybody's to read, and nobody else's to write."""
 
-    lent: Lent
-    lent_at: float
-    state: LeaseState = L.LENT
-    cause: Reason = Reason.RELEASED
-    expires_at: float = field(init=False)
-    cohorts: dict[str, _Bound] = field(default_factory=dict)
-    held: dict[PullId, Promise] = field(default_factory=dict)
-    past: dict[Reader, Promise] = field(default_factory=dict)
-    """The last promise to readers that let it lapse, or will try again."""
-    final: set[PullId] = field(default_factory=set)
-    lapsed: int = 0
-    """Grants that ran out; only bounds how often a reader may try."""
-    outcomes: dict[Reader, Outcome] = field(default_factory=dict)
-    history: list[tuple[float, str]] = field(default_factory=list)
-    digest: bytes = field(init=False)
-    scheduled_at: float = math.inf
-    """For the node's timers only."""
-    num_traced: int = 0
-    """History entries that were reported one by one."""
-    ended_at: float = math.inf
-    warn_at: float = math.inf
-    """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
-    is_sampled: bool = False
-    """What becomes of it is reported though it be well."""
+    __slots__ = (
+        "cohorts",
+        "digest",
+        "discharged",
+        "expires_at",
+        "final",
+        "grants",
+        "history",
+        "is_sampled",
+        "lapsed",
+        "lent",
+        "lent_at",
+        "past",
+        "scheduled_at",
+        "since",
+        "state",
+        "warn_at",
+    )
 
-    def __post_init__(self) -> None:
-        self.expires_at = self.lent_at + self.lent.lease_s
-        self.warn_at = self.lent_at + self.lent.warn_s
-        self.digest = blocks_digest(self.lent.groups, self.lent.num_tokens, self.lent.written)
-        self._note((self.lent_at, "lent"))
+    def __init__(self, lent: Lent, now: float) -> None:
+        self.lent, self.lent_at = lent, now
+        self.state = L.LENT
+        self.since = now
+        """Since when it is in this state."""
+        self.expires_at = now + lent.lease_s
+        """When its time is up. A grant prolongs it, and who gives one back to try again finds it as it was."""
+        self.warn_at = now + lent.warn_s
+        """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
+        self.cohorts: dict[str, BoundCohort] = {}
+        self.grants: dict[PullId, Grant] = {}
+        self.past: dict[Reader, Grant] = {}
+        """The last grant to readers that let it lapse, or will try again."""
+        self.final: set[PullId] = set()
+        self.lapsed = 0
+        """Grants that ran out; only bounds how often a reader may try."""
+        self.discharged: dict[Reader, Discharge] = {}
+        self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written)
+        self.history: list[tuple[float, str]] = [(now, "lent")]
+        self.scheduled_at = math.inf
+        """The timers' own note of when they wake it."""
+        self.is_sampled = False
+        """What becomes of it is reported though it be well."""
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def receive(self, message: Claim | Renew | Release, sender: str, now: float) -> Effects:
+        """Take a message from the process start `sender`.
+
+        Raises:
+            LocalProtocolError: It is over; nothing was changed.
+        """
+        after = ON_EVENT[self.state].get(type(message))
+        if after is None:
+            raise self._impossible(type(message))
+        num_grants = len(self.grants)
+        answer: Granted | Refused | Ack
+        match message:
+            case Claim():
+                answer = self._claim(message, sender, now)
+            case Renew():
+                answer = self._renew(message, sender, now)
+            case Release():
+                answer = self._release(message, sender, now)
+        first = PullId(message.pull_id) if len(self.grants) > num_grants else None
+        self._go_on(after, now)
+        if not ON_EVENT[self.state]:
+            return Effects(math.inf, answer, first, True)
+        return Effects(self.wake_at, answer, first)
+
+    def revoke(self, now: float) -> Effects:
+        """Stop granting; the blocks return when no grant runs any more.
+
+        Raises:
+            LocalProtocolError: It is over; nothing was changed.
+        """
+        after = ON_EVENT[self.state].get(Revoke)
+        if after is None:
+            raise self._impossible(Revoke)
+        self._go_on(after, now)
+        return Effects(self.wake_at, has_ended=self.is_over)
+
+    def tick(self, now: float) -> Effects:
+        """Let time pass; harmless when it is over."""
+        was_over = self.is_over
+        self._go_on(self.state, now)
+        if self.is_over:
+            return Effects(math.inf, has_ended=not was_over)
+        is_overdue = now >= self.warn_at
+        while self.warn_at <= now:
+            self.warn_at = self.lent_at + 2 * (self.warn_at - self.lent_at)
+        return Effects(self.wake_at, is_overdue=is_overdue)
+
+    def sample(self) -> None:
+        """Report what becomes of it though it be well."""
+        self.is_sampled = True
+
+    def _impossible(self, event: type) -> LocalProtocolError:
+        return LocalProtocolError(
+            f"{event.__name__} while the lease of request {self.lent.request_id!r} is {self.state.name}"
+        )
+
+    def _go_on(self, after: LeaseState, now: float) -> None:
+        """Enter the state that an event leads to, and what follows by itself."""
+        if after is not self.state:
+            self._enter(after, now)
+        for grant in self.grants.values():
+            if grant.until <= now:
+                self._lapse(now)
+                break
+        for _ in range(len(WHEN)):  # no state is entered twice
+            for condition, follows in WHEN[self.state].items():
+                if condition(self, now):
+                    self._enter(follows, now)
+                    break
+            else:
+                return
+        raise AssertionError(f"the tables lead round in a circle by {self.state.name}")
+
+    def _enter(self, after: LeaseState, now: float) -> None:
+        self.state, self.since = after, now
+        if after is L.ENDING:
+            self._note(now, f"ending: revoked, owed {len(self.owed())}, held {len(self.grants)}")
+        else:
+            self.history.append((now, after))  # the last word is always said
+
+    def _lapse(self, now: float) -> None:
+        """Forget the grants that have run out: they bind nobody, and their readers know, for they counted faster."""
+        for grant in list(self.grants.values()):
+            if grant.until <= now:
+                self.lapsed += 1
+                self.past[grant.reader] = self.grants.pop(grant.pull_id)
+                late = f" ({now - grant.until:.1f} s ago)" if now - grant.until > NOTICED_S else ""
+                self._note(now, f"grant lapsed to {grant.name}, pull {grant.pull_id}{late}")
+
+    def _note(self, now: float, text: str) -> None:
+        if len(self.history) < MAX_HISTORY:  # what a reader can repeat is not kept without end
+            self.history.append((now, text))
+
+    # -- what it looks like from outside -----------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -178,20 +333,38 @@ class Lease:
         return not ON_EVENT[self.state]
 
     @property
+    def ended_at(self) -> float:
+        """Since when it is over; infinite while it is not."""
+        return self.since if self.is_over else math.inf
+
+    @property
+    def outcomes(self) -> dict[Reader, Outcome]:
+        """How the readers that are owed no more have released."""
+        return {reader: discharge.outcome for reader, discharge in self.discharged.items()}
+
+    @property
     def wake_at(self) -> float:
         """When `tick` has something to do."""
-        if self.is_over:
-            return math.inf
-        lapse = [hold.until for hold in self.held.values()]
-        if self.state is L.ENDING:
-            return min(max(lapse, default=-math.inf), self.warn_at)
-        return min(self.expires_at, self.warn_at, *() if self._owes() else lapse)
+        if self.state is L.LENT and self.is_owed():
+            return min(self.expires_at, self.warn_at)
+        # Of several grants the last one matters: nothing follows from the others.
+        last = [grant.until for grant in self.grants.values()]
+        return min(max(last), self.warn_at) if last else math.inf
 
     @property
     def until(self) -> float:
         """When the blocks return at the latest, if nobody asks for more."""
-        lapse = max((hold.until for hold in self.held.values()), default=-math.inf)
+        lapse = max([grant.until for grant in self.grants.values()], default=-math.inf)
         return lapse if self.state is L.ENDING else max(self.expires_at, lapse)
+
+    def is_owed(self) -> bool:
+        """A reader has not released, or a cohort has yet to speak up."""
+        if len(self.cohorts) < self.lent.readers:
+            return True
+        for bound in self.cohorts.values():  # not any(): a generator is a call more for every message
+            if bound.owed:
+                return True
+        return False
 
     def owed(self) -> tuple[str, ...]:
         """Names of the readers that have not released; `*` for cohorts that never spoke up."""
@@ -199,195 +372,136 @@ class Lease:
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
     def waits_for(self) -> tuple[str, ...]:
-        """Name the same readers with the process that was last promised the blocks, if any was."""
-        known = self.promises()
-        names = [known[r].reader.name if r in known else r.name for b in self.cohorts.values() for r in sorted(b.owed)]
+        """Name the same readers with the process that was last granted the blocks, if any was."""
+        known = self._last_grants()
+        names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
 
-    def promises(self) -> dict[Reader, Promise]:
-        """Return the last promise to each reader that is owed, or holds one."""
-        return self.past | {promise.reader: promise for promise in self.held.values()}
-
-    def readers(self) -> Iterator[tuple[Reader | None, str, Promise | None]]:
-        """Say of every reader what it is at, and what it was promised last; None is a cohort that never spoke up.
+    def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
+        """Say of every reader, by name, what it is at, and what it was granted last; `*` is a cohort yet to speak up.
 
         `unclaimed`, `granted`, `lapsed`, `retrying`, or how it released.
         """
-        known = self.promises()
+        known = self._last_grants()
         owed = {reader for bound in self.cohorts.values() for reader in bound.owed}
-        holding = {promise.reader for promise in self.held.values()} - owed
+        holding = {grant.reader for grant in self.grants.values()} - owed
         for reader in (*sorted(owed), *sorted(holding)):
-            promise = known.get(reader)
-            if promise is None:
-                yield reader, "unclaimed", None
-            elif promise.pull_id in self.held:
-                yield promise.reader, "granted", promise
+            grant = known.get(reader)
+            if grant is None:
+                yield str(reader), "unclaimed", None
+            elif grant.pull_id in self.grants:
+                yield grant.name, "granted", grant
             else:
-                yield promise.reader, "retrying" if promise.pull_id in self.final else "lapsed", promise
-        for reader, outcome in self.outcomes.items():
+                yield grant.name, "retrying" if grant.pull_id in self.final else "lapsed", grant
+        for reader, discharge in self.discharged.items():
             if reader not in holding:
-                yield reader, outcome.value, None
+                yield discharge.name, discharge.outcome.value, None
         for _ in range(self.lent.readers - len(self.cohorts)):
-            yield None, "unclaimed", None
+            yield "*", "unclaimed", None
 
     def waits(self, now: float) -> str:
         """What this waits for, in words."""
         said: dict[str, list[str]] = {}
-        for reader, state, promise in self.readers():
-            if reader is None:
+        for name, state, grant in self.readers():
+            if name == "*":
                 continue
             if state == "granted" and self.state is L.ENDING:
                 words = "still promised to"
-            elif state == "granted" and promise is not None and now - promise.asked_at > self.lent.grant_s / 2:
+            elif state == "granted" and grant is not None and now - grant.asked_at > self.lent.grant_s / 2:
                 words = "claimed, but a renewal is overdue, by"
             else:
                 words = _WAITS.get(state, "")
-            said.setdefault(words, []).append(reader.name)
+            said.setdefault(words, []).append(name)
         if unknown := self.lent.readers - len(self.cohorts):
             more = "another decode engine" if unknown == 1 else f"{unknown} decode engines"
             said.setdefault(_WAITS["unclaimed"], []).append(more if self.cohorts or unknown > 1 else "anybody")
         return "; ".join(f"{words} {_few(said[words])}" for words in sorted(said) if words)
 
-    @property
-    def since(self) -> float:
-        """Since when it is in this state."""
-        begun = (at for at, text in reversed(self.history) if text.startswith("ending"))
-        return next(begun, self.lent_at) if self.state is L.ENDING else self.lent_at
+    def _last_grants(self) -> dict[Reader, Grant]:
+        """Return the last grant to each reader that is owed, or holds one."""
+        return self.past | {grant.reader: grant for grant in self.grants.values()}
 
-    def is_stuck(self, now: float) -> bool:
-        """It has been lent for `warn_s`, or for twice as long as when this was last so."""
-        if now < self.warn_at:
-            return False
-        while self.warn_at <= now:
-            self.warn_at = self.lent_at + 2 * (self.warn_at - self.lent_at)
-        return True
+    # -- answers -----------------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:
-        """Take a message from the process start `source` and answer it."""
-        after = ON_EVENT[self.state][type(message)]
-        answer = self._answer(message, source, now)
-        self.state = after
-        self._settle(now)
-        return answer
-
-    def revoke(self, now: float) -> None:
-        """Stop granting; the blocks return when no promise runs any more."""
-        self._stop(Revoke, Reason.REVOKED, now)
-
-    def tick(self, now: float) -> None:
-        """Let time pass."""
-        if self.state is L.LENT and now >= self.expires_at:
-            self._stop(Expire, Reason.EXPIRED, now)
-        self._settle(now)
-
-    def _stop(self, event: type[Expire] | type[Revoke], cause: Reason, now: float) -> None:
-        after = ON_EVENT[self.state].get(event)
-        if after is None:
-            return
-        if self.state is not after:
-            self.cause = cause
-            self._note((now, f"ending: {cause}, owed {len(self.owed())}, held {len(self.held)}"))
-        self.state = after
-        self._settle(now)
-
-    def _note(self, entry: tuple[float, str]) -> None:
-        # The last word is always said; what a reader can repeat is not kept without end.
-        if len(self.history) < MAX_HISTORY or entry[1] == self.state:
-            self.history.append(entry)
-
-    def _owes(self) -> bool:
-        return len(self.cohorts) < self.lent.readers or any(bound.owed for bound in self.cohorts.values())
-
-    def _settle(self, now: float) -> None:
-        for pull_id in [p for p, hold in self.held.items() if hold.until <= now]:
-            # The promise has run out, so it cannot bind us; the reader knows, it counted faster.
-            self.lapsed += 1
-            lapsed = self.held.pop(pull_id)
-            self.past[lapsed.reader] = lapsed
-            late = f" ({now - lapsed.until:.1f} s ago)" if now - lapsed.until > NOTICED_S else ""
-            self._note((now, f"grant lapsed to {lapsed.reader.name}, pull {pull_id}{late}"))
-        if self.is_over or self.held or (self.state is L.LENT and self._owes()):
-            return
-        self.state, self.ended_at = WHEN_SETTLED[self.state][self.cause], now
-        self._note((now, self.state))
-
-    def _answer(self, message: Claim | Renew | Release, source: str, now: float) -> Granted | Refused | Ack:
-        match message:
-            case Claim():
-                refusal = self._refuse_claim(message, source)
-                return refusal or self._grant(message, self._reader(message.cohort, source), source, now)
-            case Renew():
-                hold = self.held.get(PullId(message.pull_id))
-                if self.state is not L.LENT:
-                    return _refused(message, self.cause)
-                if hold is None or hold.source != source:
-                    known = message.pull_id in self.final
-                    return _refused(message, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
-                return self._grant(message, hold.reader, source, now)
-            case Release():
-                return self._release(message, source, now)
-
-    def _grant(self, ask: Claim | Renew, reader: Reader, source: str, now: float) -> Granted | Refused:
-        left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
-        seconds = math.floor(left * 1000) / 1000
-        if seconds <= 0:
-            return _refused(ask, Reason.EXPIRED, f"lent for longer than max_lease_s {self.lent.max_lease_s}")
-        pull_id = PullId(ask.pull_id)
-        hold = self.held.get(pull_id)
-        if hold is None:
-            self._note((now, f"granted to {reader.name}, pull {pull_id}"))
-            self.held[pull_id] = Promise(pull_id, reader, source, now + seconds, now, now)
-        else:
-            hold.until, hold.asked_at = max(hold.until, now + seconds), now
-        self.expires_at = max(self.expires_at, now + seconds)
-        return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
-
-    def _refuse_claim(self, claim: Claim, source: str) -> Refused | None:
+    def _claim(self, claim: Claim, sender: str, now: float) -> Granted | Refused:
         if self.state is not L.LENT:
-            return _refused(claim, self.cause)
+            return _refused(claim, Reason.REVOKED)
         if claim.digest != self.digest:
             return _refused(
                 claim, Reason.BLOCKS_DIFFER, "the params name other blocks or tokens than were lent under this key"
             )
         if claim.pull_id in self.final:
             return _refused(claim, Reason.RELEASED_ALREADY)
-        hold = self.held.get(PullId(claim.pull_id))
-        if hold is not None and (hold.source != source or hold.reader != self._reader(claim.cohort)):
+        cohort = claim.cohort
+        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
+        grant = self.grants.get(PullId(claim.pull_id))
+        if grant is not None and (grant.sender != sender or grant.reader != reader):
             return _refused(claim, Reason.FOREIGN_PULL)
-        if hold is None and len(self.held) + len(self.final) + self.lapsed >= MAX_PULLS:
+        if grant is None and len(self.grants) + len(self.final) + self.lapsed >= MAX_PULLS:
             return _refused(claim, Reason.OVERLOADED, f"more than {MAX_PULLS} attempts")
-        if refusal := self._bind(claim):
+        if refusal := self._bind(claim, reader):
             return refusal
-        if self._reader(claim.cohort) not in self.cohorts[claim.cohort.id].owed:
+        if reader not in self.cohorts[cohort.id].owed:
             return _refused(claim, Reason.CONSUMED, "this reader has released the request before")
-        return None
+        return self._grant(claim, reader, sender, now)
 
-    def _release(self, release: Release, source: str, now: float) -> Ack | Refused:
-        pull_id, reader = PullId(release.pull_id), self._reader(release.cohort, source)
+    def _renew(self, renew: Renew, sender: str, now: float) -> Granted | Refused:
+        if self.state is not L.LENT:
+            return _refused(renew, Reason.REVOKED)
+        grant = self.grants.get(PullId(renew.pull_id))
+        if grant is None or grant.sender != sender:
+            known = renew.pull_id in self.final
+            return _refused(renew, Reason.RELEASED_ALREADY if known else Reason.EXPIRED)
+        return self._grant(renew, grant.reader, sender, now)
+
+    def _grant(self, ask: Claim | Renew, reader: Reader, sender: str, now: float) -> Granted | Refused:
+        left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
+        seconds = math.floor(left * 1000) / 1000
+        if seconds <= 0:
+            return _refused(ask, Reason.EXPIRED, f"lent for longer than max_lease_s {self.lent.max_lease_s}")
+        pull_id = PullId(ask.pull_id)
+        grant = self.grants.get(pull_id)
+        if grant is None:
+            name = rank_name(reader.cohort, reader.tp_rank, reader.pp_stage, sender)
+            self._note(now, f"granted to {name}, pull {pull_id}")
+            self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now)
+        else:
+            # A shorter one takes nothing back: its reader may go by the longer one still.
+            grant.until, grant.asked_at = max(grant.until, now + seconds), now
+        self.expires_at = max(self.expires_at, now + seconds)
+        return Granted(ask.key, pull_id, ask.nonce, seconds, math.floor((now - self.lent_at) * 1e6) / 1e6)
+
+    def _release(self, release: Release, sender: str, now: float) -> Ack | Refused:
+        pull_id, cohort = PullId(release.pull_id), release.cohort
         if pull_id in self.final:
             return Ack(release.key, pull_id)
-        hold = self.held.get(pull_id)
-        if hold is not None and (hold.source != source or hold.reader != reader):
+        reader = Reader(cohort.id, cohort.tp_rank, cohort.pp_stage)
+        grant = self.grants.get(pull_id)
+        if grant is not None and (grant.sender != sender or grant.reader != reader):
             return _refused(release, Reason.FOREIGN_PULL)
         if len(self.final) >= MAX_PULLS:
             return _refused(release, Reason.OVERLOADED, f"more than {MAX_PULLS} attempts")
-        if refusal := self._bind(release):
+        if refusal := self._bind(release, reader):
             return refusal
-        self.held.pop(pull_id, None)
+        name = grant.name if grant is not None else reader.name(sender)
+        self.grants.pop(pull_id, None)
         self.final.add(pull_id)
         if release.outcome is not Outcome.RETRY:
-            self.cohorts[reader.cohort].owed.discard(reader)
-            self.outcomes.setdefault(reader, release.outcome)
+            self.cohorts[cohort.id].owed.discard(reader)
+            self.discharged.setdefault(reader, Discharge(release.outcome, name))
         else:
-            self.past[reader] = Promise(pull_id, reader, source, now, now if hold is None else hold.since, now)
-        self._note((now, f"released by {reader.name}, pull {pull_id}: {release.outcome}"))
+            self.past[reader] = Grant(pull_id, reader, sender, name, now, now if grant is None else grant.since, now)
+        self._note(now, f"released by {name}, pull {pull_id}: {release.outcome}")
         return Ack(release.key, pull_id)
 
-    def _bind(self, message: Claim | Release) -> Refused | None:
+    def _bind(self, message: Claim | Release, reader: Reader) -> Refused | None:
         """Bind the lease to the message's cohort, or say why not; a refusal leaves nothing behind."""
-        cohort = message.cohort
+        cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         if message.request_id != self.lent.request_id:
             return _refused(message, Reason.WRONG_REQUEST, "the key belongs to another prefill request id")
+        bound = self.cohorts.get(cohort.id)
+        if bound is not None and bound.sizes == sizes and reader in bound.readers:
+            return None
         if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
             return _refused(
                 message,
@@ -406,28 +520,21 @@ class Lease:
                 f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for prefill tp_rank "
                 f"{self.lent.tp_rank} of {self.lent.tp_size}",
             )
-        sizes = (cohort.tp_size, cohort.pp_size)
-        bound = self.cohorts.get(cohort.id)
-        if bound is None:
-            if len(self.cohorts) >= self.lent.readers:
-                return _refused(
-                    message,
-                    Reason.WRONG_COHORT,
-                    f"lent to {', '.join(map(repr, self.cohorts))}; lend with readers={self.lent.readers + 1} for more",
-                )
-            stages = range(cohort.pp_size)
-            self.cohorts[cohort.id] = _Bound(sizes, {Reader(cohort.id, r, s) for r in owed for s in stages})
-        elif bound.sizes != sizes:
+        if bound is not None:
             return _refused(
                 message,
                 Reason.WRONG_COHORT,
                 f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}",
             )
+        if len(self.cohorts) >= self.lent.readers:
+            return _refused(
+                message,
+                Reason.WRONG_COHORT,
+                f"lent to {', '.join(map(repr, self.cohorts))}; lend with readers={self.lent.readers + 1} for more",
+            )
+        readers = {Reader(cohort.id, rank, stage) for rank in owed for stage in range(cohort.pp_size)}
+        self.cohorts[cohort.id] = BoundCohort(sizes, frozenset(readers), readers)
         return None
-
-    @staticmethod
-    def _reader(cohort: Cohort, source: str = "") -> Reader:
-        return Reader(cohort.id, cohort.tp_rank, cohort.pp_stage, source)
 
 
 _WAITS = {

@@ -1,32 +1,39 @@
-"""Who holds which block, why, since when and until when.
+"""Who holds which block, why, and since when.
 
-Lenders share: one cached block may be lent to many requests. A writer is exclusive. The truth is the
-set of holds; the arrays beside it only make conflicts cheap to find and are audited against it. The
-engine owns the free list; asynckv audits holders.
+The truth is a set of *holdings*, one per holder: a lent request (a lease's token) or a pull. Lenders share: one cached
+block may be lent to many requests. A writer is exclusive, and a block that something may still write stays in its
+holding, however long that takes: memory follows the writer, not the request. So nobody is ever given a block that
+somebody else still reads or writes, and an operator can ask of any block who has it.
+
+The arrays beside the holdings count lenders and mark writers of every block. They only make conflicts cheap to find,
+and `audit` recounts them. Groups that see the same pages share their arrays: an id there is one block, whatever group
+names it.
+
+It refuses to know: which blocks are free (the engine owns the free list), and what a holder is up to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL
 
-__all__ = ["Hold", "Int64s", "Ledger"]
+__all__ = ["FEW", "Holding", "Int64s", "Kind", "Ledger"]
 
 Int64s = npt.NDArray[np.int64]
+Kind = Literal["lent", "writing"]
 
-FEW = 8
-"""Blocks that are looked up one by one: faster than as an array."""
+FEW = 16
+"""Blocks that are looked at one by one: faster than as an array, whose every operation costs as much as several."""
 
 
-@dataclass(slots=True, eq=False)
-class Hold:
+class Holding(Struct, frozen=True, eq=False):
     """One holder's blocks.
 
     Attributes:
@@ -37,7 +44,7 @@ class Hold:
     """
 
     holder: str
-    kind: Literal["lent", "writing"]
+    kind: Kind
     request_id: str
     since: float
     blocks: Mapping[int, Int64s]
@@ -57,7 +64,7 @@ class Ledger:
     """
 
     def __init__(self, num_blocks: Sequence[int], pools: Sequence[int] = ()) -> None:
-        self._holds: dict[str, Hold] = {}
+        self._holdings: dict[str, Holding] = {}
         self._pools = tuple(pools) or tuple(range(len(num_blocks)))
         most = [max(n for n, q in zip(num_blocks, self._pools, strict=True) if q == p) for p in self._pools]
         lent = {p: np.zeros(n, np.int32) for p, n in zip(self._pools, most, strict=True)}
@@ -66,16 +73,16 @@ class Ledger:
         self._writing = [writing[p] for p in self._pools]
 
     def __len__(self) -> int:
-        return len(self._holds)
+        return len(self._holdings)
 
-    def __iter__(self) -> Iterator[Hold]:
-        return iter(self._holds.values())
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._holdings.values())
 
-    def get(self, holder: str) -> Hold | None:
-        """Return a holder's hold."""
-        return self._holds.get(holder)
+    def get(self, holder: str) -> Holding | None:
+        """Return what one holder holds."""
+        return self._holdings.get(holder)
 
-    def num_held(self, kind: Literal["lent", "writing"]) -> int:
+    def num_held(self, kind: Kind) -> int:
         """Blocks with at least one holder of this kind."""
         arrays = self._lent if kind == "lent" else self._writing
         return sum(int(np.count_nonzero(arrays[p])) for p in set(self._pools))
@@ -83,38 +90,38 @@ class Ledger:
     def take(
         self,
         holder: str,
-        kind: Literal["lent", "writing"],
+        kind: Kind,
         request_id: str,
         groups: Mapping[int, Sequence[int] | Int64s],
         now: float,
     ) -> None:
-        """Record a hold.
+        """Record a holding.
 
         Raises:
             LocalProtocolError: The holder has one already, or a block is held in a way that excludes it.
         """
         self.hold(holder, kind, request_id, self.check(kind, groups), now)
 
-    def hold(
-        self, holder: str, kind: Literal["lent", "writing"], request_id: str, blocks: Mapping[int, Int64s], now: float
-    ) -> None:
-        """Record a hold of what `check` has just returned.
+    def hold(self, holder: str, kind: Kind, request_id: str, blocks: Mapping[int, Int64s], now: float) -> None:
+        """Record what `check` has just returned.
 
         Raises:
             LocalProtocolError: The holder has one already.
         """
-        if holder in self._holds:
+        if holder in self._holdings:
             raise LocalProtocolError(f"{holder} holds blocks already")
         for group, ids in blocks.items():
-            if kind == "lent":
-                np.add.at(self._lent[group], ids, 1)
-            else:
+            if kind == "writing":
                 self._writing[group][ids] = True
-        self._holds[holder] = Hold(holder, kind, request_id, now, blocks)
+            elif len(ids) <= FEW:
+                lent = self._lent[group]
+                for block in ids.tolist():
+                    lent[block] += 1
+            else:
+                np.add.at(self._lent[group], ids, 1)
+        self._holdings[holder] = Holding(holder, kind, request_id, now, blocks)
 
-    def check(
-        self, kind: Literal["lent", "writing"], groups: Mapping[int, Sequence[int] | Int64s]
-    ) -> dict[int, Int64s]:
+    def check(self, kind: Kind, groups: Mapping[int, Sequence[int] | Int64s]) -> dict[int, Int64s]:
         """Return the blocks as arrays, if they could be taken now.
 
         Raises:
@@ -123,43 +130,76 @@ class Ledger:
         blocks: dict[int, Int64s] = {}
         for group, given in groups.items():
             ids = np.asarray(given, np.int64)
-            if len(ids) and ids.min() <= NULL:
+            if NULL in (ids.tolist() if len(ids) <= FEW else ids):
                 ids = ids[ids != NULL]
             if len(ids):
                 blocks[group] = ids
                 self._check(kind, group, ids)
-        for pool in {self._pools[g] for g in blocks} if len(blocks) > 1 else ():
+        if len(blocks) > 1:
+            self._check_pages(blocks)
+        return blocks
+
+    def _check(self, kind: Kind, group: int, ids: Int64s) -> None:
+        """Refuse blocks that are held in a way that excludes it."""
+        writing, lent = self._writing[group], self._lent[group]
+        if len(ids) <= FEW:
+            for block in ids.tolist():
+                if writing[block]:
+                    raise self._conflict(kind, group, block, "writing")
+                if kind == "writing" and lent[block]:
+                    raise self._conflict(kind, group, block, "lent")
+            return
+        if (written := writing[ids]).any():
+            raise self._conflict(kind, group, int(ids[written.argmax()]), "writing")
+        if kind == "writing" and (shared := lent[ids]).any():
+            raise self._conflict(kind, group, int(ids[shared.argmax()]), "lent")
+
+    def _check_pages(self, blocks: Mapping[int, Int64s]) -> None:
+        """Refuse a page that is named through two groups."""
+        for pool in {self._pools[g] for g in blocks}:
             shared = [ids for g, ids in blocks.items() if self._pools[g] == pool]
             ids = np.sort(np.concatenate(shared)) if len(shared) > 1 else shared[0]
             if len(shared) > 1 and (twice := np.flatnonzero(ids[1:] == ids[:-1])).size:
                 raise LocalProtocolError(
                     f"block {int(ids[twice[0]])} is named in two groups that share its page; every page holds one thing"
                 )
-        return blocks
 
-    def holders_of(self, group: int, block: int) -> list[Hold]:
+    def _conflict(self, kind: Kind, group: int, block: int, other: Kind) -> LocalProtocolError:
+        holders = [h for h in self.holders_of(group, block) if h.kind == other]
+        names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
+        what = "be lent" if kind == "lent" else "be filled"
+        held = "is still being written by a pull" if other == "writing" else "is lent to"
+        return LocalProtocolError(
+            f"block {block} of group {group} cannot {what}: it {held} ({names}); wait until it is returned or released"
+        )
+
+    def holders_of(self, group: int, block: int) -> list[Holding]:
         """Return everybody who holds a block, through whatever group its page is seen."""
         groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]
-        return [h for h in self._holds.values() if any(block in h.blocks.get(g, ()) for g in groups)]
+        return [h for h in self._holdings.values() if any(block in h.blocks.get(g, ()) for g in groups)]
 
     def drop(self, holder: str) -> None:
-        """Forget a hold; harmless if there is none."""
-        hold = self._holds.pop(holder, None)
-        if hold is None:
+        """Forget a holding; harmless if there is none."""
+        holding = self._holdings.pop(holder, None)
+        if holding is None:
             return
-        for group, ids in hold.blocks.items():
-            if hold.kind == "lent":
-                np.subtract.at(self._lent[group], ids, 1)
-            else:
+        for group, ids in holding.blocks.items():
+            if holding.kind == "writing":
                 self._writing[group][ids] = False
+            elif len(ids) <= FEW:
+                lent = self._lent[group]
+                for block in ids.tolist():
+                    lent[block] -= 1
+            else:
+                np.subtract.at(self._lent[group], ids, 1)
 
     def audit(self) -> list[str]:
-        """Recount everything from the holds; a list of what does not add up."""
+        """Recount everything from the holdings; a list of what does not add up."""
         lent = {p: np.zeros_like(self._lent[p]) for p in self._pools}
         writers = {p: np.zeros(len(self._writing[p]), np.int32) for p in self._pools}
-        for hold in self._holds.values():
-            for group, ids in hold.blocks.items():
-                np.add.at((lent if hold.kind == "lent" else writers)[self._pools[group]], ids, 1)
+        for holding in self._holdings.values():
+            for group, ids in holding.blocks.items():
+                np.add.at((lent if holding.kind == "lent" else writers)[self._pools[group]], ids, 1)
         wrong = []
         for group in sorted(lent):
             if (bad := np.flatnonzero(lent[group] != self._lent[group])).size:
@@ -169,27 +209,3 @@ class Ledger:
             if (bad := np.flatnonzero((writers[group] > 1) | ((writers[group] > 0) & (lent[group] > 0)))).size:
                 wrong.append(f"group {group}: blocks {bad[:8].tolist()} are written while held by others")
         return wrong
-
-    def _check(self, kind: str, group: int, ids: Int64s) -> None:
-        writers, lenders = self._writing[group], self._lent[group]
-        if len(ids) <= FEW:
-            for block in ids.tolist():
-                if writers[block]:
-                    self._conflict(kind, group, block, "writing")
-                if kind == "writing" and lenders[block]:
-                    self._conflict(kind, group, block, "lent")
-            return
-        writing = writers[ids]
-        if writing.any():
-            self._conflict(kind, group, int(ids[writing.argmax()]), "writing")
-        if kind == "writing" and (lent := lenders[ids]).any():
-            self._conflict(kind, group, int(ids[lent.argmax()]), "lent")
-
-    def _conflict(self, kind: str, group: int, block: int, other: str) -> None:
-        holders = [h for h in self.holders_of(group, block) if h.kind == other]
-        names = ", ".join(f"{h.request_id!r}" for h in holders) or "nobody"
-        what = "be lent" if kind == "lent" else "be filled"
-        held = "is still being written by a pull" if other == "writing" else "is lent to"
-        raise LocalProtocolError(
-            f"block {block} of group {group} cannot {what}: it {held} ({names}); wait until it is returned or released"
-        )

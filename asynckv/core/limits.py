@@ -1,6 +1,9 @@
-"""How much one sender may cost us: a token bucket per sender.
+"""How often something may happen: token buckets, one for each of whoever shares the limit.
 
-Routes name connections and cannot be chosen by who connects, so nobody spends what is another's.
+A bucket holds up to `burst` tokens and gains `rate` a second; what happens takes one, and does not happen if there is
+none. Connections have one each, so that nobody spends what is another's (a connection is known by what the control
+plane answers to, which cannot be chosen by who connects); a kind of log line has one for itself. This is the only token
+bucket there is. It refuses to know what it limits, and reads no clock.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Hashable
 
 __all__ = ["Limiter"]
 
-MAX_SENDERS = 16_384
+MAX_BUCKETS = 16_384
 """Of more, those that have been silent for longest begin anew."""
 
 
@@ -18,34 +21,37 @@ class Limiter:
     """Token buckets.
 
     Args:
-        rate: Tokens per second and sender.
-        burst: Most that a sender can have saved.
+        rate: Tokens per second and bucket.
+        burst: Most that a bucket can hold, and what it begins with.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate, self._burst = rate, burst
-        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        """Level, and when it was that."""
 
     def __len__(self) -> int:
-        return len(self._levels)
+        return len(self._buckets)
 
-    def take(self, sender: Hashable, now: float) -> bool:
-        """Spend one token of a sender; False if it has run out."""
-        level = self._level(sender, now)
+    def take(self, whose: Hashable, now: float) -> bool:
+        """Spend one token; False if there is none."""
+        level, at = self._buckets.get(whose) or self._new(whose, now)
+        level = min(self._burst, level + (now - at) * self._rate)
         is_good = level >= 1 - 1e-9
-        self._set(sender, level - 1 if is_good else level, now)
+        self._buckets[whose] = (level - 1 if is_good else level, now)
+        self._buckets.move_to_end(whose)
         return is_good
 
-    def charge(self, sender: Hashable, now: float, cost: float) -> None:
-        """Take tokens of a sender, whether it has them or not; who stops gets another chance after a moment."""
-        self._set(sender, max(self._level(sender, now) - cost, -self._burst), now)
+    def charge(self, whose: Hashable, now: float, cost: float) -> None:
+        """Spend tokens, whether there are so many or not; debts end, so that who stops gets another chance."""
+        level, at = self._buckets.get(whose) or self._new(whose, now)
+        level = min(self._burst, level + (now - at) * self._rate)
+        self._buckets[whose] = (max(level - cost, -self._burst), now)
+        self._buckets.move_to_end(whose)
 
-    def _level(self, sender: Hashable, now: float) -> float:
-        level, at = self._levels.get(sender, (self._burst, now))
-        return min(self._burst, level + (now - at) * self._rate)
-
-    def _set(self, sender: Hashable, level: float, now: float) -> None:
-        self._levels[sender] = (level, now)
-        self._levels.move_to_end(sender)
-        if len(self._levels) > MAX_SENDERS:
-            self._levels.popitem(last=False)
+    def _new(self, whose: Hashable, now: float) -> tuple[float, float]:
+        """Begin a bucket, if need be in place of the one that was used least lately."""
+        if len(self._buckets) >= MAX_BUCKETS:
+            self._buckets.popitem(last=False)
+        self._buckets[whose] = self._burst, now
+        return self._buckets[whose]

@@ -29,10 +29,9 @@ from asynckv.core.wire import (
     Unwelcome,
     encode_packet,
 )
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
 
 __all__ = [
-    "AddTable",
     "BlocksRetired",
     "BlocksReturned",
     "Command",
@@ -48,8 +47,8 @@ __all__ = [
     "PullEnded",
     "PullOver",
     "RemovePeer",
-    "RemoveTable",
     "SlowGeometry",
+    "TableRefused",
     "Timers",
     "Traced",
 ]
@@ -64,19 +63,11 @@ class LoadPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class AddTable:
-    """Prepare one more table, before the next read is posted, or say `table_failed`."""
+class TableRefused:
+    """The data plane cannot prepare what is to be read of this peer."""
 
     peer: Peer
-    table: DescTable
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveTable:
-    """Forget a table that no transfer uses."""
-
-    peer: Peer
-    table_id: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +182,7 @@ class Traced:
 
 Command = (
     LoadPeer
-    | AddTable
-    | RemoveTable
+    | TableRefused
     | SlowGeometry
     | RemovePeer
     | Disconnect

@@ -135,8 +135,6 @@ class Peer:
     """What it holds, once it has said so."""
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
     """By what is read of it."""
-    loaded_tables: set[int] = field(default_factory=set)
-    """Tables that the data plane knows."""
     is_loading: bool = False
     """The data plane is at it."""
     is_loaded: bool = False
@@ -269,7 +267,6 @@ class Peer:
         self.receive(E.UNLOADED)
         self.reason, self.detail, self.not_before, self.is_loaded = reason, detail, now, False
         self.tables.clear()
-        self.loaded_tables.clear()
 
     def heard(self, now: float) -> bool:
         """It has said something; True if it was SUSPECT."""
@@ -298,7 +295,6 @@ class Peer:
     def removed(self) -> None:
         """The data plane is told to forget it."""
         self.is_loaded = False
-        self.loaded_tables.clear()
 
     # -- time --------------------------------------------------------------------------------------
 

@@ -1,8 +1,17 @@
-"""The prefill side of one rank: its leases, what ended, and what came too early.
+"""The prefill side of one rank: its leases, what has ended, and what came too early.
 
-Requests are lent in any order. A claim for one that is not lent *yet* is answered `NotYet` and parked; lending
-answers it. One whose key is spent (`core/spent.py`) will never be lent again: its claims are refused at once, with how
-it ended where that is remembered. A key is spent when its request is lent, or withdrawn because it never will be.
+Requests are lent in any order, and a reader's claim may come before, while and after its request is lent. So every
+message finds its key in one of four places:
+
+- **lent**: the lease answers (`core/lease.py`);
+- **ended**: it is refused with how that was, as long as that is remembered;
+- **spent**: it was lent or withdrawn once, so it will never be lent again, and its claims are refused at once
+  (`core/spent.py`);
+- **nowhere**: it may be lent yet. A claim is answered `NotYet` and *parked*, a release is acknowledged and parked;
+  lending answers it. Room for what is parked is bounded, in all and per connection, and so is its time.
+
+A lease says what a transition brings about (`Effects`); here that is done: the answer goes to the outbox, a grant to a
+sampled lease and an end become commands, the blocks of what has ended leave the ledger, the timers are set.
 """
 
 from __future__ import annotations
@@ -10,19 +19,21 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import numpy as np
+from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import Lease, LeaseState, Lent
-from asynckv.core.ledger import Ledger
+from asynckv.core.lease import Effects, Lease, LeaseState, Lent
+from asynckv.core.ledger import FEW, Int64s, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Timers, Traced
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Key, PullId, Reason, ReplyTo
+from asynckv.core.types import Key, Reason, ReplyTo
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.bounds import NULL
-from asynckv.geometry.layout import Layout, blocks_of
-from asynckv.geometry.plan import check_blocks, check_covers
+from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
+from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.layout import Group, Layout
 
 __all__ = ["PrefillSide"]
 
@@ -36,21 +47,26 @@ _ENDED_AS = {
 }
 
 
-_Slot = tuple[str, str, ReplyTo]
+ParkingPlace = tuple[str, str, ReplyTo]
 """Pull, process start and connection: nobody's message takes the place, or the answer, of another's. A release takes
 the place of its pull's claim."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Parked:
+class ParkedMessage(Struct, frozen=True):
+    """What came before its request was lent."""
+
     message: Claim | Release
-    route: ReplyTo
-    source: str
+    reply_to: ReplyTo
+    sender: str
     until: float
 
 
 class PrefillSide:
-    """All leases of one rank."""
+    """All leases of one rank.
+
+    Args:
+        minor_versions: Of the protocol, as spoken by each process start over each connection.
+    """
 
     def __init__(
         self,
@@ -59,17 +75,17 @@ class PrefillSide:
         outbox: Outbox,
         timers: Timers,
         config: LeaseConfig,
-        minors: Mapping[tuple[str, ReplyTo], int],
+        minor_versions: Mapping[tuple[str, ReplyTo], int],
     ) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = 0
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
-        self._config, self._minors = config, minors
+        self._config, self._minor_versions = config, minor_versions
         self.max_ended = MAX_ENDED
-        self._parked: dict[Key, dict[_Slot, _Parked]] = {}
-        self._parked_order: deque[tuple[float, Key, _Slot]] = deque()
+        self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
+        self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
         self._parked_by: Counter[ReplyTo] = Counter()
         """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
@@ -84,6 +100,13 @@ class PrefillSide:
     def next_at(self) -> float:
         """When a parked message falls due."""
         return self._parked_order[0][0] if self._parked_order else math.inf
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing will be lent any more, so nothing is worth waiting for."""
+        return bool(self.closed_as)
+
+    # -- calls -------------------------------------------------------------------------------------
 
     def lend(self, lent: Lent, now: float) -> Lease:
         """Lend a request's blocks, and answer whoever came before.
@@ -110,25 +133,20 @@ class PrefillSide:
             )
         blocks = {}
         for index, (group, offer) in enumerate(zip(self._layout.groups, lent.groups, strict=True)):
-            check_covers(f"group {index} ({group.name!r})", group, offer, lent.num_tokens)
-            # Placeholders are dropped and the sum is bounded before anything is allocated by it.
-            runs = [run for run in offer.runs if run[0] != NULL]
-            if sum(count for _, count in runs) > group.num_blocks:
-                raise LocalProtocolError(
-                    f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are"
-                )
-            blocks[index] = blocks_of(runs)
-            check_blocks(f"group {index} ({group.name!r})", group, blocks[index])
+            blocks[index] = _blocks_of(index, group, offer, lent)
         self._ledger.take(key.token, "lent", lent.request_id, blocks, now)
         # A rank that was restarted while others slept has memory as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease = self.leases[key] = Lease(lent, now)
         self.spent.add(key)
         self._outbox.counters["leases.lent"] += 1
-        for parked in self._take_parked(key):
-            if parked.until > now and not lease.is_over:
-                self._answer(lease, parked.message, parked.route, parked.source, now)
-        self.after(lease, now)
+        if self._outbox.trace:
+            self._outbox.commands.append(Traced(lease, tuple(lease.history)))
+        self._timers.wake(lease, lease.wake_at)
+        if key in self._parked:
+            for parked in self._take_parked(key):
+                if parked.until > now and not lease.is_over:
+                    self.receive(parked.message, parked.reply_to, parked.sender, now)
         return lease
 
     def withdraw(self, key: Key, now: float) -> tuple[str, ...] | None:
@@ -143,19 +161,20 @@ class PrefillSide:
         if self._is_spent(key):
             return None
         self.spent.add(key)
-        self._end(key, Reason.WITHDRAWN)
+        self._remember(key, Reason.WITHDRAWN)
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []
         for parked in self._take_parked(key):
             if isinstance(parked.message, Claim):  # releases were acknowledged when they came
                 waited.append(parked.message.pull_id)
-                self._refuse(parked.message, parked.route, parked.source, Reason.WITHDRAWN)
+                self._refuse(parked.message, parked.reply_to, parked.sender, Reason.WITHDRAWN)
         return tuple(waited)
 
-    @property
-    def is_closed(self) -> bool:
-        """Nothing will be lent any more, so nothing is worth waiting for."""
-        return bool(self.closed_as)
+    def revoke(self, lease: Lease, now: float) -> None:
+        """Take a lent request back; its blocks return when no grant runs any more. Harmless once it is over."""
+        if not lease.is_over:
+            noted = len(lease.history)
+            self._follow(lease, lease.revoke(now), noted)
 
     def shut(self, how: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
@@ -166,67 +185,62 @@ class PrefillSide:
         self._parked_by.clear()
         for p in parked:
             if isinstance(p.message, Claim):
-                self._refuse(p.message, p.route, p.source, Reason.ENGINE_CLOSED)
+                self._refuse(p.message, p.reply_to, p.sender, Reason.ENGINE_CLOSED)
 
-    def revoke(self, lease: Lease, now: float) -> None:
-        """Take a lent request back; its blocks return when no promise runs any more."""
-        lease.revoke(now)
-        self.after(lease, now)
+    # -- messages and time -------------------------------------------------------------------------
 
-    def receive(self, message: Claim | Renew | Release, route: ReplyTo, source: str, now: float) -> None:
-        """Take a reader's message."""
+    def receive(self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
+        """Take a reader's message, as the process start `sender` said it over the connection `reply_to`."""
         lease = self.leases.get(message.key)
-        if lease is not None:
-            self._answer(lease, message, route, source, now)
-            self.after(lease, now)
+        if lease is None:
+            self._answer_for_nothing_lent(message, reply_to, sender, now)
             return
-        key = message.key
-        reason = self._ended.get(key)
-        if reason is None and key.memory_epoch < self.memory_epoch:
-            reason = Reason.STALE_MEMORY
-        if reason is None and key in self.spent:
-            reason = Reason.UNKNOWN
-        if reason is None and self.is_closed:
-            reason = Reason.ENGINE_CLOSED
-        if isinstance(message, Release):
-            if reason is None:
-                self._park(message, route, source, now)
-                return
-            # Nothing is owed any more; saying so ends the repeats.
-            self._outbox.counters["release.late"] += 1
-            self._outbox.send(route, source, Ack(key, message.pull_id))
-        elif reason is not None or isinstance(message, Renew):
-            self._refuse(message, route, source, reason or Reason.UNKNOWN)
-        else:
-            self._park(message, route, source, now)
+        noted = len(lease.history)
+        effects = lease.receive(message, sender, now)
+        answer = effects.answer
+        assert answer is not None
+        if type(answer) is Refused:
+            self._outbox.counters[f"refused.{answer.reason}"] += 1
+        self._outbox.send(reply_to, sender, answer)
+        self._follow(lease, effects, noted)
 
-    def after(self, lease: Lease, now: float) -> None:
-        """Settle what a change of a lease brings about."""
-        if self._outbox.trace and len(lease.history) > lease.num_traced:
-            self._outbox.commands.append(Traced(lease, tuple(lease.history[lease.num_traced :])))
-            lease.num_traced = len(lease.history)
-        if not lease.is_over:
-            self._timers.wake(lease, lease.wake_at)
-            return
-        key = lease.lent.key
-        if self.leases.pop(key, None) is None:
-            return
-        self._timers.forget(lease)
-        self._ledger.drop(key.token)
-        self._end(key, _ENDED_AS[lease.state])
-        self._outbox.counters[f"leases.{lease.state}"] += 1
-        self._outbox.commands.append(LeaseEnded(lease))
+    def tick_lease(self, lease: Lease, now: float) -> bool:
+        """Let time pass for a lease; True if it has been held for so long that it is worth a word."""
+        noted = len(lease.history)
+        effects = lease.tick(now)
+        self._follow(lease, effects, noted)
+        return effects.is_overdue
 
     def tick(self, now: float) -> None:
         """Forget what was parked for too long."""
         while self._parked_order and self._parked_order[0][0] <= now:
-            _, key, slot = self._parked_order.popleft()
+            _, key, place = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
-            if slot in waiting and waiting[slot].until <= now:
-                self._unpark(waiting.pop(slot))
+            if place in waiting and waiting[place].until <= now:
+                self._unpark(waiting.pop(place))
                 self._outbox.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:
+        """Do what a transition brings about; its history had `noted` entries before."""
+        outbox = self._outbox
+        if effects.first_grant is not None and lease.is_sampled:
+            outbox.commands.append(LeaseGranted(lease, effects.first_grant))
+        if outbox.trace and len(lease.history) > noted:
+            outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
+        if effects.has_ended:
+            key = lease.lent.key
+            del self.leases[key]
+            self._timers.forget(lease)
+            self._ledger.drop(key.token)
+            self._remember(key, _ENDED_AS[lease.state])
+            outbox.counters[f"leases.{lease.state}"] += 1
+            outbox.commands.append(LeaseEnded(lease))
+        elif effects.wake_at < lease.scheduled_at:
+            self._timers.wake(lease, effects.wake_at)
 
     def _is_spent(self, key: Key) -> bool:
         return key in self.spent or key in self.leases or key in self._ended
@@ -247,72 +261,118 @@ class PrefillSide:
             case reason:
                 return f"was lent before ({reason})"
 
-    def _end(self, key: Key, reason: Reason) -> None:
+    def _remember(self, key: Key, reason: Reason) -> None:
         """Remember for a while how a request ended."""
         self._ended[key] = reason
         if len(self._ended) > self.max_ended:
             self._ended.popitem(last=False)
 
-    def _take_parked(self, key: Key) -> list[_Parked]:
+    def _answer_for_nothing_lent(
+        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float
+    ) -> None:
+        """Answer for a request that has ended, or may be lent yet."""
+        key = message.key
+        reason = self._ended.get(key)
+        if reason is None and key.memory_epoch < self.memory_epoch:
+            reason = Reason.STALE_MEMORY
+        if reason is None and key in self.spent:
+            reason = Reason.UNKNOWN
+        if reason is None and self.is_closed:
+            reason = Reason.ENGINE_CLOSED
+        if isinstance(message, Release):
+            if reason is None:
+                self._park(message, reply_to, sender, now)
+                return
+            # Nothing is owed any more; saying so ends the repeats.
+            self._outbox.counters["release.late"] += 1
+            self._outbox.send(reply_to, sender, Ack(key, message.pull_id))
+        elif reason is not None or isinstance(message, Renew):
+            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN)
+        else:
+            self._park(message, reply_to, sender, now)
+
+    def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason) -> None:
+        self._outbox.counters[f"refused.{reason}"] += 1
+        detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
+        if reason is Reason.WITHDRAWN and self._minor_versions.get((sender, reply_to), 0) < 2:
+            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
+        self._outbox.send(reply_to, sender, Refused(message.key, message.pull_id, message.nonce, reason, detail))
+
+    # -- what came early ---------------------------------------------------------------------------
+
+    def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float) -> None:
+        place = (message.pull_id, sender, reply_to)
+        waiting = self._parked.get(message.key, {})
+        known = waiting.get(place)
+        # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
+        # floods us leaves room for others.
+        most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
+        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[reply_to] >= share)
+        if known is None and full:
+            self._outbox.counters["parked.refused"] += 1
+            if isinstance(message, Claim):
+                # Not remembered; its sender repeats it.
+                self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
+            return
+        until, kept = now + self._config.parked_s, message
+        if known is None:
+            self._parked_order.append((until, message.key, place))
+        else:
+            until = known.until  # a lifetime of its own: repeats do not extend it
+            if isinstance(known.message, Release):
+                kept = known.message  # a claim that comes behind it is late: it wants the request no more
+            self._unpark(known)
+        self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
+        self._parked_by[reply_to] += 1
+        if len(self._parked_order) > 8 * most:
+            self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
+        if isinstance(message, Claim):
+            self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
+        else:
+            # Taken: it will be applied when the request is lent, or the lease will expire.
+            self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
+
+    def _take_parked(self, key: Key) -> list[ParkedMessage]:
         """Take out what came early for a request."""
         parked = list(self._parked.pop(key, {}).values())
         for each in parked:
             self._unpark(each)
         return parked
 
-    def _unpark(self, parked: _Parked) -> None:
-        self._parked_by[parked.route] -= 1
-        if not self._parked_by[parked.route]:
-            del self._parked_by[parked.route]
+    def _unpark(self, parked: ParkedMessage) -> None:
+        self._parked_by[parked.reply_to] -= 1
+        if not self._parked_by[parked.reply_to]:
+            del self._parked_by[parked.reply_to]
 
-    def _answer(self, lease: Lease, message: Claim | Renew | Release, route: ReplyTo, source: str, now: float) -> None:
-        if lease.is_over:
-            # Parked messages may end a lease before the last of them is answered.
-            self.receive(message, route, source, now)
-            return
-        known = not lease.is_sampled or message.pull_id in lease.held
-        answer = lease.receive(message, source, now)
-        if not known and message.pull_id in lease.held:
-            self._outbox.commands.append(LeaseGranted(lease, PullId(message.pull_id)))
-        if isinstance(answer, Refused):
-            self._outbox.counters[f"refused.{answer.reason}"] += 1
-        self._outbox.send(route, source, answer)
 
-    def _refuse(self, message: Claim | Renew, route: ReplyTo, source: str, reason: Reason) -> None:
-        self._outbox.counters[f"refused.{reason}"] += 1
-        detail = f"the engine is {self.closed_as}" if reason is Reason.ENGINE_CLOSED else ""
-        if reason is Reason.WITHDRAWN and self._minors.get((source, route), 0) < 2:
-            reason, detail = Reason.UNKNOWN, "the request was withdrawn"  # it does not know that reason
-        self._outbox.send(route, source, Refused(message.key, message.pull_id, message.nonce, reason, detail))
+def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
+    """Return the blocks that one group's list names, without its placeholders.
 
-    def _park(self, message: Claim | Release, route: ReplyTo, source: str, now: float) -> None:
-        slot = (message.pull_id, source, route)
-        waiting = self._parked.get(message.key, {})
-        known = waiting.get(slot)
-        # Half of the room is for whoever comes first. Then no connection goes beyond an eighth of all, so that one that
-        # floods us leaves room for others.
-        most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
-        full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[route] >= share)
-        if known is None and full:
-            self._outbox.counters["parked.refused"] += 1
-            if isinstance(message, Claim):
-                # Not remembered; its sender repeats it.
-                self._outbox.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
-            return
-        until, kept = now + self._config.parked_s, message
-        if known is None:
-            self._parked_order.append((until, message.key, slot))
-        else:
-            until = known.until  # a lifetime of its own: repeats do not extend it
-            if isinstance(known.message, Release):
-                kept = known.message  # a claim that comes behind it is late: it wants the request no more
-            self._unpark(known)
-        self._parked.setdefault(message.key, waiting)[slot] = _Parked(kept, route, source, until)
-        self._parked_by[route] += 1
-        if len(self._parked_order) > 8 * most:
-            self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
-        if isinstance(message, Claim):
-            self._outbox.send(route, source, NotYet(message.key, message.pull_id, message.nonce))
-        else:
-            # Taken: it will be applied when the request is lent, or the lease will expire.
-            self._outbox.send(route, source, Ack(message.key, message.pull_id))
+    Raises:
+        PlanRefused: They do not fit the group, or end before the tokens that they are said to hold.
+        LocalProtocolError: They are more than there are.
+    """
+    end = offer.first_token // group.block_size * group.block_size
+    few: list[int] = []
+    for first, count in offer.runs:
+        end += count * group.block_size
+        if first == NULL:
+            continue
+        if count > FEW or len(few) > FEW:
+            break
+        few += range(first, first + count)
+    else:
+        # Most requests name a few blocks, and nothing is wrong with them: that is seen without any array.
+        if end >= lent.num_tokens and (
+            not few or (max(few) < group.num_blocks and len(set(few)) == len(few) and group.null_block not in few)
+        ):
+            return np.array(few, np.int64)
+    where = f"group {index} ({group.name!r})"
+    check_covers(where, group, offer, lent.num_tokens)
+    # The sum is bounded before anything is allocated by it.
+    runs = [run for run in offer.runs if run[0] != NULL]
+    if sum(count for _, count in runs) > group.num_blocks:
+        raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
+    blocks = blocks_of(runs)
+    check_blocks(where, group, blocks)
+    return blocks

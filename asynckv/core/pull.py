@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, ReleaseState, Role, Source
 from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
@@ -32,7 +33,7 @@ from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release,
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
-__all__ = ["Effect", "News", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
+__all__ = ["Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
 
 MAX_ASKED_S = 86_400.0
 """No claim asks for more at once, however far the deadline is; renewals ask again."""
@@ -184,30 +185,18 @@ def is_out_of_quarantine(pull: Pull, now: float) -> bool:
 
 
 Condition = Callable[["Pull", float], bool]
-WHEN: Mapping[PullState, tuple[tuple[Condition, PullState], ...]] = {
-    S.ANNOUNCED: (),
-    S.CONNECTING: ((has_nothing_to_read, S.NOTIFYING),),
-    S.QUEUED: (),
-    S.READING: ((has_landed, S.CONFIRMING), (waits_to_be_lent, S.QUEUED)),
-    S.CONFIRMING: ((is_proven, S.NOTIFYING), (read_too_early, S.QUEUED)),
-    S.DRAINING: ((has_drained, S.NOTIFYING),),
-    S.NOTIFYING: ((is_all_over, S.RELEASED), (is_everybody_told, S.QUARANTINED)),
-    S.QUARANTINED: ((is_out_of_quarantine, S.RELEASED),),
-    S.RELEASED: (),
+WHEN: Mapping[PullState, Mapping[Condition, PullState]] = {
+    S.ANNOUNCED: {},
+    S.CONNECTING: {has_nothing_to_read: S.NOTIFYING},
+    S.QUEUED: {},
+    S.READING: {has_landed: S.CONFIRMING, waits_to_be_lent: S.QUEUED},
+    S.CONFIRMING: {is_proven: S.NOTIFYING, read_too_early: S.QUEUED},
+    S.DRAINING: {has_drained: S.NOTIFYING},
+    S.NOTIFYING: {is_all_over: S.RELEASED, is_everybody_told: S.QUARANTINED},
+    S.QUARANTINED: {is_out_of_quarantine: S.RELEASED},
+    S.RELEASED: {},
 }
 """What is acted upon at once, whatever event led there: the first condition that holds, until none does."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What the data plane says of one transfer."""
-
-    transfer_id: TransferId
-    ok: bool
-    in_doubt: bool
-    """It failed, but it may still write."""
-    cause: str = ""
-    peer_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -556,28 +545,32 @@ class Pull:
         """So long the call took that posted one of its transfers."""
         self.post_s += seconds
 
-    def ended(self, source: Source, news: News, num_bytes: int, detect_s: float, now: float) -> list[Effect]:
+    def ended(
+        self, source: Source, transfer: TransferEnded, num_bytes: int, detect_s: float, now: float
+    ) -> list[Effect]:
         """Take the end of a transfer.
 
         Args:
             source: What it read from.
-            news: How it ended.
+            transfer: How it ended.
             num_bytes: Of the transfer.
             detect_s: At most so long after it ended this was found.
             now: Read after it was observed.
         """
         after = ON_EVENT[self.state].get(E.ENDED) or self._impossible(E.ENDED)
-        if news.ok:
+        is_done = transfer.ending is Ending.DONE
+        if is_done:
             self.detect_s = max(self.detect_s, detect_s)
-        if source.transfer_ended(news.transfer_id, num_bytes if news.ok else -1, news.in_doubt, now):
+        in_doubt = transfer.ending is Ending.IN_DOUBT
+        if source.transfer_ended(transfer.transfer_id, num_bytes if is_done else -1, in_doubt, now):
             self.read_at = now
             source.prove()
-        if not news.ok:
-            reason = Reason.PEER_LOST if news.peer_lost else Reason.READ_FAILED
-            self._fail(reason, f"a transfer from {source.where} failed: {news.cause}", now)
+        if not is_done:
+            reason = Reason.PEER_LOST if transfer.peer_lost else Reason.READ_FAILED
+            self._fail(reason, f"a transfer from {source.where} failed: {transfer.cause}", now)
         if self.reason is not None:
             self._return()
-        elif not news.ok:
+        elif not is_done:
             after = ON_EVENT[self.state][E.FAILED]
         return self._settle(after, now)
 
@@ -674,7 +667,7 @@ class Pull:
         if after is not self.state:
             self._enter(after, now)
         while True:
-            for condition, following in WHEN[self.state]:
+            for condition, following in WHEN[self.state].items():
                 if condition(self, now):
                     self._enter(following, now)
                     break

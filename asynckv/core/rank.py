@@ -56,8 +56,12 @@ from asynckv.errors import (
     RemoteProtocolError,
     RemoteTooShort,
 )
-from asynckv.geometry.layout import Layout, check_layout, pools
-from asynckv.geometry.plan import BlockLists, check_block_ids, common_prefix
+from asynckv.geometry.blocks import check_block_ids
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.pairing import common_prefix
+from asynckv.geometry.plan import BlockLists
 
 __all__ = ["Hold", "Identity", "RankCore"]
 
@@ -532,14 +536,14 @@ class RankCore:
                 self.outbox.counters["dropped.misdirected"] += 1
                 return
             for message in packet.messages:
-                self.decode.receive(message, Address(origin), packet.source, now)
+                self.decode.receive(message, Address(origin), packet.sender, now)
             return
         for message in packet.messages:
             self.outbox.counters[f"received.{type(message).__name__.lower()}"] += 1
             if misdirected:
-                self._misdirected(message, ReplyTo(origin), packet.source)
+                self._misdirected(message, ReplyTo(origin), packet.sender)
             else:
-                self._serve(message, ReplyTo(origin), packet.source, now)
+                self._serve(message, ReplyTo(origin), packet.sender, now)
 
     def agent_lost(self, cause: str, reads: bool, now: float) -> None:
         """The data plane's agent has ended by itself; what is lent stays lent, and nobody can read it for now.
@@ -571,10 +575,8 @@ class RankCore:
                 case Pull() as pull:
                     self.decode.tick_pull(pull, now)
                 case Lease() as lease:
-                    lease.tick(now)
-                    if not lease.is_over and lease.is_stuck(now):
+                    if self.prefill.tick_lease(lease, now):
                         self.watch.add(lease, now)
-                    self.prefill.after(lease, now)
                 case Peer() as peer:
                     self.decode.tick_peer(peer, now)
                 case other:

@@ -82,11 +82,10 @@ class RequestStatus:
 def lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     """Say how a lent request stands."""
     ranks = []
-    for reader, state, promise in lease.readers():
-        granted = promise.until - now if promise is not None and state == "granted" else None
-        heard = now - promise.asked_at if promise is not None else None
-        pull_id = promise.pull_id if promise is not None else ""
-        name = reader.name if reader is not None else "*"
+    for name, state, grant in lease.readers():
+        granted = grant.until - now if grant is not None and state == "granted" else None
+        heard = now - grant.asked_at if grant is not None else None
+        pull_id = grant.pull_id if grant is not None else ""
         ranks.append(RankStatus(name, state, pull_id=pull_id, granted_s=granted, heard_s=heard))
     return RequestStatus(
         kind="lease",

@@ -17,9 +17,8 @@ from asynckv.core.source import RemoteRank
 from asynckv.core.types import Address, Endpoint, Params, Reason, rank_name
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
-from asynckv.geometry.match import NotCovered, assign, predicted
+from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
 from asynckv.geometry.plan import PeerTables
-from asynckv.geometry.topology import remote_ranks
 
 __all__ = ["Route", "Routes"]
 

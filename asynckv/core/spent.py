@@ -1,5 +1,8 @@
 """Which keys are spent: lent or withdrawn once, and never to be lent again.
 
+Were a key lent twice, a grant of the first time would vouch for the blocks of the second. So a prefill rank remembers
+every key that it has seen used, in little memory, for as long as it lives.
+
 Requests are lent in any order, or never. What a claim names may therefore still come, unless its key is spent. The
 sequence numbers of one scheduler (an epoch of keys) are kept as runs of spent ones, as a QUIC receiver keeps the packet
 numbers that it has seen (RFC 9000, section 13.2.3). Requests that are still open, and those that will never be lent,

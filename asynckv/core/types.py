@@ -1,7 +1,13 @@
-"""The small values that everything else speaks of: names, keys, places, reasons.
+"""The small values that the protocol speaks of: names, keys, endpoints, params, outcomes and reasons.
 
-Everything that crosses the wire is a frozen `msgspec.Struct` with constraints, so that decoding is
-validation. Durations are seconds (float) and cross the wire; times never do.
+Three names are easily mixed up. A *request id* is what an engine calls a request: arbitrary text, each side has its
+own, and it is never compared to decide anything. A *key* is what one lent request is called for ever; it is minted
+once, cannot be guessed, and is what is compared wherever blocks are believed or freed. A *pull id* is one attempt of
+one decode rank to read it.
+
+Everything that crosses the wire is a frozen `msgspec.Struct` with constraints, so that decoding is validation.
+Durations are seconds (float) and cross the wire; points in time never do. What bytes mean (blocks, tokens, layouts) is
+said in `asynckv/geometry`.
 """
 
 from __future__ import annotations

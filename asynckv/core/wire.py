@@ -1,4 +1,4 @@
-"""What ranks say to each other: one packet, a closed union of frozen messages, one guarded decoder.
+"""What ranks say to each other, and the one door through which bytes from outside come in.
 
     decode rank  ->  prefill rank          prefill rank  ->  decode rank
     Hello                                  Welcome | Unwelcome
@@ -7,11 +7,23 @@
     Ping, StatusRequest                    Pong, Status
                                            Draining, Goodbye
 
-Everything is idempotent and may be lost, repeated or reordered. A packet names the start of the
-process it comes from (`source`) and the one it is meant for (`target`), so that nothing written for
-a process that died is ever taken by its successor. Fields are only ever added at the end with
-defaults, and kinds of messages only sent to who knows them (a minor version); anything else is a new
-major version.
+A session opens and closes as in WAMP (`Hello`, `Welcome`, `Goodbye`), blocks are leased as addresses are in DHCP: who
+wants them claims and renews, who is done releases, and whoever is not heard of loses them when his time is up.
+
+Everything is idempotent and may be lost, repeated or reordered. A packet names the start of the process it comes from
+(`sender`) and the one it is meant for (`target`), so that nothing written for a process that died is ever taken by its
+successor. A claim and a renewal carry a `nonce`, the answer returns it, so that an old answer never dates from a new
+question. Durations are told, points in time never are: clocks are not compared.
+
+**The door is `decode_packet`.** Whatever a stranger's packet says to an engine comes in by it, and by nothing else. The
+messages are a closed union, their bounds stand in their types, so that decoding is validation: what comes out is a
+value of which all of the core may believe the types and the ranges (not that its sender means well), or a
+`RemoteProtocolError`. Only the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at
+its length first. (Params are no message: they come through a router, in the caller's hands, and `decode_params` checks
+them.)
+
+Fields are only ever added at the end with defaults, and kinds of messages only sent to who knows them (a minor
+version); anything else is a new major version.
 """
 
 from __future__ import annotations
@@ -253,7 +265,8 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
     """What travels in one ZMQ frame."""
 
     major: Annotated[int, Meta(ge=0, le=65_535)]
-    source: Annotated[str, Meta(min_length=1, max_length=64)]
+    sender: Annotated[str, Meta(min_length=1, max_length=64)]
+    """The start of the process that says it."""
     target: Incarnation
     """The start of the process that is meant; empty if any will do."""
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
@@ -270,9 +283,9 @@ _decoder: msgspec.msgpack.Decoder[Packet] = msgspec.msgpack.Decoder(Packet)
 _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
 
 
-def encode_packet(source: str, target: str, messages: Sequence[Message]) -> bytes:
+def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> bytes:
     """Encode up to `MAX_MESSAGES` messages."""
-    return _encoder.encode(Packet(MAJOR, source, target, tuple(messages)))
+    return _encoder.encode(Packet(MAJOR, sender, target, tuple(messages)))
 
 
 def decode_packet(data: bytes) -> Packet:

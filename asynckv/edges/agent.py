@@ -1,4 +1,4 @@
-"""One NIXL agent without a progress thread: its peers, their descriptor lists, and every transfer until its end.
+"""One NIXL agent without a progress thread: remote agents, their descriptor lists, and every transfer until its end.
 
 It belongs to one thread at a time, which posts, asks and makes progress: the event loop's, or a posting
 thread's. It never waits. NIXL itself is handed in, so that one module imports it.
@@ -6,6 +6,11 @@ thread's. It never waits. NIXL itself is handed in, so that one module imports i
 What is known about the end of a transfer (measured, and held to strictly): `DONE` is the end; a remote
 disconnect is the end, because no thread of NIXL's own is left to write; the end of the agent is the end.
 Any other trouble is *doubt*, and a transfer in doubt keeps its handle and is asked again for as long as it takes.
+
+A read is posted by index into two descriptor lists, ours and theirs, which NIXL prepares once per table. The first
+read of a table prepares them: 20 to 40 us for the tables of usual layouts, a third of a read of 64 descriptors. They
+are kept until the remote agent is dropped, or until so many tables followed that the oldest make room, and never
+released under a transfer. An entry holds its table, so that no other can take its place in memory, and so its id.
 
 NIXL's agent lives as long as anything refers to it, and a traceback refers to the locals of NIXL's frames. So no
 exception of NIXL's leaves this module, not even as a cause, and `close` looks whether the agent is gone.
@@ -22,22 +27,24 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.ports import AgentInfo
 
-__all__ = ["Agent", "IndexArray", "make_epoll"]
+__all__ = ["Agent", "make_epoll"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
-IndexArray = npt.NDArray[np.int32]
+MAX_LISTS = 1024
+"""Tables of one remote agent whose descriptor lists are kept, besides those in use."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -80,6 +87,33 @@ def make_epoll() -> select.epoll:
     """Make an epoll descriptor that no agent takes for one of UCX's."""
     with _creating:
         return select.epoll()
+
+
+class _Lists(NamedTuple):
+    """What NIXL prepared for one table."""
+
+    table: DescTable
+    local: Any
+    remote: Any
+
+
+class _Remote:
+    """One remote agent."""
+
+    __slots__ = ("lists", "memories")
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        self.memories = memories
+        self.lists: dict[int, _Lists] = {}
+        """By the id of their table, the oldest first."""
+
+
+class _Transfer(NamedTuple):
+    """One that was posted and has not ended."""
+
+    handle: int
+    name: str
+    lists: _Lists
 
 
 class Agent:
@@ -125,17 +159,18 @@ class Agent:
         self._read = agent.nixl_ops["READ"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
-        self._tables: dict[str, dict[int, tuple[Any, Any]]] = {}
+        self._memories: tuple[Memory, ...] = ()
+        self._remotes: dict[str, _Remote] = {}
         self._gone: set[str] = set()
-        """Peers whose process ended under a transfer: NIXL refuses them from then on."""
-        self.running: dict[TransferId, tuple[int, str]] = {}
-        """Handle and peer of every transfer that was posted and has not ended."""
-        self.doubtful: dict[TransferId, tuple[int, str]] = {}
+        """Remote agents whose process ended under a transfer: NIXL refuses them from then on."""
+        self.running: dict[TransferId, _Transfer] = {}
+        self.doubtful: dict[TransferId, _Transfer] = {}
         self.unreleased: list[int] = []
+        """Handles of transfers that have ended, which NIXL did not let go of yet."""
         self.done_in_post = 0
         self.notifications = 0
 
-    # -- memory and peers --------------------------------------------------------------------------
+    # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
         """Register local memory.
@@ -152,77 +187,92 @@ class Agent:
                 refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
             if refused:
                 raise BackendError(refused)
+        self._memories += tuple(memories)
 
-    def metadata(self) -> bytes:
-        """Return NIXL's metadata blob."""
-        return bytes(self._agent.get_agent_metadata())
+    def info(self) -> AgentInfo:
+        """Return the name and NIXL's metadata blob."""
+        return AgentInfo(self.name, bytes(self._agent.get_agent_metadata()))
 
-    def load(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata, which opens the connection: 4 to 14 ms. May run on another thread.
+    def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load a remote agent's metadata, which opens the connection: 4 to 14 ms. May run on another thread.
 
         Raises:
             BackendError: NIXL refuses it, or it is somebody else's.
         """
-        loaded, refused = None, ""
+        name, loaded, refused = remote.name, None, ""
         try:
-            loaded = self._agent.add_remote_agent(metadata)
+            loaded = self._agent.add_remote_agent(remote.metadata)
         except Exception as exc:
             refused = f"NIXL refuses the metadata of {name}: {exc!r}"
         if refused:
             raise BackendError(refused)
         found = loaded.decode(errors="replace") if isinstance(loaded, bytes) else str(loaded)
         if found != name:
-            # Never somebody else's: metadata under a false name may be that of a peer in use.
-            if found not in self._tables:
+            # Never somebody else's: metadata under a false name may be that of one in use.
+            if found not in self._remotes:
                 with suppress(Exception):
                     self._agent.remove_remote_agent(found)
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._tables[name] = {}
+        self._remotes[name] = _Remote(memories)
+
+    def knows(self, name: str) -> bool:
+        """Say whether a remote agent is loaded."""
+        return name in self._remotes
+
+    def drop_lists(self, name: str) -> None:
+        """Release the descriptor lists of a remote agent which nothing reads from now; harmless if there are none."""
+        if (remote := self._remotes.get(name)) is not None:
+            for lists in remote.lists.values():
+                self._release_lists(lists.local, lists.remote)
+            remote.lists.clear()
 
     def drop(self, name: str) -> None:
-        """Forget a peer and its descriptor lists; harmless if it is not loaded."""
-        tables = self._tables.pop(name, None)
+        """Forget a remote agent and its descriptor lists; harmless if it is not loaded."""
         self._gone.discard(name)
-        if tables is None:
+        if name not in self._remotes:
             return
-        for pair in tables.values():
-            self._release_lists(pair)
+        self.drop_lists(name)
+        del self._remotes[name]
         with suppress(Exception):  # a connection that broke is gone as it is
             self._agent.remove_remote_agent(name)
 
-    def has_table(self, name: str, table_id: int) -> bool:
-        """Say whether descriptor lists are prepared."""
-        return table_id in self._tables.get(name, ())
-
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare one table's two descriptor lists, one strided row per piece.
+    def prepare(self, name: str, table: DescTable) -> _Lists:
+        """Prepare a table's two descriptor lists, one strided row per piece.
 
         Raises:
-            BackendError: The peer is not loaded, or NIXL refuses.
+            BackendError: The remote agent is not loaded, or NIXL refuses.
         """
-        if name not in self._tables:
+        if (remote := self._remotes.get(name)) is None:
             raise BackendError(f"peer {name} is not loaded")
-        lists, refused = [], ""
+        if (known := remote.lists.get(id(table))) is not None:
+            return known
+        made, refused = [], ""
         try:
-            lists.append(self._prepare("", table.local, table.length, table.local_blocks, memories))
-            lists.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote))
+            made.append(self._prepare("", table.local, table.length, table.local_blocks, self._memories))
+            made.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
         except Exception as exc:
             refused = f"NIXL cannot prepare descriptors of {name}: {exc!r}"
         if refused:
-            self._release_lists(lists)
-            lists.clear()
+            self._release_lists(*made)
+            made.clear()
             raise BackendError(refused)
-        mine, theirs = lists
-        self._tables[name][table.table_id] = (mine, theirs)
+        self._make_room(remote)
+        lists = remote.lists[id(table)] = _Lists(table, *made)
+        return lists
 
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget one table's descriptor lists; harmless if there are none."""
-        self._release_lists(self._tables.get(name, {}).pop(table_id, ()))
+    def _make_room(self, remote: _Remote) -> None:
+        """Release the oldest lists beyond so many, but none that a transfer uses."""
+        excess = len(remote.lists) + 1 - MAX_LISTS
+        if excess > 0:
+            in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+            for key in [key for key in remote.lists if key not in in_use][:excess]:
+                lists = remote.lists.pop(key)
+                self._release_lists(lists.local, lists.remote)
 
-    def _release_lists(self, lists: Sequence[Any]) -> None:
-        for handle in lists:
+    def _release_lists(self, *handles: Any) -> None:
+        for handle in handles:
             with suppress(Exception):
                 self._agent.release_dlist_handle(handle)
 
@@ -246,28 +296,33 @@ class Agent:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Post a read; local transports finish it in here. News if it has ended or is in doubt."""
         if name in self._gone:
-            return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+            return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        if (remote := self._remotes.get(name)) is None:
+            return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        if (lists := remote.lists.get(id(read.table))) is None:
+            try:
+                lists = self.prepare(name, read.table)
+            except BackendError as exc:
+                return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
+        local, theirs = lists.local._handle, lists.remote._handle
         try:
-            mine, theirs = self._tables[name][table_id]
             # The bare handle: the wrapper would release it behind our back when it is collected.
-            handle = self._raw.makeXferReq(self._read, mine._handle, local, theirs._handle, remote, b"", [], False)
+            handle = self._raw.makeXferReq(self._read, local, read.local, theirs, read.remote, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
-            return Ended(transfer_id, Ending.FAILED, repr(exc))
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         try:
             status = int(self._raw.postXferReq(handle, b""))
         except Exception as exc:
-            return self._trouble(transfer_id, handle, name, exc)
+            return self._trouble(transfer_id, _Transfer(handle, name, lists), exc)
         if status == 0:
             self.done_in_post += 1
             self._release(handle)
-            return Ended(transfer_id, Ending.DONE)
-        self.running[transfer_id] = (handle, name)
+            return TransferEnded(transfer_id, Ending.DONE)
+        self.running[transfer_id] = _Transfer(handle, name, lists)
         return None
 
     @property
@@ -275,9 +330,9 @@ class Agent:
         """Whether anything is left to ask for or to release."""
         return bool(self.running or self.doubtful or self.unreleased)
 
-    def sweep(self) -> list[Ended]:
+    def sweep(self) -> list[TransferEnded]:
         """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
-        news: list[Ended] = []
+        news: list[TransferEnded] = []
         while self.running and (found := self._ask(self.running)):
             news += found
         if self.doubtful:
@@ -290,14 +345,14 @@ class Agent:
                 self._release(handle)
         return news
 
-    def look(self) -> list[Ended]:
+    def look(self) -> list[TransferEnded]:
         """Ask about the oldest transfer of each peer, and about all if one has ended.
 
         One question makes progress for all, and on one connection transfers end about in order.
         """
         heads: dict[str, TransferId] = {}
-        for transfer_id, (_, name) in self.running.items():
-            heads.setdefault(name, transfer_id)
+        for transfer_id, transfer in self.running.items():
+            heads.setdefault(transfer.name, transfer_id)
         chosen = {transfer_id: self.running.pop(transfer_id) for transfer_id in heads.values()}
         news = self._ask(chosen)
         if chosen:
@@ -305,31 +360,32 @@ class Agent:
             self.running = chosen | self.running
         return news + self.sweep() if news else news
 
-    def _ask(self, transfers: dict[TransferId, tuple[int, str]]) -> list[Ended]:
+    def _ask(self, transfers: dict[TransferId, _Transfer]) -> list[TransferEnded]:
         status = self._raw.getXferStatus
         news = []
-        for transfer_id, (handle, name) in list(transfers.items()):
+        for transfer_id, transfer in list(transfers.items()):
             try:
-                code = int(status(handle))
+                code = int(status(transfer.handle))
             except Exception as exc:
                 if transfers is not self.doubtful or isinstance(exc, self._lost):
                     del transfers[transfer_id]
-                    news.append(self._trouble(transfer_id, handle, name, exc))
+                    news.append(self._trouble(transfer_id, transfer, exc))
                 continue
             if code == 0:
                 del transfers[transfer_id]
-                self._release(handle)
-                news.append(Ended(transfer_id, Ending.DONE))
+                self._release(transfer.handle)
+                news.append(TransferEnded(transfer_id, Ending.DONE))
         return news
 
-    def _trouble(self, transfer_id: TransferId, handle: int, name: str, exc: Exception) -> Ended:
+    def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):
-            if name in self._tables:
-                self._gone.add(name)
-            self._release(handle)
-            return Ended(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", peer_lost=True)
-        self.doubtful[transfer_id] = (handle, name)
-        return Ended(transfer_id, Ending.IN_DOUBT, repr(exc))
+            if transfer.name in self._remotes:
+                self._gone.add(transfer.name)
+            self._release(transfer.handle)
+            return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", peer_lost=True)
+        # Whatever else NIXL says, it does not say that nothing is written any more.
+        self.doubtful[transfer_id] = transfer
+        return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))
 
     def _release(self, handle: int) -> None:
         try:
@@ -368,12 +424,12 @@ class Agent:
 
     def _let_go(self) -> None:
         if not self.running and not self.doubtful:
-            for name in list(self._tables):
+            for name in list(self._remotes):
                 self.drop(name)
             for handle in self._registered:
                 with suppress(Exception):
                     self._agent.deregister_memory(handle)
-        for left in (self._tables, self._registered, self._gone, self.running, self.doubtful, self.unreleased):
+        for left in (self._remotes, self._registered, self._gone, self.running, self.doubtful, self.unreleased):
             left.clear()
         self._raw = None
         self._agent = None

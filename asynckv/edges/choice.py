@@ -1,4 +1,9 @@
-"""Where NIXL runs: in the engine's process, or in one of its own."""
+"""Where NIXL runs: in the engine's process, or in one of its own.
+
+In the engine's, unless UCX has to emulate remote reads there (`transports.py`), for then a reader that dies can take
+the process with it. Whoever asked for nothing is not refused for memory that cannot be shared: NIXL runs here then,
+with a warning that says what would help.
+"""
 
 from __future__ import annotations
 

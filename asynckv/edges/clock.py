@@ -1,4 +1,8 @@
-"""The system's clock. The only place outside the tests that reads time for the core."""
+"""The system's clock. The only place outside the tests that reads time for the core.
+
+Deadlines are promises to others, whose time goes on while this host is suspended. asyncio's timers go by another clock,
+so a timer of theirs only wakes us, and this clock says whether the time has come.
+"""
 
 from __future__ import annotations
 

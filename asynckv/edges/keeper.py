@@ -33,6 +33,7 @@ from asynckv.edges.process_main import COLLISION
 from asynckv.edges.sharing import Share, Shares
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
+from asynckv.ports import AgentInfo
 
 __all__ = ["DEATHS", "Keeper", "check_processes"]
 
@@ -226,7 +227,7 @@ class Keeper:
         self._current: _Process | None = None
         self._next: _Process | None = None
         """The one that stands by."""
-        self._ready = wire.Ready(b"", {})
+        self._ready = wire.Ready(AgentInfo("", b""), {})
         self._name = name
         self._decoder = msgspec.msgpack.Decoder(list[wire.News])
         self._orders: list[wire.Order] = []
@@ -256,9 +257,9 @@ class Keeper:
         return self._name
 
     @property
-    def metadata(self) -> bytes:
-        """Of the agent that serves, or served last."""
-        return self._ready.metadata
+    def agent(self) -> AgentInfo:
+        """The one that serves, or served last."""
+        return self._ready.agent
 
     @property
     def facts(self) -> dict[str, str]:
@@ -281,7 +282,7 @@ class Keeper:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def start(self, memories: Sequence[Memory]) -> None:
+    def start(self, memories: Sequence[Memory]) -> AgentInfo:
         """Start a child and wait for its agent, at most `START_S`; after `SETTLE_S` another that stands by.
 
         Raises:
@@ -300,6 +301,7 @@ class Keeper:
         except BaseException:
             self.close()
             raise
+        return self.agent
 
     def _spawn(self, collisions: int) -> _Process:
         """Start a child, and give it its first order."""

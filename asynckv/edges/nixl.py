@@ -8,6 +8,10 @@ at first and then up to once a millisecond, only while something runs.
 A post can be a copy, and over TCP posts and checks drain what arrives. So small reads are posted here, and
 bulk is handed to posting threads (`posters.py`), each with an agent of its own; their news come back through
 `on_ready` and `poll` like all others. What is known about the end of a transfer is said in `agent.py`.
+
+So one plane is several agents: the loop's, which remote readers reach, and one per thread. A remote agent is added to
+all of them at once and dropped from all of them; descriptor lists are prepared by each agent for itself, when it first
+posts a read of a table.
 """
 
 from __future__ import annotations
@@ -31,13 +35,14 @@ from typing import Any
 import anyio.to_thread
 
 from asynckv.config import NixlConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent, IndexArray
+from asynckv.edges.agent import Agent
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import AgentInfo
 
 __all__ = ["NixlPlane"]
 
@@ -112,14 +117,12 @@ PACE = 1.5
 
 
 class _Remote:
-    """What is known of one peer."""
+    """What is known of one remote agent."""
 
-    def __init__(self, metadata: bytes) -> None:
-        self.metadata = metadata
+    def __init__(self, metadata: bytes, memories: tuple[Memory, ...]) -> None:
+        self.metadata, self.memories = metadata, memories
         self.ready = asyncio.Event()
         self.users = 1
-        self.row_bytes: dict[int, int] = {}
-        """Per table, the bytes of its longest descriptor."""
 
 
 def _wait_all(posters: Sequence[Poster], deadline: float) -> None:
@@ -187,7 +190,7 @@ class NixlPlane:
         self._handed: set[TransferId] = set()
         """Reads that a posting thread took over, until their end is polled."""
         self._handed_doubtful: set[TransferId] = set()
-        self._inbox: deque[Ended] = deque()
+        self._inbox: deque[TransferEnded] = deque()
         """What posting threads told and nobody polled yet."""
         self._is_told = False
         self._fds: tuple[int, ...] = ()
@@ -202,8 +205,11 @@ class NixlPlane:
 
     # -- life --------------------------------------------------------------------------------------
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Create the agent, hand UCX's descriptors to the loop, and start posting threads, which wait."""
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Create the agents, hand UCX's descriptors to the loop, and start posting threads, which wait.
+
+        Remote readers reach the loop's agent.
+        """
         if self._posters or self._ending is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
@@ -214,10 +220,11 @@ class NixlPlane:
         self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
         self._is_told = self._is_sweep_due = False
         try:
-            self._agent = self._make_agent(self._name)
+            self._agent = self._make_agent(self._name, memories)
             self._listen(self._agent, self._loop)
             for number in range(1, self._config.num_posters + 1):
-                self._posters.append(self._start_poster(number))
+                self._posters.append(self._start_poster(number, memories))
+            return self._agent.info()
         except BaseException:
             with suppress(BackendError):  # it is the next start's to say
                 self.close()
@@ -232,30 +239,16 @@ class NixlPlane:
                 fds.append(fd)
         self._fds = tuple(fds)
 
-    def _make_agent(self, name: str) -> Agent:
-        return Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
+    def _make_agent(self, name: str, memories: Sequence[Memory]) -> Agent:
+        agent = Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
+        agent.register(memories)
+        return agent
 
-    def _start_poster(self, number: int) -> Poster:
+    def _start_poster(self, number: int, memories: Sequence[Memory]) -> Poster:
         # Made here and not on its thread: that would wait for Python's lock some hundred times, each time for up to
         # 5 ms where another thread never sleeps, and a handshake has a deadline.
         name = f"{self._name}-poster{number}"
-        return Poster(name, self._make_agent(name), self._hear, self._hear_broken)
-
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory with every agent."""
-        assert self._agent is not None
-        for agent in (self._agent, *(poster.agent for poster in self._posters)):
-            agent.register(memories)
-
-    @property
-    def agent_name(self) -> str:
-        """Unique per start."""
-        return self._name
-
-    def metadata(self) -> bytes:
-        """Return NIXL's metadata blob. Remote readers reach the loop's agent."""
-        assert self._agent is not None
-        return self._agent.metadata()
+        return Poster(name, self._make_agent(name, memories), self._hear, self._hear_broken)
 
     async def quiesce(self) -> None:
         """Stop posting threads, and wait for them off the loop, at most `CLOSE_S`; `close` waits no more then."""
@@ -312,21 +305,23 @@ class NixlPlane:
         for each in (self._remotes, self._kept, self._handed, self._handed_doubtful, self._inbox):
             each.clear()
 
-    # -- peers -------------------------------------------------------------------------------------
+    # -- remote agents -----------------------------------------------------------------------------
 
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
-        """Load a peer's metadata off the loop, here and for every posting thread."""
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load its metadata off the loop, here and for every posting thread."""
+        name, memories = agent.name, tuple(memories)
         if (known := self._remotes.get(name)) is not None:
             # One process under several addresses, or met again.
             await known.ready.wait()
-            if self._remotes.get(name) is not known or known.metadata != metadata:
+            is_same = (known.metadata, known.memories) == (agent.metadata, memories)
+            if self._remotes.get(name) is not known or not is_same:
                 raise BackendError(f"peer {name} is loaded with other metadata; every start of a process has a name")
             known.users += 1
             self._kept.pop(name, None)
             return
-        remote = self._remotes[name] = _Remote(metadata)
+        remote = self._remotes[name] = _Remote(agent.metadata, memories)
         try:
-            await self._load_remote(name, metadata)
+            await self._load_remote(agent, memories)
         except BaseException:
             if self._remotes.get(name) is remote:
                 self._drop_remote(name)
@@ -334,41 +329,20 @@ class NixlPlane:
         finally:
             remote.ready.set()
 
-    async def _load_remote(self, name: str, metadata: bytes) -> None:
+    async def _load_remote(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
         assert self._agent is not None
         # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
-        await anyio.to_thread.run_sync(self._agent.load, name, metadata)
+        await anyio.to_thread.run_sync(self._agent.load, remote, memories)
         # Only what NIXL took once is given to it again.
-        loads = [poster.load(name, metadata) for poster in self._posters if poster.is_alive]
+        loads = [poster.load(remote, memories) for poster in self._posters if poster.is_alive]
         outcomes = await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True)
         refused = [str(outcome) or repr(outcome) for outcome in outcomes if isinstance(outcome, BaseException)]
         outcomes.clear()
         if refused:
             raise BackendError(refused[0])
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare one table's two descriptor lists; posting threads do when they first use it."""
-        if table.num_rows == 0:
-            return
-        if name not in self._remotes or self._agent is None:
-            raise BackendError(f"peer {name} is not loaded")
-        self._agent.add_table(name, table, memories, remote)
-        self._remotes[name].row_bytes[table.table_id] = int(table.length.max())
-        for poster in self._posters:
-            poster.add_table(name, table, memories, remote)
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget one table's descriptor lists."""
-        if self._agent is None or name not in self._remotes:
-            return
-        if self._remotes[name].row_bytes.pop(table_id, None) is None:
-            return
-        self._agent.remove_table(name, table_id)
-        for poster in self._posters:
-            poster.remove_table(name, table_id)
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Forget a peer and its descriptor lists.
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent and its descriptor lists.
 
         UCX keeps a socket open on both sides for every removal of an agent whose process lives (measured with NIXL
         1.5.1): those that may be met again are kept, the last `MAX_KEPT` of them.
@@ -381,6 +355,9 @@ class NixlPlane:
             return
         if keep:
             self._kept[name] = None
+            self._agent.drop_lists(name)
+            for poster in self._posters:
+                poster.drop(name, keep=True)
             if len(self._kept) <= MAX_KEPT:
                 return
             name, _ = self._kept.popitem(last=False)
@@ -395,17 +372,18 @@ class NixlPlane:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Post a read, or hand it over if it is bulk; local transports finish it in here."""
         assert self._agent is not None
         self._counts["posts"] += 1
-        num_bytes = self._bulk_bytes(name, table_id, len(local)) if self._posters else 0
-        if num_bytes and self._hand_over(transfer_id, name, table_id, local, remote, num_bytes):
-            return None
+        config, num_bytes = self._config, 0
+        # Before NIXL merges them: that is what the post itself has to go through.
+        if self._posters and (read.num_bytes >= config.bulk_bytes or len(read.local) >= config.bulk_descriptors):
+            num_bytes = read.num_bytes
+            if self._hand_over(transfer_id, name, read):
+                return None
         began = time.monotonic() if num_bytes else 0.0
-        ended = self._agent.post(transfer_id, name, table_id, local, remote)
+        ended = self._agent.post(transfer_id, name, read)
         if num_bytes and ended is not None and ended.ending is Ending.DONE:
             self._pace.note(by_thread=False, num_bytes=num_bytes, seconds=time.monotonic() - began)
         if ended is None and not self._is_sweep_due and self._loop is not None:
@@ -416,30 +394,18 @@ class NixlPlane:
             self._arm()
         return ended
 
-    def _bulk_bytes(self, name: str, table_id: int, count: int) -> int:
-        """Say how much a read is, at most, if it is bulk; 0 if it is not."""
-        known = self._remotes.get(name)
-        row_bytes = known.row_bytes.get(table_id) if known is not None else None
-        if row_bytes is None:
-            return 0
-        num_bytes = count * row_bytes
-        is_bulk = num_bytes >= self._config.bulk_bytes or count >= self._config.bulk_descriptors
-        return num_bytes if is_bulk else 0
-
-    def _hand_over(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray, num_bytes: int
-    ) -> bool:
+    def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
         if self._config.posting_threads == "auto" and not self._pace.choose(time.monotonic()):
             return False
         # Among equals each has its turn.
         poster = min(self._posters, key=lambda each: (not each.is_alive, each.backlog, each.num_taken))
-        if not poster.post(transfer_id, name, table_id, local, remote, num_bytes):
+        if not poster.post(transfer_id, name, read):
             return False
         self._counts["posts_handed"] += 1
         self._handed.add(transfer_id)
         return True
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[TransferEnded]:
         """Sweep until nothing new is found; without transfers, make progress for remote readers."""
         if self._agent is None:
             return []
@@ -468,7 +434,7 @@ class NixlPlane:
 
     # -- called by posting threads -----------------------------------------------------------------
 
-    def _hear(self, news: list[Ended]) -> None:
+    def _hear(self, news: list[TransferEnded]) -> None:
         self._inbox.extend(news)
         if not self._is_told and self._loop is not None:
             self._is_told = True

@@ -1,6 +1,7 @@
 """NIXL with nothing around it: the loop that the engine is compared with. For benchmarks only.
 
-The agent is made, registered, connected and given its tables by `NixlPlane`, so every setting is the engine's.
+The agent is made, registered and connected by `NixlPlane`, so every setting is the engine's; its descriptor lists are
+the agent's own, prepared beforehand.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RawLoop(NixlPlane):
         """Read everything, blocking: a closed loop of requests, their posts in order, within the engine's windows.
 
         Args:
-            name: The agent to read from; loaded, with the tables that the posts name.
+            name: The agent to read from; loaded.
             requests: The posts of every request.
             concurrency: Requests in flight.
             window_bytes, window_descriptors: In flight at most; a single post may be larger.
@@ -42,7 +43,9 @@ class RawLoop(NixlPlane):
             BackendError: A transfer failed.
         """
         assert self._agent is not None
-        raw, read, tables = self._agent._raw, self._agent._read, self._agent._tables[name]
+        raw, read = self._agent._raw, self._agent._read
+        # Outside the clock, as the engine's are for all but the first read of a table.
+        tables = {id(post.table): self._agent.prepare(name, post.table) for posts in requests for post in posts}
         make, post_it, status, release = raw.makeXferReq, raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
         left = [len(posts) for posts in requests]
         ends = [0.0] * len(requests)
@@ -63,7 +66,7 @@ class RawLoop(NixlPlane):
                     ):
                         break
                     upcoming = next(todo, None)
-                    mine, theirs = tables[post.table_id]
+                    _, mine, theirs = tables[id(post.table)]
                     handle = make(read, mine._handle, post.local, theirs._handle, post.remote, b"", [], False)
                     if int(post_it(handle, b"")) == 0:
                         release(handle)

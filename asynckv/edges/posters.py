@@ -7,8 +7,8 @@ metadata, so remote readers never reach it; they reach the loop's.
 
 The thread posts, asks and sleeps: in epoll, on UCX's descriptors and an eventfd. Orders come in through a
 queue, in order; news goes out in batches, the first at once and then one per `TELL_S` while there is work.
-Handles never leave their thread. What a thread's end may leave behind is nothing: it destroys its agent,
-after which nothing writes.
+Handles never leave their thread, and descriptor lists are handles too: the agent prepares them when it posts the first
+read of a table. What a thread's end may leave behind is nothing: it destroys its agent, after which nothing writes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent, IndexArray, make_epoll
+from asynckv.edges.agent import Agent, make_epoll
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import AgentInfo
 
 __all__ = ["Poster"]
 
@@ -60,41 +61,25 @@ EXIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    name: str
-    metadata: bytes
+    remote: AgentInfo
+    memories: Sequence[Memory]
     loaded: Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _AddTable:
-    name: str
-    table: DescTable
-    mine: Sequence[Memory]
-    theirs: Sequence[Memory]
-
-
-@dataclass(frozen=True, slots=True)
-class _RemoveTable:
-    name: str
-    table_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
     name: str
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Post:
     transfer_id: TransferId
     name: str
-    table_id: int
-    local: IndexArray
-    remote: IndexArray
-    num_bytes: int
+    read: ReadRequest
 
 
-_Order = _Load | _AddTable | _RemoveTable | _Drop | _Post
+_Order = _Load | _Drop | _Post
 
 
 class _Woken(enum.Enum):
@@ -110,7 +95,7 @@ class Poster:
 
     Args:
         name: Of the thread.
-        agent: Its own from here on, but for the registration of memory.
+        agent: Its own from here on; its memory is registered.
         tell: Called on the thread with news, in batches.
         broke: Called on the thread when it ends by an exception. Everything it had is told before or after:
             what was not posted `FAILED`, the rest `IN_DOUBT`, and `FAILED` once its agent is seen to be gone.
@@ -120,7 +105,7 @@ class Poster:
         self,
         name: str,
         agent: Agent,
-        tell: Callable[[list[Ended]], None],
+        tell: Callable[[list[TransferEnded]], None],
         broke: Callable[[BaseException], None],
     ) -> None:
         self.name = name
@@ -129,11 +114,9 @@ class Poster:
         self._gate = threading.Lock()
         """Held to order, and to end: what is ordered is either obeyed or refused."""
         self._loading: Future[None] | None = None
-        self._tables: dict[tuple[str, int], _AddTable] = {}
-        """Tables whose lists are prepared when they are first used."""
         self._mine: dict[TransferId, int] = {}
         """Bytes of the reads that were posted, until their end is told; none if in doubt."""
-        self._news: list[Ended] = []
+        self._news: list[TransferEnded] = []
         self._told_at = self._swept_at = 0.0
         self._queued = 0
         self._queued_bytes = 0
@@ -166,41 +149,25 @@ class Poster:
         """Reads that were handed over."""
         return self._queued
 
-    def load(self, name: str, metadata: bytes) -> Future[None]:
-        """Load a peer; the future fails with `BackendError`."""
+    def load(self, remote: AgentInfo, memories: Sequence[Memory]) -> Future[None]:
+        """Load a remote agent; the future fails with `BackendError`."""
         loaded: Future[None] = Future()
-        if not self._order(_Load(name, metadata, loaded)):
+        if not self._order(_Load(remote, memories, loaded)):
             loaded.set_exception(BackendError(f"{self.name} has ended"))
         return loaded
 
-    def add_table(self, name: str, table: DescTable, mine: Sequence[Memory], theirs: Sequence[Memory]) -> None:
-        """Remember a table of a peer."""
-        self._order(_AddTable(name, table, mine, theirs))
+    def drop(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent, or only what was prepared for it, once what was ordered before is done."""
+        self._order(_Drop(name, keep))
 
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget a table once what was ordered before is done."""
-        self._order(_RemoveTable(name, table_id))
-
-    def drop(self, name: str) -> None:
-        """Forget a peer once what was ordered before is done."""
-        self._order(_Drop(name))
-
-    def post(
-        self,
-        transfer_id: TransferId,
-        name: str,
-        table_id: int,
-        local: IndexArray,
-        remote: IndexArray,
-        num_bytes: int,
-    ) -> bool:
+    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
         """Take a read over; False if it is not taken, because the thread is gone or has too many."""
         if self._queued - self.posts >= MAX_QUEUED:
             return False
-        if not self._order(_Post(transfer_id, name, table_id, local, remote, num_bytes)):
+        if not self._order(_Post(transfer_id, name, read)):
             return False
         self._queued += 1
-        self._queued_bytes += num_bytes
+        self._queued_bytes += read.num_bytes
         return True
 
     def take_pace(self) -> tuple[int, float]:
@@ -297,30 +264,23 @@ class Poster:
         while self._orders and not self._is_stopping:
             order = self._orders.popleft()
             match order:
-                case _Post():
-                    self._mine[order.transfer_id] = order.num_bytes
+                case _Post(transfer_id, name, read):
+                    self._mine[transfer_id] = read.num_bytes
                     self.posts += 1
                     began = time.monotonic()
-                    if (ended := self._post(agent, order)) is not None:
+                    if (ended := agent.post(transfer_id, name, read)) is not None:
                         self._news.append(ended)
                         if ended.ending is Ending.DONE:
-                            self._copied = (
-                                self._copied[0] + order.num_bytes,
-                                self._copied[1] + time.monotonic() - began,
-                            )
-                case _Load(name, metadata, loaded):
+                            num_bytes, seconds = self._copied
+                            self._copied = (num_bytes + read.num_bytes, seconds + time.monotonic() - began)
+                case _Load(remote, memories, loaded):
                     if loaded.set_running_or_notify_cancel():
                         self._loading = loaded
-                        self._load(agent, name, metadata, loaded)
+                        self._load(agent, remote, memories, loaded)
                         self._loading = None
-                case _AddTable(name, table):
-                    self._tables[name, table.table_id] = order
-                case _RemoveTable(name, table_id):
-                    self._tables.pop((name, table_id), None)
-                    agent.remove_table(name, table_id)
+                case _Drop(name, keep=True):
+                    agent.drop_lists(name)
                 case _Drop(name):
-                    for key in [key for key in self._tables if key[0] == name]:
-                        del self._tables[key]
                     agent.drop(name)
                     self._restless_until = time.monotonic() + RESTLESS_S
                 case _:
@@ -332,10 +292,10 @@ class Poster:
             if self._news and now - self._told_at > TELL_S:
                 self._flush()
 
-    def _load(self, agent: Agent, name: str, metadata: bytes, loaded: Future[None]) -> None:
+    def _load(self, agent: Agent, remote: AgentInfo, memories: Sequence[Memory], loaded: Future[None]) -> None:
         refused = ""
         try:
-            agent.load(name, metadata)
+            agent.load(remote, memories)
         except BackendError as exc:
             refused = str(exc)
         if refused:
@@ -343,18 +303,6 @@ class Poster:
             loaded.set_exception(BackendError(refused))
         else:
             loaded.set_result(None)
-
-    def _post(self, agent: Agent, order: _Post) -> Ended | None:
-        if not agent.has_table(order.name, order.table_id):
-            known = self._tables.get((order.name, order.table_id))
-            if known is None:
-                cause = f"table {order.table_id} of peer {order.name} is not there"
-                return Ended(order.transfer_id, Ending.FAILED, cause)
-            try:
-                agent.add_table(known.name, known.table, known.mine, known.theirs)
-            except BackendError as exc:
-                return Ended(order.transfer_id, Ending.FAILED, str(exc))
-        return agent.post(order.transfer_id, order.name, order.table_id, order.local, order.remote)
 
     def _flush(self) -> None:
         news, self._news = self._news, []
@@ -402,9 +350,9 @@ class Poster:
             self._orders.clear()
         for order in left:
             match order:
-                case _Post(transfer_id):
-                    self._mine[transfer_id] = order.num_bytes
-                    self._news.append(Ended(transfer_id, Ending.FAILED, str(cause)))
+                case _Post(transfer_id, read=read):
+                    self._mine[transfer_id] = read.num_bytes
+                    self._news.append(TransferEnded(transfer_id, Ending.FAILED, str(cause)))
                 case _Load(loaded=loaded):
                     if loaded.set_running_or_notify_cancel():
                         loaded.set_exception(cause)
@@ -419,7 +367,7 @@ class Poster:
         ended = {news.transfer_id for news in self._news if news.ending is not Ending.IN_DOUBT}
         posted = sorted(self._mine.keys() - ended)
         self._refuse(BackendError(cause))
-        self._news += [Ended(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
+        self._news += [TransferEnded(transfer_id, Ending.IN_DOUBT, cause) for transfer_id in posted]
         self._flush()
         # The exception may be kept for ever, but not what refers to the agent.
         _clear_frames(exc)
@@ -429,7 +377,7 @@ class Poster:
         except BackendError:
             return  # it lives: what was posted stays in doubt
         # Nothing of it writes any more.
-        self._news = [Ended(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
+        self._news = [TransferEnded(transfer_id, Ending.FAILED, cause) for transfer_id in posted]
         self._flush()
 
 

@@ -4,6 +4,9 @@ Remote readers always reach the agent of the child (`keeper.py`), because it is 
 Our own reads are either posted by a `NixlPlane` here, as ever, or go through the child as well: orders of a turn of
 the loop as one frame, and no call waits for an answer. When the child ends, whatever it had posted has ended
 (`Ending.FAILED`), and the engine is told (`AgentLost`, `AgentReplaced`).
+
+So there are two planes here. `ServingPlane` is a reader of this process and a child that serves; `ProcessPlane` is a
+child that does both. The evidence is stronger than NIXL's: a process that was waited for writes nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +19,19 @@ from dataclasses import replace
 from typing import assert_never
 
 from asynckv.config import NixlConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges import process_wire as wire
 from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import AgentLost, AgentReplaced, DataNews, DataPlane, Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
 __all__ = ["ProcessPlane", "ServingPlane"]
 
-IndexArray = wire.IndexArray
+MAX_TABLES = 1024
+"""Tables that the child is sent once and knows by number."""
 
 
 class _Kept:
@@ -45,18 +50,9 @@ class _Kept:
         self._stats: dict[str, int] = {}
 
     @property
-    def agent_name(self) -> str:
-        """Another for every agent."""
-        return self._keeper.name
-
-    @property
     def pid(self) -> int:
         """Of the child that serves; 0 if none does."""
         return self._keeper.pid
-
-    def metadata(self) -> bytes:
-        """Return the metadata of the child's agent."""
-        return self._keeper.metadata
 
     def watch(self, serving: bool) -> None:
         """Have the child make progress for remote readers, or not."""
@@ -91,15 +87,14 @@ class _Kept:
         if self._lost_at:
             seconds, self._lost_at = time.monotonic() - self._lost_at, 0.0
             self._num_restarts += 1
-            name, metadata = self._keeper.name, self._keeper.metadata
-            self._inbox.append(AgentReplaced(name, metadata, self._cause, seconds, self._num_failed))
+            self._inbox.append(AgentReplaced(self._keeper.agent, self._cause, seconds, self._num_failed))
         self._cause = ""
 
-    def _take_ends(self, ends: Sequence[Ended]) -> None:
+    def _take_ends(self, ends: Sequence[TransferEnded]) -> None:
         """News of transfers; there are none if the child posts none."""
 
     def _take_loaded(self, number: int, cause: str) -> None:
-        """News of a peer; there are none if the child loads none."""
+        """News of a remote agent; there are none if the child loads none."""
 
     def _fail_all(self, cause: str) -> int:
         """End what the child had posted; how much that was."""
@@ -139,37 +134,23 @@ class ServingPlane(_Kept):
         super().__init__(_in_child(config, posting_threads=0), agent_name, reads=False, deaths=deaths)
         self._reader = reader
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Start the reader; the child is started when it is known what it maps."""
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Start the reader, then a child that maps the same memory, and wait for its agent."""
         self._on_ready = on_ready
-        self._reader.start(on_ready)
+        self._reader.start(memories, on_ready)
+        return self._keeper.start(memories)
 
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Register the memory here and in a child, and wait for its agent."""
-        self._reader.register(memories)
-        self._keeper.start(memories)
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load it here."""
+        await self._reader.add_remote_agent(agent, memories)
 
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
-        """Load a peer here."""
-        await self._reader.prepare_peer(name, metadata)
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget it here."""
+        self._reader.remove_remote_agent(name, keep=keep)
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Prepare a table here."""
-        self._reader.add_table(name, table, memories, remote)
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget a table here."""
-        self._reader.remove_table(name, table_id)
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Forget a peer here."""
-        self._reader.remove_peer(name, keep=keep)
-
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Post a read here."""
-        return self._reader.post_read(transfer_id, name, table_id, local, remote)
+        return self._reader.post_read(transfer_id, name, read)
 
     def poll(self) -> list[DataNews]:
         """Return news of reads, and of the agent that serves."""
@@ -213,7 +194,10 @@ class ProcessPlane(_Kept):
     def __init__(self, config: NixlConfig, agent_name: str, *, deaths: int = DEATHS) -> None:
         super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths)
         self._users: Counter[str] = Counter()
-        """Peers, and how often they were prepared."""
+        """Remote agents, and how often they were added."""
+        self._tables: dict[int, tuple[int, DescTable]] = {}
+        """Number and table of those that the child knows, by the table's id, the oldest first."""
+        self._num_tables = 0
         self._loads: dict[int, asyncio.Future[None]] = {}
         self._num_loads = 0
         self._settled = asyncio.Event()
@@ -223,18 +207,15 @@ class ProcessPlane(_Kept):
         self._doubtful: set[TransferId] = set()
         self._num_posts = 0
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Note whom to tell; the child is started when it is known what it maps."""
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Start a child that maps the memory, and wait for its agent."""
         self._on_ready = on_ready
+        return self._keeper.start(memories)
 
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Register the memory in a child, and wait for its agent."""
-        self._keeper.start(memories)
+    # -- remote agents and transfers ---------------------------------------------------------------
 
-    # -- peers and transfers -----------------------------------------------------------------------
-
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
-        """Load a peer in the child; while there is none, once there is."""
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load a remote agent in the child; while there is none, once there is."""
         while not self._keeper.is_serving or self._keeper.is_closing:
             if self._keeper.is_closing or self._settled.is_set():
                 raise BackendError(self._cause or "the data plane was closed")
@@ -242,52 +223,50 @@ class ProcessPlane(_Kept):
         future = asyncio.get_running_loop().create_future()
         self._num_loads += 1
         self._loads[self._num_loads] = future
-        agent = self._keeper.name
-        self._keeper.order(wire.Load(self._num_loads, name, metadata))
+        loader = self._keeper.name
+        self._keeper.order(wire.Load(self._num_loads, agent, tuple(memories)))
         await future
-        if agent != self._keeper.name or not self._keeper.is_serving:
-            raise BackendError(f"{name} was loaded by a process that has ended")
-        self._users[name] += 1
+        if loader != self._keeper.name or not self._keeper.is_serving:
+            raise BackendError(f"{agent.name} was loaded by a process that has ended")
+        self._users[agent.name] += 1
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Have a table prepared; what NIXL has against it, reads of it tell."""
-        if table.num_rows == 0:
-            return
-        if name not in self._users:
-            raise BackendError(f"peer {name} is not loaded")
-        arrays = (table.length.tobytes(), table.local.tobytes(), table.remote.tobytes())
-        blocks = table.local_blocks, table.remote_blocks
-        self._keeper.order(wire.AddTable(name, table.table_id, *arrays, *blocks, tuple(memories), tuple(remote)))
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Have a table forgotten."""
-        if name in self._users:
-            self._keeper.order(wire.RemoveTable(name, table_id))
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Have a peer forgotten."""
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Have a remote agent forgotten."""
         if name in self._users:
             self._keeper.order(wire.Drop(name, keep))
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
 
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Hand a read to the child; only without one is anything known at once."""
         self._num_posts += 1
         if not self._keeper.is_serving or self._keeper.is_closing:
-            return Ended(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")
+            return TransferEnded(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")
         self._running.add(transfer_id)
-        self._keeper.order(wire.Read(transfer_id, name, table_id, local.tobytes(), remote.tobytes()))
+        table = self._number_of(read.table)
+        indices = read.local.tobytes(), read.remote.tobytes()
+        self._keeper.order(wire.Read(transfer_id, name, table, *indices, read.num_bytes, read.num_descriptors))
         return None
+
+    def _number_of(self, table: DescTable) -> int:
+        """Return by what number the child knows a table; one that it does not know is sent."""
+        if (known := self._tables.get(id(table))) is not None:
+            return known[0]
+        if len(self._tables) >= MAX_TABLES:
+            oldest, _ = self._tables.pop(next(iter(self._tables)))
+            self._keeper.order(wire.Forget(oldest))
+        self._num_tables += 1
+        self._tables[id(table)] = self._num_tables, table
+        arrays = table.length.tobytes(), table.local.tobytes(), table.remote.tobytes()
+        self._keeper.order(wire.Table(self._num_tables, *arrays, table.local_blocks, table.remote_blocks))
+        return self._num_tables
 
     def poll(self) -> list[DataNews]:
         """Return news; progress for remote readers is the child's."""
         return self._take_inbox()
 
-    def _take_ends(self, ends: Sequence[Ended]) -> None:
+    def _take_ends(self, ends: Sequence[TransferEnded]) -> None:
         for ended in ends:
             if ended.transfer_id not in self._running:
                 continue
@@ -308,10 +287,11 @@ class ProcessPlane(_Kept):
 
     def _fail_all(self, cause: str) -> int:
         running = sorted(self._running)
-        self._inbox += [Ended(each, Ending.FAILED, cause) for each in running]
+        self._inbox += [TransferEnded(each, Ending.FAILED, cause) for each in running]
         self._running.clear()
         self._doubtful.clear()
         self._users.clear()
+        self._tables.clear()
         self._fail_loads(cause)
         return len(running)
 
@@ -364,7 +344,7 @@ class ProcessPlane(_Kept):
         self._settled.set()
         self._keeper.close()
         self._fail_loads("the data plane was closed")
-        for each in (self._users, self._running, self._doubtful):
+        for each in (self._users, self._tables, self._running, self._doubtful):
             each.clear()
         self._forget()
 

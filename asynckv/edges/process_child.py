@@ -1,4 +1,9 @@
-"""What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket."""
+"""What runs in the data plane's own process: a `NixlPlane` on an event loop, obeying what comes over a socket.
+
+It decides nothing. Orders come in frames, in order, and each becomes one call of the plane; what the plane tells goes
+back in frames, the first at once and then one per `TELL_S`. Its end is how trouble is told: a bug, or a socket on
+which nobody is left, ends the process, and whoever waits for that knows that nothing of it writes any more.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,11 @@ from typing import Any, assert_never
 import msgspec
 import numpy as np
 
+from asynckv.core.events import TransferEnded
 from asynckv.edges import process_wire as wire
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
-from asynckv.geometry.plan import DescTable, Span
-from asynckv.ports import Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest, Span
 
 __all__ = ["Child"]
 
@@ -41,10 +46,9 @@ class Child:
         self._link = link
         self._orders = msgspec.msgpack.Decoder(list[wire.Order])
         self._plane: NixlPlane | None = None
-        self._news: list[Ended] = []
+        self._news: list[TransferEnded] = []
         self._told_at = 0.0
-        self._refused: dict[tuple[str, int], str] = {}
-        """Tables that NIXL refused, and why: reads of them fail."""
+        self._tables: dict[int, DescTable] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats: dict[str, int] = {}
         self._stats_due: asyncio.TimerHandle | None = None
@@ -87,15 +91,13 @@ class Child:
                 task = self._loop.create_task(self._load(order))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case wire.AddTable():
+            case wire.Table():
                 self._add_table(order)
-            case wire.RemoveTable(name, table_id):
-                self._refused.pop((name, table_id), None)
-                if self._plane is not None:
-                    self._plane.remove_table(name, table_id)
+            case wire.Forget(number):
+                self._tables.pop(number, None)
             case wire.Drop(name, keep):
                 if self._plane is not None:
-                    self._plane.remove_peer(name, keep=keep)
+                    self._plane.remove_remote_agent(name, keep=keep)
             case wire.Watch(serving):
                 if self._plane is not None:
                     self._plane.watch(serving)
@@ -111,40 +113,33 @@ class Child:
     def _set_up(self, order: wire.Setup) -> None:
         plane = NixlPlane(order.config, order.agent_name)
         try:
-            plane.start(self._on_ready)
-            plane.register(order.memories)
+            agent = plane.start(order.memories, self._on_ready)
         except BackendError as exc:
             self._say(wire.Unready(str(exc)))
             self._over.set()
             return
         self._plane = plane
-        self._say(wire.Ready(plane.metadata(), plane.describe()))
+        self._say(wire.Ready(agent, plane.describe()))
 
     def _read(self, order: wire.Read) -> None:
-        if (cause := self._refused.get((order.name, order.table_id))) is not None:
-            self._news.append(Ended(order.transfer_id, Ending.FAILED, cause))
-            return
         assert self._plane is not None
         local, remote = (np.frombuffer(indices, np.int32) for indices in (order.local, order.remote))
-        ended = self._plane.post_read(order.transfer_id, order.name, order.table_id, local, remote)
-        if ended is not None:
+        read = ReadRequest(self._tables[order.table], local, remote, order.num_bytes, order.num_descriptors)
+        if (ended := self._plane.post_read(order.transfer_id, order.name, read)) is not None:
             self._news.append(ended)
 
-    def _add_table(self, order: wire.AddTable) -> None:
-        assert self._plane is not None
+    def _add_table(self, order: wire.Table) -> None:
         length = np.frombuffer(order.length, np.int64)
         local, remote = (np.frombuffer(rows, np.int64).reshape(-1, 3) for rows in (order.local, order.remote))
-        table = DescTable(order.table_id, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks)
-        try:
-            self._plane.add_table(order.name, table, order.memories, order.theirs)
-        except BackendError as exc:
-            self._refused[order.name, order.table_id] = str(exc)
+        self._tables[order.number] = DescTable(
+            order.number, _NO_CUT, length, local, remote, order.local_blocks, order.remote_blocks
+        )
 
     async def _load(self, order: wire.Load) -> None:
         assert self._plane is not None
         cause = ""
         try:
-            await self._plane.prepare_peer(order.name, order.metadata)
+            await self._plane.add_remote_agent(order.remote, order.memories)
         except Exception as exc:
             cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
         self._say(wire.Loaded(order.number, cause))

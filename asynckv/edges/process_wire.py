@@ -1,7 +1,11 @@
 """What the engine's process and its data plane's say to each other: frames of messages over a socket pair.
 
 One frame is four bytes of length and a list of messages; whatever is said within one turn of a loop goes as one.
-Index arrays travel as their bytes: both ends are one host, and one build.
+Arrays travel as their bytes: both ends are one host, and one build.
+
+Tables are large and used again and again, so a `Table` is sent before the first `Read` that names its number, and
+`Forget` when it makes room for others; orders are obeyed in order, so a read never meets a number that says nothing.
+The child turns a number into the table when it takes the read: what was forgotten afterwards is still whole for it.
 """
 
 from __future__ import annotations
@@ -12,20 +16,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from asynckv.config import NixlConfig
+from asynckv.core.events import TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.geometry.layout import Memory
-from asynckv.ports import Ended
+from asynckv.ports import AgentInfo
 
 __all__ = [
-    "AddTable",
     "Close",
     "Drop",
     "Ends",
-    "IndexArray",
+    "Forget",
     "Link",
     "Load",
     "Loaded",
@@ -33,14 +35,12 @@ __all__ = [
     "Order",
     "Read",
     "Ready",
-    "RemoveTable",
     "Setup",
     "Stats",
+    "Table",
     "Unready",
     "Watch",
 ]
-
-IndexArray = npt.NDArray[np.int32]
 
 HEADER = 4
 CHUNK = 1 << 18
@@ -56,39 +56,35 @@ class Setup(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Load a peer, and say `Loaded` with the number."""
+    """Load a remote agent, and say `Loaded` with the number."""
 
     number: int
-    name: str
-    metadata: bytes
+    remote: AgentInfo
+    memories: tuple[Memory, ...]
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Forget a peer."""
+    """Forget a remote agent."""
 
     name: str
     keep: bool
 
 
-class AddTable(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Prepare a piece table; rows as int64."""
+class Table(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Know a table by a number; rows as int64."""
 
-    name: str
-    table_id: int
+    number: int
     length: bytes
     local: bytes
     remote: bytes
     local_blocks: int
     remote_blocks: int
-    memories: tuple[Memory, ...]
-    theirs: tuple[Memory, ...]
 
 
-class RemoveTable(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Forget a piece table."""
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Forget a table."""
 
-    name: str
-    table_id: int
+    number: int
 
 
 class Read(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -96,9 +92,11 @@ class Read(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
     transfer_id: TransferId
     name: str
-    table_id: int
+    table: int
     local: bytes
     remote: bytes
+    num_bytes: int
+    num_descriptors: int
 
 
 class Watch(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -115,13 +113,13 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """Say anything, to show that the loop turns: it is `Stats`."""
 
 
-Order = Setup | Load | Drop | AddTable | RemoveTable | Read | Watch | Close | Beat
+Order = Setup | Load | Drop | Table | Forget | Read | Watch | Close | Beat
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The agent serves."""
 
-    metadata: bytes
+    agent: AgentInfo
     facts: dict[str, str]
 
 
@@ -132,7 +130,7 @@ class Unready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A peer is loaded, or refused for a cause."""
+    """A remote agent is loaded, or refused for a cause."""
 
     number: int
     cause: str
@@ -141,7 +139,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=3):
 class Ends(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """News of transfers."""
 
-    news: tuple[Ended, ...]
+    news: tuple[TransferEnded, ...]
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):

@@ -1,5 +1,10 @@
 """Tensors as registered memory, and when a GPU has written them: the only file that knows torch.
 
+An engine has tensors whose dims it can name. What a `Layout` says of memory follows from them: their storages are the
+memories, their shapes and strides the views, and nothing is guessed. What a GPU does is asynchronous, and NIXL asks no
+stream: `written` waits, before blocks are lent, for the events behind what writes them. `CudaMirror` is for benchmarks
+and checks, which fill and compare a GPU's memory from the host.
+
 It loads torch on first use.
 """
 
@@ -18,8 +23,8 @@ from asynckv.config import MAX_NAME
 from asynckv.core.types import sendable
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
+from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view
-from asynckv.registration import Registration, register_memory
 
 if TYPE_CHECKING:
     import torch

@@ -1,21 +1,29 @@
 """Bounded numbers and block runs that both pure rooms speak in.
 
-What crosses the wire is checked by its type while it is decoded, so the bounds stand in the types.
+What crosses the wire is checked by its type while it is decoded, so the bounds stand in the types. They are larger than
+anything real and small enough that no product of two of them leaves 64 bits unseen: arithmetic on what a stranger sent
+is done with Python's integers, and only what was bounded is handed to numpy.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Struct
 
-__all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Name", "Rank", "Size", "Tokens"]
+__all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Int32s", "Int64s", "Name", "Rank", "Size", "Tokens"]
 
 MAX_RANKS = 65_536
 MAX_GROUPS = 64
+MAX_VIEWS = 2048
 MAX_RUNS = 1 << 20
 MAX_TOKENS = 1 << 40
 MAX_BLOCK_ID = (1 << 31) - 1
+MAX_BYTES = 1 << 56
+MAX_DESCRIPTORS = (1 << 31) - 1
+"""NIXL's prepared lists are indexed with int32."""
 
 NULL = -1
 """A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
@@ -26,6 +34,9 @@ Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 BlockId = Annotated[int, Meta(ge=NULL, le=MAX_BLOCK_ID)]
 Count = Annotated[int, Meta(ge=1, le=MAX_BLOCK_ID)]
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
 class BlockRuns(Struct, frozen=True, array_like=True, gc=False):

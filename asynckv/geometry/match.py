@@ -1,12 +1,22 @@
-"""Which remote rank a rank reads what from.
+"""Which remote rank a rank reads what from, and who releases whom.
 
-Every part says which range of its global axis a rank holds, or that every rank holds it whole. To read
-is to cover our own ranges with those of the remote ranks that we answer for. Nothing has to divide,
-and among replicas one is read: the first, which differs from reader to reader.
+Two questions, because their answers are needed at different times.
 
-The remote layouts are known after the handshakes. `predicted` says whom to shake hands with first,
-by the usual contiguous rule, so that replicas nobody reads need not even be alive; where the engines
-cut otherwise, all are asked.
+**Who answers for whom** must be known before anybody has met: a lease has to know the exact set of readers that it is
+owed, including those that read nothing (MLA and GQA replicas, full prefix hits, aborted requests). So it depends on
+the sizes of the two tensor-parallel groups alone: decode rank `d` of `T_D` answers for prefill rank `p` of `T_P` iff
+`[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every prefill rank is answered for, whatever the sizes, and both
+sides can say by whom without talking. Pipeline stages multiply: every decode stage answers for every prefill stage,
+for only the handshakes tell which of them share layers.
+
+**What is read of whom** is known after the handshakes. Every part says which range of its global axis a rank holds,
+or that every rank holds it whole. To read is to cover our own ranges with those of the remote ranks that we answer
+for (`assign`). Nothing has to divide, and among replicas one is read: the first, which differs from reader to reader.
+`predicted` says whom to shake hands with first, by the usual contiguous rule, so that replicas nobody reads need not
+even be alive; where the engines cut otherwise, all are asked. `compare` refuses what could not be planned with
+anybody, field by field; after it, `assign` can only miss a range or a layer.
+
+Views and parts meet by their names: (layer, part), a layer going by its own name and by its aliases.
 """
 
 from __future__ import annotations
@@ -19,9 +29,36 @@ from msgspec import structs
 from asynckv.errors import LayoutError
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, View, shard
 
-__all__ = ["Difference", "NotCovered", "Share", "assign", "compare", "layer_names", "predicted", "strange_layers"]
+__all__ = [
+    "Difference",
+    "NotCovered",
+    "Share",
+    "assign",
+    "compare",
+    "layer_names",
+    "overlapping",
+    "owed_readers",
+    "predicted",
+    "remote_ranks",
+    "strange_layers",
+]
 
 MAX_DIFFERENCES = 16
+
+
+def overlapping(rank: int, size: int, other_size: int) -> range:
+    """Return the ranks of a group of `other_size` whose share of the unit interval overlaps ours."""
+    return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
+
+
+def remote_ranks(decode_rank: int, decode_size: int, prefill_size: int) -> range:
+    """Return the prefill ranks that one decode rank must release, read or not."""
+    return overlapping(decode_rank, decode_size, prefill_size)
+
+
+def owed_readers(prefill_rank: int, prefill_size: int, decode_size: int) -> range:
+    """Return the decode ranks whose release one prefill rank is owed."""
+    return overlapping(prefill_rank, prefill_size, decode_size)
 
 
 class Difference(NamedTuple):
@@ -44,7 +81,13 @@ class NotCovered(LayoutError):
 
 
 class Share(NamedTuple):
-    """What is read of one part from one remote rank."""
+    """What one rank reads of one part from one remote rank: the range of the global axis that both of them hold.
+
+    Attributes:
+        here, there: Our view, and theirs.
+        a, b: The part in it: ours, and theirs, both said as sharded along the same axis (or neither).
+        lo, hi: The range of that axis; 0, 0 for a part that is not sharded, which is read whole.
+    """
 
     here: View
     there: View
@@ -52,7 +95,6 @@ class Share(NamedTuple):
     b: Part
     lo: int
     hi: int
-    """Range of the global axis; 0, 0 for a part that is not sharded."""
 
 
 def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
@@ -83,6 +125,7 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
 
 
 _Parts = dict[str, tuple[View, Part]]
+"""Of one layer: part -> where it is."""
 
 
 def _places(layout: Layout) -> dict[str, _Parts]:

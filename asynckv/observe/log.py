@@ -24,6 +24,7 @@ import structlog
 from asynckv.arguments import shown
 from asynckv.config import LogConfig
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.limits import Limiter
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
@@ -139,22 +140,9 @@ def phases(pull: Pull) -> dict[str, float]:
     }
 
 
-class _Bucket:
+def _each_second(rate: float) -> Limiter:
     """A rate, with bursts of one second's worth."""
-
-    def __init__(self, rate: float) -> None:
-        self._rate = self._tokens = rate
-        self._filled_at = 0.0
-
-    def take(self, now: float) -> bool:
-        """Take one, if there is one."""
-        rate = self._rate
-        self._tokens = min(max(rate, 1.0) if rate else 0.0, self._tokens + (now - self._filled_at) * rate)
-        self._filled_at = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
+    return Limiter(rate, max(rate, 1.0) if rate else 0.0)
 
 
 class Recorder:
@@ -163,14 +151,14 @@ class Recorder:
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._level = _logger(**bound)
-        self._successes, self._slow = _Bucket(config.successes_per_s), _Bucket(config.slow_per_s)
+        self._successes, self._slow = _each_second(config.successes_per_s), _each_second(config.slow_per_s)
         self._skipped = 0
         self.num_failed = 0
         """Events that the application's logging raised at."""
-        self._refusals, self._refused_at, self._refusals_skipped = float(MAX_REFUSALS), 0.0, 0
+        self._refusals, self._refusals_skipped = Limiter(1.0, MAX_REFUSALS), 0
         self._failure: tuple[Reason | None, str] = (None, "")
         self._failed_at, self._failed_as = 0.0, ""
-        self._away, self._away_skipped = _Bucket(AWAY_PER_S), 0
+        self._away, self._away_skipped = _each_second(AWAY_PER_S), 0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -280,18 +268,15 @@ class Recorder:
         """Log that somebody was not let in, or may not be talked to: strangers cannot fill the log."""
         if LEVELS["warning"] < self._level:
             return
-        self._refusals = min(MAX_REFUSALS, self._refusals + (now - self._refused_at))
-        self._refused_at = now
-        if self._refusals < 1:
+        if not self._refusals.take("", now):
             self._refusals_skipped += 1
             return
-        self._refusals -= 1
         skipped, self._refusals_skipped = self._refusals_skipped, 0
         self.event("warning", "refused", cause=cause, who=who, **({"not_logged": skipped} if skipped else {}))
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
         """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log."""
-        if not self._away.take(now):
+        if not self._away.take("", now):
             self._away_skipped += 1
             return
         skipped, self._away_skipped = self._away_skipped, 0
@@ -322,7 +307,7 @@ class Recorder:
             request_id=lease.lent.request_id,
             sequence=lease.lent.key.sequence,
             seconds=round(lease.ended_at - lease.lent_at, 6),
-            readers={r.name: o.value for r, o in sorted(lease.outcomes.items())},
+            readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())},
             blocks=_num_blocks(lease),
             **({} if good else {"owed": list(lease.waits_for()), "history": _relative(lease.history)}),
             **self._skip_count(),
@@ -341,9 +326,9 @@ class Recorder:
 
     def lease_lent(self, lease: Lease, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
-        lease.is_sampled = self._may_log(now)
-        if not lease.is_sampled:
+        if not self._may_log(now):
             return
+        lease.sample()
         self.event(
             "info",
             "lease_lent",
@@ -354,22 +339,22 @@ class Recorder:
             **({"readers": lease.lent.readers} if lease.lent.readers > 1 else {}),
             **self._skip_count(),
         )
-        for pull_id in lease.held:  # claimed before it was lent
+        for pull_id in lease.grants:  # claimed before it was lent
             self.lease_granted(lease, pull_id, now)
 
     def lease_granted(self, lease: Lease, pull_id: PullId, now: float) -> None:
         """Log that a reader was promised the blocks of a sampled lease."""
-        promise = lease.held.get(pull_id)
-        if promise is not None:
+        grant = lease.grants.get(pull_id)
+        if grant is not None:
             self.event(
                 "info",
                 "lease_granted",
                 request_id=lease.lent.request_id,
                 sequence=lease.lent.key.sequence,
-                reader=promise.reader.name,
+                reader=grant.name,
                 pull_id=pull_id,
-                seconds=round(promise.until - promise.since, 6),
-                after_s=round(promise.since - lease.lent_at, 6),
+                seconds=round(grant.until - grant.since, 6),
+                after_s=round(grant.since - lease.lent_at, 6),
             )
 
     def held_for_long(self, held: HeldForLong, oldest: Sequence[RequestStatus]) -> None:
@@ -416,8 +401,8 @@ class Recorder:
         """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        bucket = self._slow if is_slow else self._successes
-        if not bucket.take(now):
+        limit = self._slow if is_slow else self._successes
+        if not limit.take("", now):
             self._skipped += 1
             return False
         return True

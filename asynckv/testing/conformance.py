@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import anyio
 import numpy as np
+import numpy.typing as npt
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import PeerTables
-from asynckv.ports import ControlPlane, DataPlane, Ended, Ending
+from asynckv.geometry.plan import DescTable, PeerTables, ReadRequest, Span
+from asynckv.ports import AgentInfo, ControlPlane, DataPlane
 
 __all__ = ["check_control_plane", "check_data_plane"]
 
 PATIENCE_S = 10.0
 BLOCKS, TOKENS, HEADS, DIM = 16, 4, 2, 8
+
+Indices = npt.NDArray[np.int32]
+ZERO: Indices = np.zeros(1, np.int32)
 
 
 class _Inbox:
@@ -120,11 +125,10 @@ class _Side:
             ),
         )
         self.ready = asyncio.Event()
-        self.news: list[Ended] = []
+        self.news: list[TransferEnded] = []
 
-    def start(self) -> None:
-        self.plane.start(self.ready.set)
-        self.plane.register(self.layout.memories)
+    def start(self) -> AgentInfo:
+        return self.plane.start(self.layout.memories, self.ready.set)
 
     def blocks(self, order: tuple[str, ...], ids: list[int]) -> bytes:
         """Content of blocks, dims in logical order."""
@@ -137,13 +141,13 @@ class _Side:
         return out
 
 
-async def _until(sides: list[_Side], count: int) -> list[Ended]:
+async def _until(sides: list[_Side], count: int) -> list[TransferEnded]:
     """Poll both sides, as engines do, until the first one has so much news."""
     with anyio.fail_after(PATIENCE_S):
         while True:
             for side in sides:
                 side.ready.clear()
-                side.news += [news for news in side.plane.poll() if isinstance(news, Ended)]
+                side.news += [news for news in side.plane.poll() if isinstance(news, TransferEnded)]
             if len(sides[0].news) >= count:
                 news, sides[0].news = sides[0].news, []
                 return news
@@ -152,6 +156,20 @@ async def _until(sides: list[_Side], count: int) -> list[Ended]:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _refused(side: _Side, agent: AgentInfo, memories: Sequence[Memory], why: str) -> None:
+    try:
+        await side.plane.add_remote_agent(agent, memories)
+    except BackendError:
+        return
+    raise AssertionError(f"{why} is refused")
+
+
+def _one_row(table_id: int, offset: int, memory: int = 1) -> DescTable:
+    """A table of one descriptor of 64 bytes: of the owner's second memory, or of another, to our first."""
+    length, mine, theirs = (np.array(x, np.int64) for x in ([64], [[0, 0, 64]], [[memory, offset, 64]]))
+    return DescTable(table_id, Span(0, 0, 0, 0, 1), length, mine, theirs, 1, 1)
 
 
 async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = False) -> None:
@@ -163,52 +181,49 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
     )
     sides = [reader, owner]
     try:
-        for side in sides:
-            side.start()
-        assert owner.plane.agent_name == "owner"
+        _, agent = [side.start() for side in sides]
+        assert agent.name == "owner"
         owner.plane.watch(True)
         peer = PeerTables(reader.layout, owner.layout, assign(reader.layout, [owner.layout])[0], itertools.count(1))
-        table = peer.regular[0]
-        mine, theirs = reader.layout.memories, owner.layout.memories
-        metadata = owner.plane.metadata()
-        try:
-            reader.plane.add_table("owner", table, mine, theirs)
-        except BackendError:
-            pass
-        else:
-            raise AssertionError("a table needs a peer that is prepared")
-        try:
-            await reader.plane.prepare_peer("somebody", metadata)
-        except BackendError:
-            pass
-        else:
-            raise AssertionError("metadata under another name is refused")
+        table, theirs = peer.regular[0], owner.layout.memories
+        rows = np.arange(table.num_rows, dtype=np.int32)[:, None] * np.int32(BLOCKS)
+
+        async def post(number: int, name: str, table: DescTable, local: Indices, remote: Indices) -> TransferEnded:
+            read = ReadRequest(table, local, remote, len(local) * int(table.length.max()), len(local))
+            posted = reader.plane.post_read(TransferId(number), name, read)
+            (ended,) = [posted] if posted is not None else await _until(sides, 1)
+            assert ended.transfer_id == number
+            return ended
+
+        early = await post(0, "owner", table, rows[0], rows[0])
+        assert early.ending is Ending.FAILED, "a read needs a remote agent that was added"
+        await _refused(reader, AgentInfo("somebody", agent.metadata), theirs, "metadata under another name")
         # One process may be met under two addresses: it is there until both have been removed.
-        await reader.plane.prepare_peer("owner", metadata)
-        await reader.plane.prepare_peer("owner", metadata)
-        reader.plane.remove_peer("owner")
-        reader.plane.add_table("owner", table, mine, theirs)
+        await reader.plane.add_remote_agent(agent, theirs)
+        await reader.plane.add_remote_agent(agent, theirs)
+        reader.plane.remove_remote_agent("owner")
 
         # Bytes land where the table says, and nowhere else.
         before = reader.blocks(orders[0], [b for b in range(BLOCKS) if b not in (3, 9, 4)])
-        rows = np.arange(table.num_rows, dtype=np.int32)[:, None] * np.int32(BLOCKS)
         local, remote = np.array([3, 9, 4], np.int32), np.array([5, 6, 0], np.int32)
-        posted = reader.plane.post_read(
-            TransferId(1), "owner", table.table_id, (rows + local).ravel(), (rows + remote).ravel()
-        )
-        news = [posted] if posted is not None else await _until(sides, 1)
-        assert news == [Ended(TransferId(1), Ending.DONE)]
+        whole = (rows + local).ravel(), (rows + remote).ravel()
+        assert await post(1, "owner", table, *whole) == TransferEnded(TransferId(1), Ending.DONE)
         assert reader.blocks(orders[0], [3, 9, 4]) == owner.blocks(orders[1], [5, 6, 0])
         assert reader.blocks(orders[0], [b for b in range(BLOCKS) if b not in (3, 9, 4)]) == before
 
+        # One name is one agent: what comes under a name that is taken changes nothing.
+        await _refused(reader, AgentInfo("owner", agent.metadata + b"x"), theirs, "other metadata under a known name")
+
         # News comes once per transfer, for many as for one.
-        early = [
+        posted = [
             reader.plane.post_read(
-                TransferId(10 + i), "owner", table.table_id, (rows + i).ravel(), (rows + (BLOCKS - 1 - i)).ravel()
+                TransferId(10 + i),
+                "owner",
+                ReadRequest(table, (rows + i).ravel(), (rows + (BLOCKS - 1 - i)).ravel(), table.block_bytes, len(rows)),
             )
             for i in range(BLOCKS)
         ]
-        done = [ended for ended in early if ended is not None]
+        done = [ended for ended in posted if ended is not None]
         if len(done) < BLOCKS:
             done += await _until(sides, BLOCKS - len(done))
         assert sorted(e.transfer_id for e in done) == list(range(10, 10 + BLOCKS))
@@ -216,43 +231,41 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
         assert reader.plane.poll() == []
         assert reader.blocks(orders[0], list(range(BLOCKS))) == owner.blocks(orders[1], list(range(BLOCKS))[::-1])
         assert reader.plane.statistics()["running"] == 0
-        assert reader.plane.statistics()["posts"] == 1 + BLOCKS
+        assert reader.plane.statistics()["posts"] == 2 + BLOCKS
+
+        # A table is known by itself: neither by its number, nor by where in memory a former one lay.
+        for number in range(20, 40):
+            reader.arrays[0][:64] = 0
+            other = _one_row(table.table_id, number * 64)
+            assert (await post(number, "owner", other, ZERO, ZERO)).ending is Ending.DONE
+            assert bytes(reader.arrays[0][:64]) == bytes(owner.arrays[1][number * 64 : (number + 1) * 64])
+            del other
 
         # What cannot be posted is news as well, at once or later, never an exception.
         outside = np.array([table.num_rows * BLOCKS + 7], np.int32)
-        refused = reader.plane.post_read(TransferId(40), "owner", table.table_id, outside, outside)
-        news = [refused] if refused is not None else await _until(sides, 1)
-        assert [(e.transfer_id, e.ending, e.peer_lost) for e in news] == [(TransferId(40), Ending.FAILED, False)]
-        unknown = reader.plane.post_read(TransferId(41), "nobody", table.table_id, rows[0], rows[0])
-        news = [unknown] if unknown is not None else await _until(sides, 1)
-        assert [(e.transfer_id, e.ending) for e in news] == [(TransferId(41), Ending.FAILED)]
+        refused = await post(40, "owner", table, outside, outside)
+        assert (refused.ending, refused.peer_lost) == (Ending.FAILED, False)
+        assert (await post(41, "nobody", table, rows[0], rows[0])).ending is Ending.FAILED
+        # So is a table that cannot be prepared, and others can be read as before.
+        refused = await post(42, "owner", _one_row(1, 0, memory=2), ZERO, ZERO)
+        assert (refused.ending, refused.peer_lost) == (Ending.REFUSED, False)
+        assert (await post(43, "owner", table, *whole)).ending is Ending.DONE
 
-        # Neither is a table that was removed.
-        reader.plane.remove_table("owner", table.table_id)
-        reader.plane.remove_table("owner", 4711)
-        gone = reader.plane.post_read(TransferId(42), "owner", table.table_id, rows[0], rows[0])
-        news = [gone] if gone is not None else await _until(sides, 1)
-        assert [(e.transfer_id, e.ending) for e in news] == [(TransferId(42), Ending.FAILED)]
-
-        # A peer that was removed can be prepared again.
-        reader.plane.remove_peer("owner", keep=True)
-        reader.plane.remove_peer("nobody")
-        await reader.plane.prepare_peer("owner", metadata)
+        # A remote agent that was removed can be added again.
+        reader.plane.remove_remote_agent("owner", keep=True)
+        reader.plane.remove_remote_agent("nobody")
+        await reader.plane.add_remote_agent(agent, theirs)
+        assert (await post(44, "owner", table, *whole)).ending is Ending.DONE
 
         # After its end a plane can start again, as another agent, which is met anew.
-        reader.plane.remove_peer("owner")
+        reader.plane.remove_remote_agent("owner")
+        assert (await post(45, "owner", table, *whole)).ending is Ending.FAILED
         owner.plane.close()
-        owner.start()
-        name = owner.plane.agent_name
-        assert name != "owner"
+        again = owner.start()
+        assert again.name != "owner"
         owner.plane.watch(True)
-        await reader.plane.prepare_peer(name, owner.plane.metadata())
-        reader.plane.add_table(name, table, mine, theirs)
-        again = reader.plane.post_read(
-            TransferId(50), name, table.table_id, (rows + local).ravel(), (rows + remote).ravel()
-        )
-        news = [again] if again is not None else await _until(sides, 1)
-        assert news == [Ended(TransferId(50), Ending.DONE)]
+        await reader.plane.add_remote_agent(again, theirs)
+        assert await post(50, again.name, table, *whole) == TransferEnded(TransferId(50), Ending.DONE)
         assert reader.blocks(orders[0], [3, 9, 4]) == owner.blocks(orders[1], [5, 6, 0])
         owner.plane.watch(False)
         assert all(isinstance(v, int) for v in reader.plane.statistics().values())

@@ -121,7 +121,7 @@ class Hostile:
                 continue
             for message in heard.messages:
                 if isinstance(message, Claim | Renew | Release):
-                    for source, forged in self._forgeries(message, heard.source):
+                    for source, forged in self._forgeries(message, heard.sender):
                         self._send(source, forged)
 
     def _forgeries(self, message: Claim | Renew | Release, source: str) -> Iterator[tuple[str, Message]]:
@@ -135,7 +135,7 @@ class Hostile:
         if (lease := self.node.prefill.leases.get(message.key)) is None:
             yield other, change(message, pull_id=f"{other[:16]}-1")
             return
-        hold = lease.held.get(message.pull_id)  # type: ignore[call-overload]
+        hold = lease.grants.get(message.pull_id)  # type: ignore[call-overload]
         if hold is not None:
             cohort = next((c for c in lease.cohorts if c == hold.reader.cohort), "")
             speaker = Cohort(cohort, lease.cohorts[cohort].sizes[0], hold.reader.tp_rank)
@@ -145,7 +145,7 @@ class Hostile:
                 Renew(message.key, pull_id, rng.getrandbits(48), 1e5),
                 Claim(message.key, request_id, speaker, pull_id, rng.getrandbits(48), lease.digest, 1e5),
             ):
-                if lease.held.get(pull_id) is hold:  # type: ignore[call-overload]
+                if lease.grants.get(pull_id) is hold:  # type: ignore[call-overload]
                     yield other, forged
         if isinstance(message, Renew):
             return
@@ -199,6 +199,7 @@ class Hostile:
                 for _ in range(50)
             ]
             control.deliver(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
+        parked = self.node.gauges()["parked"]
         for _ in range(CLAIMS // EACH):
             stranger = f"{rng.getrandbits(128):032x}"
             early: list[Message] = []
@@ -209,6 +210,9 @@ class Hostile:
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
             control.deliver(ROUTE, encode_packet(stranger, identity.incarnation, early))
+        taken, most = self.node.gauges()["parked"] - parked, self.node.config.lease.max_parked
+        if taken > max(most // 2, 1):
+            self.world.violate(f"one connection takes {taken} of {most} places at {self.process.name} for early claims")
 
     # -- to a reader -----------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ def _leases(node: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
         key.token: (
             {name: frozenset(bound.owed) for name, bound in lease.cohorts.items()},
             frozenset(lease.final),
-            {pull_id: hold.until for pull_id, hold in lease.held.items()},
+            {pull_id: hold.until for pull_id, hold in lease.grants.items()},
         )
         for key, lease in node.prefill.leases.items()
     }

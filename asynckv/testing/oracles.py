@@ -137,6 +137,10 @@ class Wire:
         """A rank has lent a request, or withdrawn it."""
         self._spent.setdefault((owner, token), Stopwatch.start(process))
 
+    def has_asked(self, process: Process, to: str, pull_id: str) -> bool:
+        """Whether a pull has ever claimed at an address."""
+        return (process, to, pull_id) in self._asked
+
     def sent(self, process: Process, to: str, packet: bytes) -> None:
         """A process says something to an address."""
         source, target, messages = _watched(packet)

@@ -15,15 +15,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
 __all__ = ["SimControl", "SimData", "SimNetwork"]
 
-IndexArray = npt.NDArray[np.int32]
 Fate = Literal["deliver", "drop", "hold", "repeat"]
 
 
@@ -162,80 +162,61 @@ class SimData:
         self.deferred = False
         self.running: dict[TransferId, tuple[str, Callable[[], None]]] = {}
         self.memories: tuple[Memory, ...] = ()
-        self._tables: dict[str, dict[int, tuple[DescTable, Sequence[Memory], Sequence[Memory]]]] = {}
+        self._remotes: dict[str, Sequence[Memory]] = {}
         self._users: Counter[str] = Counter()
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter(posts=0)
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Join the network."""
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Join the network, and remember what may be read and written."""
         self._starts += 1
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
-        self._on_ready = on_ready
+        self.memories, self._on_ready = tuple(memories), on_ready
         self._network.agents[self._name] = self
-
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Remember what may be read and written."""
-        self.memories += tuple(memories)
+        return self.agent
 
     @property
-    def agent_name(self) -> str:
-        """Unique per process start."""
-        return self._name
+    def agent(self) -> AgentInfo:
+        """How this plane is reached now."""
+        return AgentInfo(self._name, self._name.encode())
 
-    def metadata(self) -> bytes:
-        """Name this plane."""
-        return self._name.encode()
-
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Check name and metadata."""
-        if metadata.decode(errors="replace") != name or name not in self._network.agents:
+        name = agent.name
+        if agent.metadata.decode(errors="replace") != name or name not in self._network.agents:
             raise BackendError(f"no agent {name!r} behind its metadata")
-        self._tables.setdefault(name, {})
+        self._remotes.setdefault(name, tuple(memories))
         self._users[name] += 1
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Keep one more table."""
-        if name not in self._tables:
-            raise BackendError(f"peer {name} is not loaded")
-        self._tables[name][table.table_id] = (table, tuple(memories), tuple(remote))
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget a table."""
-        self._tables.get(name, {}).pop(table_id, None)
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Forget a peer."""
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent."""
         if name in self._users:
             self._users[name] -= 1
             if not self._users[name]:
-                self._tables.pop(name, None)
-                del self._users[name]
+                del self._remotes[name], self._users[name]
 
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Copy now, or when told."""
         self._counts["posts"] += 1
         if name not in self._network.agents:
-            return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
-        if name not in self._tables or table_id not in self._tables[name]:
-            return Ended(transfer_id, Ending.FAILED, f"no table {table_id} for {name!r}")
-        table, mine, theirs = self._tables[name][table_id]
+            return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        if name not in self._remotes:
+            return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        table, theirs, there = read.table, self._remotes[name], self._network.agents[name].memories
+        if max(table.local[:, 0]) >= len(self.memories) or max(table.remote[:, 0]) >= len(theirs):
+            return TransferEnded(transfer_id, Ending.REFUSED, f"table {table.table_id} names memory that is not there")
         try:
             pieces = [
                 (
-                    self._place(table.local, table.local_blocks, a, mine, table, self.memories),
-                    self._place(
-                        table.remote, table.remote_blocks, b, theirs, table, self._network.agents[name].memories
-                    ),
+                    self._place(table.local, table.local_blocks, a, self.memories, table, self.memories),
+                    self._place(table.remote, table.remote_blocks, b, theirs, table, there),
                 )
-                for a, b in zip(local.tolist(), remote.tolist(), strict=True)
+                for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True)
             ]
         except IndexError as exc:
-            return Ended(transfer_id, Ending.FAILED, str(exc))
+            return TransferEnded(transfer_id, Ending.FAILED, str(exc))
 
         def copy() -> None:
             for (target, length), (source, _) in pieces:
@@ -243,7 +224,7 @@ class SimData:
 
         if not self.deferred:
             copy()
-            return Ended(transfer_id, Ending.DONE)
+            return TransferEnded(transfer_id, Ending.DONE)
         self.running[transfer_id] = (name, copy)
         return None
 
@@ -251,16 +232,16 @@ class SimData:
         """Let one read, or all, land and be done."""
         for one in [transfer_id] if transfer_id is not None else list(self.running):
             self.running.pop(one)[1]()
-            self.report(Ended(one, Ending.DONE))
+            self.report(TransferEnded(one, Ending.DONE))
 
     def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
         """End a read without landing it; nothing will be written any more."""
         del self.running[transfer_id]
-        self.report(Ended(transfer_id, Ending.FAILED, "failed on request", peer_lost))
+        self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
 
     def doubt(self, transfer_id: TransferId) -> None:
         """Report trouble with a read that goes on: `finish` may still land it."""
-        self.report(Ended(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
+        self.report(TransferEnded(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
 
     def lose_agent(self, *, reads: bool = True) -> None:
         """End by itself, as a process that dies: reads from here fail, and unless `reads` is false our own as well."""
@@ -268,7 +249,7 @@ class SimData:
         if reads:
             for one in list(self.running):
                 self.fail(one)
-            self._tables.clear()
+            self._remotes.clear()
             self._users.clear()
         self.report(AgentLost("killed on request", 0.0, reads))
 
@@ -277,7 +258,7 @@ class SimData:
         self._starts += 1
         self._name = f"{self._base_name}-{self._starts}"
         self._network.agents[self._name] = self
-        self.report(AgentReplaced(self._name, self.metadata(), "killed on request", 0.0, 0))
+        self.report(AgentReplaced(self.agent, "killed on request", 0.0, 0))
 
     def report(self, news: DataNews) -> None:
         """Queue news."""
@@ -295,7 +276,7 @@ class SimData:
 
     def statistics(self) -> dict[str, int]:
         """Count posts and handles."""
-        return {**self._counts, "running": len(self.running), "peers": len(self._tables)}
+        return {**self._counts, "running": len(self.running), "peers": len(self._remotes)}
 
     def describe(self) -> dict[str, str]:
         """Say what this is."""
@@ -310,7 +291,7 @@ class SimData:
             del self._network.agents[self._name]
         # As with NIXL: without its agent nothing is written any more.
         self.running.clear()
-        self._tables.clear()
+        self._remotes.clear()
         self._users.clear()
         self._news.clear()
         self.memories = ()

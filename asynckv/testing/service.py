@@ -23,15 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
-from asynckv.geometry.topology import owed_readers
-from asynckv.ports import Ending
-from asynckv.registration import Registration
+from asynckv.geometry.match import owed_readers
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import BLOCK, LENT, MILD, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
@@ -44,6 +45,9 @@ FREED, UNUSED = 0xEEEE, 0xDDDD
 PROBE = 1_000_000
 HEARD = {"duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
 """Faults that make no process look dead."""
+
+COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
+"""Faults that make no rank fall silent, and no transfer take long: whatever runs takes room."""
 
 SERVES_ONLY = 0.3
 """Up to this likelihood an agent that dies takes no reads of its own rank with it."""
@@ -170,13 +174,16 @@ class _Rank:
         data.on_post, data.on_land = self._posted, self._landing
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
-        self.engine = Engine(
-            self.config(),
-            Registration(self.layout),
-            data=data,
-            control=WorldControl(process, f"sim://{self.name}"),
-            clock=WorldClock(process),
-            token_hex=world.token(name),
+        doors = self.service.doors(process)
+        self.engine = doors.engine(
+            Engine(
+                doors.config(self.config()),
+                Registration(self.layout),
+                data=doors.data(data),
+                control=doors.control(WorldControl(process, f"sim://{self.name}")),
+                clock=doors.clock(WorldClock(process)),
+                token_hex=doors.token_hex(world.token(name)),
+            )
         )
         process.spawn(self.engine.start)
         world.note(self.name, "started", name)
@@ -203,6 +210,11 @@ class _Rank:
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
+        owner = transfer.owner.process.name.split("#")[0]
+        if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
+            self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
+        if self.service.is_counted:
+            self._fits(transfer)
         for other in self.data.transfers.values():
             theirs = posted.get(other.transfer_id)
             if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
@@ -216,6 +228,17 @@ class _Rank:
                 self.service.world.violate(
                     f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed"
                 )
+
+    def _fits(self, transfer: Transfer) -> None:
+        """No more is in flight than may be, from each rank and in all."""
+        posted = self.engine._core.decode.transfers
+        known = [t for t in self.data.transfers.values() if not t.is_over and t.transfer_id in posted]
+        running = [t for t in known if posted[t.transfer_id].pull.reason is None]
+        same = [t for t in running if t.owner is transfer.owner]
+        for others, most in ((same, PULL.window_bytes), (running, PULL.total_bytes)):
+            num_bytes = sum(length for t in (*others, transfer) for _, _, length in t.spots)
+            if others and num_bytes > most:
+                self.service.world.violate(f"{self.process.name} has {num_bytes} bytes in flight, {most} are allowed")
 
     def _landing(self, transfer: Transfer, spots: Sequence[tuple[int, int, int]]) -> None:
         """Nothing lands in a block that was given back, nor in memory that was let go."""
@@ -265,10 +288,15 @@ class _Prefill:
 
 
 class Service:
-    """Prefill and decode engines, their schedulers and the router between them."""
+    """Prefill and decode engines, their schedulers and the router between them.
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
+    Args:
+        script: What is asked of them, and what goes wrong.
+        doors: What every rank is connected by, each time its process starts.
+    """
+
+    def __init__(self, script: Script, doors: Callable[[Process], Doors] = Doors) -> None:
+        self.script, self.doors = script, doors
         self.world = World(script.seed)
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
@@ -284,6 +312,7 @@ class Service:
         self.spared = script.spared
         self.is_heard = {f.kind for f in script.faults} <= HEARD
         """No process falls silent."""
+        self.is_counted = {f.kind for f in script.faults} <= COUNTED
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
             self._faults.setdefault(fault.kind, []).append(fault)
@@ -748,7 +777,7 @@ class Service:
             return
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
-        holder = _Lease(lent.ask.number, handle, lent, process, clock)
+        holder = _Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
         self.leases.append((rank, process, holder))
         self._spent(rank, lent)
 
@@ -947,6 +976,7 @@ class _Lease:
     lent: _Lent
     process: Process
     clock: Stopwatch
+    engine: Engine
     revoked: Stopwatch | None = None
     ended: str = ""
     ended_at: float = 0.0
@@ -956,7 +986,7 @@ class _Lease:
     def revoke(self) -> None:
         """Take it back: by its handle, or as a scheduler does that does not know whether it was lent."""
         if self.ask % 2:
-            self.handle._engine.withdraw(self.lent.params)
+            self.engine.withdraw(self.lent.params)
         else:
             self.handle.revoke()
         self.revoked = self.revoked or Stopwatch.start(self.process)

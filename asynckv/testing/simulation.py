@@ -23,8 +23,10 @@ from typing import Any
 
 from asynckv.core.wire import decode_packet
 from asynckv.errors import AsyncKVError
+from asynckv.testing.doors import Doors
 from asynckv.testing.script import FAULTS, Ask, Fault, Script, make_script
 from asynckv.testing.service import Service
+from asynckv.testing.world import Process
 
 __all__ = [
     "FAULTS",
@@ -94,18 +96,18 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def play(script: Script) -> Outcome:
-    """Run one script."""
+def play(script: Script, doors: Callable[[Process], Doors] = Doors) -> Outcome:
+    """Run one script, with other ranks than honest ones if their doors say so."""
     with _silent():
-        service = Service(script)
+        service = Service(script, doors)
         service.run()
     world = service.world
     return Outcome(script, world.violation, service.outcomes + world.counts, world.trace)
 
 
-def simulate(seed: int, faults: Sequence[str] = FAULTS) -> Outcome:
+def simulate(seed: int, faults: Sequence[str] = FAULTS, doors: Callable[[Process], Doors] = Doors) -> Outcome:
     """Run what a seed stands for."""
-    return play(make_script(seed, faults))
+    return play(make_script(seed, faults), doors)
 
 
 @dataclass(slots=True)
@@ -167,9 +169,9 @@ def simulate_many(
     return found
 
 
-def minimise(script: Script, most: int = 200) -> Outcome:
+def minimise(script: Script, most: int = 200, doors: Callable[[Process], Doors] = Doors) -> Outcome:
     """Leave out faults and requests as long as the same kind of violation comes."""
-    best = play(script)
+    best = play(script, doors)
     kind = _kind(best.violation)
     changed = True
     while changed and most > 0:
@@ -180,7 +182,7 @@ def minimise(script: Script, most: int = 200) -> Outcome:
                 most -= 1
                 left = tuple(x for x in items if x is not item)
                 smaller = replace(best.script, faults=left) if what == "faults" else replace(best.script, asks=left)
-                found = play(smaller)
+                found = play(smaller, doors)
                 if found.violation and _kind(found.violation) == kind:
                     best, changed = found, True
                     break

@@ -26,15 +26,15 @@ from typing import Any, Literal, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable
-from asynckv.ports import AgentLost, AgentReplaced, DataNews, Ended, Ending
+from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
 
-IndexArray = npt.NDArray[np.int32]
 Ts = TypeVarTuple("Ts")
 Bytes = npt.NDArray[np.uint8]
 
@@ -449,7 +449,8 @@ class Transfer:
     pieces: list[_Piece]
     spots: list[tuple[int, int, int]]
     """Where they land: memory, start, length."""
-    table: tuple[str, int]
+    name: str
+    """The agent it reads from, as it is known by."""
     fate: TransferFate
     end_at: float = math.inf
     landed: int = 0
@@ -461,11 +462,14 @@ class Transfer:
     """Which start of its data plane it reads from."""
 
 
+_Row = tuple[list[int], list[int], int]
+"""Memory, offset and stride on both sides, and the length, as plain numbers."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Table:
     table: DescTable
-    rows: list[tuple[list[int], list[int], int]]
-    """Memory, offset and stride on both sides, and the length, as plain numbers."""
+    rows: list[_Row]
 
 
 class WorldData:
@@ -486,6 +490,7 @@ class WorldData:
         self.posted = 0
         self.is_closed = False
         self._tables: dict[str, dict[int, _Table]] = {}
+        """By remote agent, then by the table's id; an entry holds its table, so that no other gets its id."""
         self._users: Counter[str] = Counter()
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -494,8 +499,9 @@ class WorldData:
 
     # -- the port ----------------------------------------------------------------------------------
 
-    def start(self, on_ready: Callable[[], None]) -> None:
-        """Join the world, each time as another agent."""
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Join the world, each time as another agent, with the memory that this plane was made for."""
+        assert tuple(memories) == self._memories
         self.starts += 1
         if self.starts > 1:
             self._name = f"{self._base_name}-{self.starts}"
@@ -503,77 +509,48 @@ class WorldData:
         self._on_ready = on_ready
         self._has_agent = self._can_read = True
         self.process.world.agents[self._name] = self
-
-    def register(self, memories: Sequence[Memory]) -> None:
-        """Check that they are what this plane was made for."""
-        assert tuple(memories) == self._memories
+        return self._agent
 
     @property
-    def agent_name(self) -> str:
-        """Unique per process start."""
-        return self._name
+    def _agent(self) -> AgentInfo:
+        return AgentInfo(self._name, self._name.encode())
 
-    def metadata(self) -> bytes:
-        """Name this plane."""
-        return self._name.encode()
-
-    async def prepare_peer(self, name: str, metadata: bytes) -> None:
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it, which takes a while."""
         starts = self.starts
         await asyncio.sleep(self._random.random() * 2e-3)
         if not self._can_read or (starts != self.starts and not self._reads_stay):
             raise BackendError("our agent has died")
-        owner = self.process.world.agents.get(metadata.decode())
+        owner = self.process.world.agents.get(agent.metadata.decode())
         if owner is None or owner.process.is_dead:
-            raise BackendError(f"no agent {name!r} behind its metadata")
-        self._tables.setdefault(name, {})
-        self._users[name] += 1
+            raise BackendError(f"no agent {agent.name!r} behind its metadata")
+        self._tables.setdefault(agent.name, {})
+        self._users[agent.name] += 1
 
-    def add_table(self, name: str, table: DescTable, memories: Sequence[Memory], remote: Sequence[Memory]) -> None:
-        """Keep a table."""
-        if name not in self._tables:
-            raise Violation(f"{self.process.name} adds a table for {name}, which is not loaded")
-        rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
-        self._tables[name][table.table_id] = _Table(table, list(rows))
-
-    def remove_table(self, name: str, table_id: int) -> None:
-        """Forget a table that nothing uses."""
-        if self.is_closed or name not in self._tables:
-            return
-        self._check_unused(name, table_id)
-        self._tables[name].pop(table_id, None)
-
-    def remove_peer(self, name: str, *, keep: bool = False) -> None:
-        """Forget a peer that nothing uses."""
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent that nothing reads from."""
         if self.is_closed or name not in self._users:
             return
         self._users[name] -= 1
         if self._users[name] <= 0:
-            self._check_unused(name, None)
-            self._tables.pop(name, None)
-            del self._users[name]
+            for transfer in self.transfers.values():
+                if transfer.name == name:
+                    raise Violation(f"{self.process.name} removes {name} under transfer {transfer.transfer_id}")
+            del self._tables[name], self._users[name]
 
-    def _check_unused(self, name: str, table_id: int | None) -> None:
-        for transfer in self.transfers.values():
-            if transfer.table[0] == name and table_id in (None, transfer.table[1]):
-                raise Violation(f"{self.process.name} removes {name} {table_id} under transfer {transfer.transfer_id}")
-
-    def post_read(
-        self, transfer_id: TransferId, name: str, table_id: int, local: IndexArray, remote: IndexArray
-    ) -> Ended | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Begin to read."""
         world, process = self.process.world, self.process
         process.spend()
         self.posted += 1
-        owner = world.agents.get(name)
-        table = self._tables.get(name, {}).get(table_id)
-        if table is None and not self._can_read:
-            return Ended(transfer_id, Ending.FAILED, "our agent has died")
-        if table is None:
-            raise Violation(f"{process.name} reads from {name} with table {table_id}, which it has not loaded")
+        owner, tables = world.agents.get(name), self._tables.get(name)
+        if tables is None and not self._can_read:
+            return TransferEnded(transfer_id, Ending.FAILED, "our agent has died")
+        if tables is None:
+            raise Violation(f"{process.name} reads from {name}, which it has not loaded")
         if owner is None or owner.process.is_dead:
-            return Ended(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
-        transfer = self._transfer(transfer_id, owner, table, name, local, remote)
+            return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        transfer = self._transfer(transfer_id, owner, self._rows(tables, read.table), name, read)
         self.on_post(transfer)
         fate = transfer.fate
         world.note(process.name, f"posted {transfer_id} from {name}", fate)
@@ -588,7 +565,7 @@ class WorldData:
             self._land(transfer, len(transfer.pieces))
             process.spend()
             transfer.is_over = transfer.is_dead = True
-            return Ended(transfer_id, Ending.DONE)
+            return TransferEnded(transfer_id, Ending.DONE)
         self.transfers[transfer_id] = transfer
         begin, half = process.now, len(transfer.pieces) * fate.lands / 2
         transfer.end_at = begin + fate.seconds
@@ -610,10 +587,10 @@ class WorldData:
             for transfer in ends:
                 if not transfer.is_over and not transfer.is_dead:
                     transfer.is_over = True
-                    self._news.append(Ended(transfer.transfer_id, Ending.DONE))
+                    self._news.append(TransferEnded(transfer.transfer_id, Ending.DONE))
         news, self._news = self._news, []
         for ended in news:
-            if isinstance(ended, Ended) and ended.ending is not Ending.IN_DOUBT:
+            if isinstance(ended, TransferEnded) and ended.ending is not Ending.IN_DOUBT:
                 self.transfers.pop(ended.transfer_id, None)
         self.process.spend()
         return news
@@ -675,7 +652,7 @@ class WorldData:
         for transfer in left:
             if not transfer.is_over:
                 transfer.is_over = True
-                self._news.append(Ended(transfer.transfer_id, Ending.FAILED, "our agent has died"))
+                self._news.append(TransferEnded(transfer.transfer_id, Ending.FAILED, "our agent has died"))
         if reads:
             self._tables.clear()
             self._users.clear()
@@ -687,7 +664,7 @@ class WorldData:
                 return
             self._name, self._has_agent, self._can_read = f"{self._base_name}-{starts}", True, True
             world.agents[self._name] = self
-            self._news.append(AgentReplaced(self._name, self.metadata(), "our agent has died", down_s, len(left)))
+            self._news.append(AgentReplaced(self._agent, "our agent has died", down_s, len(left)))
             self._on_ready()
 
         self.process.call_at(world.now + down_s, follow)
@@ -710,19 +687,25 @@ class WorldData:
     def _reporter(self, transfer: Transfer, ending: Ending, lost: bool) -> Callable[[], None]:
         return lambda: self._report(transfer, ending, lost, "the remote process died")
 
+    def _rows(self, tables: dict[int, _Table], table: DescTable) -> list[_Row]:
+        """Return a table's rows, made on its first read as descriptor lists are."""
+        if (known := tables.get(id(table))) is None:
+            rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
+            known = tables[id(table)] = _Table(table, list(rows))
+        return known.rows
+
     def _transfer(
         self,
         transfer_id: TransferId,
         owner: WorldData,
-        known: _Table,
+        rows: list[_Row],
         name: str,
-        local: IndexArray,
-        remote: IndexArray,
+        read: ReadRequest,
     ) -> Transfer:
         pieces: list[_Piece] = []
         spots = []
-        table, rows = known.table, known.rows
-        for a, b in zip(local.tolist(), remote.tolist(), strict=True):
+        table = read.table
+        for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
             (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
             (memory, offset, stride), (remote_memory, remote_offset, remote_stride), length = rows[row]
             start = offset + mine * stride
@@ -734,7 +717,7 @@ class WorldData:
             pieces.append((target, origin))
             spots.append((memory, start, length))
         fate = self.process.world.transfer_fate(self, owner, self._random)
-        return Transfer(transfer_id, owner, pieces, spots, (name, table.table_id), fate, owner_start=owner.starts)
+        return Transfer(transfer_id, owner, pieces, spots, name, fate, owner_start=owner.starts)
 
     def _land(self, transfer: Transfer, upto: int) -> None:
         owner = transfer.owner
@@ -773,5 +756,5 @@ class WorldData:
         if self.is_closed or self.process.is_dead or transfer.is_over:
             return
         transfer.is_over = ending is not Ending.IN_DOUBT
-        self._news.append(Ended(transfer.transfer_id, ending, cause, peer_lost))
+        self._news.append(TransferEnded(transfer.transfer_id, ending, cause, peer_lost))
         self.process.call_at(self.process.world.now, self._on_ready)

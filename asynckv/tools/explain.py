@@ -17,11 +17,22 @@ from rich.table import Table
 
 from asynckv.config import PullConfig
 from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
+from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import NULL, BlockRuns
-from asynckv.geometry.layout import TOKEN, Group, Layout, pools, runs_of, strided_pieces
-from asynckv.geometry.match import NotCovered, Share, assign, compare, layer_names, strange_layers
-from asynckv.geometry.plan import BlockLists, PeerTables, Plan, check_block_ids, plan_read
-from asynckv.geometry.topology import owed_readers, remote_ranks
+from asynckv.geometry.layout import TOKEN, Group, Layout
+from asynckv.geometry.match import (
+    NotCovered,
+    Share,
+    assign,
+    compare,
+    layer_names,
+    owed_readers,
+    remote_ranks,
+    strange_layers,
+)
+from asynckv.geometry.overlap import pools
+from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
+from asynckv.geometry.strides import strided_descriptors
 from asynckv.observe.console import printable
 from asynckv.tools.pictures import SHARED, Bar, Segment, bars
 
@@ -278,15 +289,15 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [_read_group(peer, g, h, plan, shares) for g, h in peer.pairs]
+    groups = [_read_group(pair.local, pair.remote, plan, shares) for pair in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
     return {"remote": name, **sums, "groups": read}
 
 
-def _read_group(peer: PeerTables, group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
+def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
     pair = group, remote_group
-    mine = Plan(tuple(s for s in plan.sections if s.table.cut[:2] == pair))
+    mine = Plan(tuple(s for s in plan.sections if s.table.span[:2] == pair))
     config = PullConfig()
     posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
     ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
@@ -310,9 +321,9 @@ def _read_group(peer: PeerTables, group: int, remote_group: int, plan: Plan, sha
 
 def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
     """Say where another memory order would save most pieces."""
-    for group, remote_group in peer.pairs:
+    for group, remote_group in ((pair.local, pair.remote) for pair in peer.group_pairs):
         layers = len({s.here.layer for s in shares if s.here.group == group})
-        rows = max((t.num_rows for t in peer.regular if t.cut[:2] == (group, remote_group)), default=0)
+        rows = max((t.num_rows for t in peer.regular if t.span[:2] == (group, remote_group)), default=0)
         if peer.local.groups[group].kind == "tokens" and rows > MANY_PIECES * layers:
             yield (
                 f"group {peer.local.groups[group].name} takes {rows / layers:.0f} pieces per block and layer; where "
@@ -392,7 +403,7 @@ def _needed(layout: Layout, lists: BlockLists, *, over: bool = False) -> _Interv
                         begin, size = lo // part.tokens_per_entry, -(-hi // part.tokens_per_entry)
                         start, size = start + begin * dim.stride, size - begin
                     dims.append((size, dim.stride, dim.stride))
-                offsets, _, length = strided_pieces(part.itemsize, tuple(dims))
+                offsets, _, length = strided_descriptors(part.itemsize, tuple(dims))
                 for offset in offsets.tolist():
                     out.add(view.memory, start + offset + view.stride * blocks, length)
     return out

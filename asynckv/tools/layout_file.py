@@ -21,7 +21,8 @@ import msgspec
 from msgspec import Struct
 
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, check_layout
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 
 __all__ = ["SCHEMA", "dump_layouts", "load_layouts"]
 

@@ -13,18 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from asynckv.errors import ConfigError
-from asynckv.geometry.layout import (
-    ITEMSIZE,
-    ONE_PER_REQUEST,
-    Dim,
-    Group,
-    Layout,
-    Memory,
-    Part,
-    View,
-    dense_part,
-    shard,
-)
+from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
 from asynckv.tools.models import Heads, Latent, Model, State
 
 __all__ = ["CONV_ORDERS", "ORDERS", "model_groups", "model_layout", "stage_layers", "with_addresses"]

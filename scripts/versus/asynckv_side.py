@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Self
 
 from asynckv import Engine, EngineConfig, PrefillGroup, register_memory
 from asynckv.config import LeaseConfig
@@ -16,12 +16,11 @@ from asynckv.tools.models import Heads, Model
 from scripts.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,
-    Board,
     Checks,
     Memory,
-    Pipe,
     Setup,
     Window,
+    board,
     lend_ahead,
     numbers,
     sources,
@@ -37,8 +36,9 @@ class Side:
     A router would carry the params; here both sides make the same ones before the clock runs, from the same seed.
     """
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.memory, self.board = setup, Memory(setup), Board(setup.folder)
+    def __init__(self, **fields: Any) -> None:
+        setup = Setup(**fields)
+        self.setup, self.memory, self.board = setup, Memory(setup), board(setup.folder)
         heads, size = setup.heads
         model = Model("versus", (Heads(heads, size),) * setup.layers, dtype="float16")
         layout = model_layout(model, block_size=BLOCK_TOKENS, num_blocks=setup.num_blocks, order="block-hnd")
@@ -46,16 +46,38 @@ class Side:
         config = EngineConfig(engine_id=setup.role, lease=LeaseConfig(lease_s=600.0))
         self.engine = Engine(config, register_memory(layout, (self.memory,)))
         self._group: PrefillGroup | None = None
+        self._remote_blocks = 0
 
-    def meet(self, endpoint: dict[str, Any]) -> None:
+    async def __aenter__(self) -> Self:
+        await self.engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.aclose()
+
+    def ready(self) -> dict[str, Any]:
+        """Say what this is, and where."""
+        if self.setup.role == "producer":
+            self.memory.fill()
+        endpoint = {"tp_rank": 0, "address": self.engine.endpoint.address}
+        endpoint["incarnation"] = self.engine.endpoint.incarnation
+        return {"versions": self.engine.describe(), "num_blocks": self.setup.num_blocks, "endpoint": endpoint}
+
+    def meet(self, peer: dict[str, Any]) -> None:
         """Take the prefill rank's endpoint, from which params are made."""
+        self._remote_blocks = peer["num_blocks"]
         source = random.Random(self.setup.seed)
         self._group = PrefillGroup(
             "producer",
-            [endpoint],
+            [peer["endpoint"]],
             lease=LeaseConfig(lease_s=600.0),
             token_hex=lambda size: source.randbytes(size).hex(),
         )
+
+    async def window(self, **fields: Any) -> dict[str, Any]:
+        """Lend a window's requests, or pull them."""
+        window = Window(**fields)
+        return await (self._serve(window) if self.setup.role == "producer" else self._pull(window))
 
     def params(self, window: Window, remote_blocks: int) -> dict[int, dict[str, Any]]:
         """Params of all requests of a window, the same in both processes."""
@@ -67,7 +89,7 @@ class Side:
             for i in numbers(window)
         }
 
-    async def serve(self, window: Window) -> dict[str, Any]:
+    async def _serve(self, window: Window) -> dict[str, Any]:
         """Prefill: lend ahead of the reader until all was released."""
         params = self.params(window, self.setup.num_blocks)
         lent: deque[Any] = deque()
@@ -79,16 +101,16 @@ class Side:
                         await lent.popleft().wait_released()
                         left -= 1
                     lent.append(self.engine.lend(each))
-                    self.board.admitted = i + 1
+                    self.board.value = i + 1
                 while lent:
                     left -= (await lent.popleft().wait_released()).cause == "released"
         except TimeoutError:
             pass
         return {"left": left, "cpu_s": time.process_time() - cpu}
 
-    async def pull(self, window: Window, remote_blocks: int) -> dict[str, Any]:
+    async def _pull(self, window: Window) -> dict[str, Any]:
         """Decode: a closed loop, by steps or without."""
-        pulls = _Pulls(self, window, remote_blocks)
+        pulls = _Pulls(self, window, self._remote_blocks)
         if window.step_ms is None:
             await pulls.freely()
         else:
@@ -142,7 +164,7 @@ class _Pulls:
         await asyncio.gather(*(reader() for _ in range(self._window.concurrency)))
 
     def _may_pull(self) -> bool:
-        admitted = self._board.admitted
+        admitted = self._board.value
         if self._window.announced:
             ahead = min(admitted, self._window.first + self._window.requests)
             if self._todo:
@@ -158,34 +180,3 @@ class _Pulls:
         except AsyncKVError:
             self.checks.failed += 1
         self._done.append((number, local, since, time.perf_counter()))
-
-
-async def run(pipe: Pipe) -> None:
-    """Obey until stdin ends."""
-    setup = pipe.setup()
-    side = Side(setup)
-    async with side.engine:
-        ready: dict[str, Any] = {"versions": side.engine.describe(), "num_blocks": setup.num_blocks}
-        endpoint = side.engine.endpoint
-        if setup.role == "producer":
-            side.memory.fill()
-            ready["endpoint"] = {
-                "tp_rank": endpoint.tp_rank,
-                "address": endpoint.address,
-                "incarnation": endpoint.incarnation,
-            }
-        pipe.write(ready)
-        peer = ready if setup.role == "producer" else await asyncio.to_thread(pipe.read)
-        if peer is None:
-            return
-        side.meet(peer["endpoint"])
-        while (command := await asyncio.to_thread(pipe.read)) is not None:
-            window = Window(**command)
-            if setup.role == "producer":
-                pipe.write(await side.serve(window))
-            else:
-                pipe.write(await side.pull(window, peer["num_blocks"]))
-
-
-if __name__ == "__main__":
-    asyncio.run(run(Pipe()))

@@ -10,22 +10,20 @@ import functools
 import json
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from scripts.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,
-    Board,
     Checks,
     Memory,
-    Pipe,
     Setup,
     Window,
+    board,
     lend_ahead,
     numbers,
 )
@@ -72,7 +70,24 @@ def write_config(setup: Setup) -> None:
 class Side:
     """A worker's connector with its KV caches registered."""
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
+    def __init__(self, **fields: Any) -> None:
+        setup = Setup(**fields)
+        self.setup, self.memory, self.board = setup, Memory(setup), board(setup.folder)
+        self._port, self._peer = free_port(), dict[str, Any]()
+        os.environ |= {
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self._port),
+            "HF_HUB_OFFLINE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "0",
+        }
+        self._folder = tempfile.TemporaryDirectory()
+        self._connect(setup)
+
+    def _connect(self, setup: Setup) -> None:
         import torch
         from vllm.config import (
             CacheConfig,
@@ -91,7 +106,6 @@ class Side:
 
         torch.set_num_threads(1)
         heads, size = setup.heads
-        self.memory, self.board = Memory(setup), Board(setup.folder)
         self.new_metadata = nixl.NixlConnectorMetadata
         cache = CacheConfig(block_size=BLOCK_TOKENS, cache_dtype="auto", enable_prefix_caching=True)
         cache.kv_cache_layout = "LBHNC"
@@ -127,7 +141,7 @@ class Side:
             base_worker.nixl_agent_config = functools.partial(base_worker.nixl_agent_config, enable_prog_thread=False)
         affinity = os.sched_getaffinity(0)
         with set_current_vllm_config(config):
-            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+            parallel_state.init_distributed_environment(1, 0, f"file://{self._folder.name}/rendezvous", 0, "gloo")
             parallel_state.initialize_model_parallel(1, 1)
             self.connector = nixl.NixlConnector(config, KVConnectorRole.WORKER, groups)
             if not setup.keep_affinity:
@@ -136,11 +150,37 @@ class Side:
         self.worker = self.connector.connector_worker
         self._make_scheduler: Callable[[], Any] = lambda: nixl.NixlConnector(config, KVConnectorRole.SCHEDULER, groups)
 
-    def answer_handshakes(self) -> Any:
-        """Bring up the scheduler's half, which hands out this worker's metadata over ZMQ."""
-        scheduler = self._make_scheduler()
-        scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.connector.get_handshake_metadata()})
-        return scheduler
+    async def __aenter__(self) -> Self:
+        if self.setup.role == "producer":
+            self.memory.fill()
+            # The scheduler's half hands out this worker's metadata over ZMQ.
+            self._scheduler = self._make_scheduler()
+            self._scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.connector.get_handshake_metadata()})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.setup.role == "producer":
+            self._scheduler.shutdown()
+        self.connector.shutdown()
+        self._folder.cleanup()
+        # NIXL's threads outlive the interpreter's teardown otherwise.
+        os._exit(0)
+
+    def ready(self) -> dict[str, Any]:
+        """Say what this is, and where."""
+        from vllm import __version__
+
+        where = {"engine_id": self.connector.engine_id, "port": self._port}
+        return {"versions": {"vllm": __version__}, "num_blocks": self.setup.num_blocks, **where}
+
+    def meet(self, peer: dict[str, Any]) -> None:
+        """Take what the prefill process says of itself."""
+        self._peer = peer
+
+    def window(self, **fields: Any) -> dict[str, Any]:
+        """Lend a window's requests, or pull them."""
+        window = Window(**fields)
+        return self._serve(window) if self.setup.role == "producer" else self._pull(window, self._peer)
 
     def step(self, metadata: Any, seconds: float = 0.0) -> tuple[set[str], set[str]]:
         """One step as the model runner makes it: loads begin, the model runs, what has finished is collected."""
@@ -152,7 +192,7 @@ class Side:
         self.connector.clear_connector_metadata()
         return sent or set(), received or set()
 
-    def serve(self, window: Window) -> dict[str, Any]:
+    def _serve(self, window: Window) -> dict[str, Any]:
         """Prefill: have requests ready ahead of the reader until all of them were read."""
         ids = [f"p-{i}" for i in numbers(window)]
         waiting, ready, cpu = set(ids), 0, time.process_time()
@@ -166,12 +206,12 @@ class Side:
             ready = max(ready, upto)
             sent, _ = self.step(metadata)
             # Only what the worker knows is offered: an unknown id in a notification is an error there.
-            self.board.admitted = window.first + ready
+            self.board.value = window.first + ready
             waiting -= sent
             time.sleep(POLL_S)
         return {"left": len(waiting), "cpu_s": time.process_time() - cpu}
 
-    def pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
+    def _pull(self, window: Window, peer: dict[str, Any]) -> dict[str, Any]:
         """Decode: a closed loop of steps."""
         checks = Checks(self.memory, window, peer["num_blocks"])
         step_s, todo = (window.step_ms or 0.0) / 1e3, iter(numbers(window))
@@ -179,7 +219,7 @@ class Side:
         running: dict[str, tuple[int, list[int], float]] = {}
         while number is not None or running:
             metadata, began = self.new_metadata(), time.perf_counter()
-            while checks.free and number is not None and number < self.board.admitted:
+            while checks.free and number is not None and number < self.board.value:
                 local = checks.free.popleft()
                 metadata.add_new_req_to_recv(
                     f"d-{number}",
@@ -206,44 +246,3 @@ class Side:
         statistics = self.worker.get_kv_connector_stats()
         found["failed"] = len(statistics.data.get("num_failed_transfers", [])) if statistics else 0
         return found
-
-
-def main() -> None:
-    """Obey until stdin ends."""
-    pipe = Pipe()
-    setup = pipe.setup()
-    port = free_port()
-    os.environ |= {
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
-        "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TOKENIZERS_PARALLELISM": "0",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        side = Side(setup, Path(folder))
-        from vllm import __version__
-
-        ready = {"versions": {"vllm": __version__}, "num_blocks": setup.num_blocks}
-        if setup.role == "producer":
-            side.memory.fill()
-            scheduler = side.answer_handshakes()
-            ready |= {"engine_id": side.connector.engine_id, "port": port}
-        pipe.write(ready)
-        peer = (pipe.read() or {}) if setup.role == "consumer" else {}
-        while (command := pipe.read()) is not None:
-            window = Window(**command)
-            pipe.write(side.serve(window) if setup.role == "producer" else side.pull(window, peer))
-        if setup.role == "producer":
-            scheduler.shutdown()
-        side.connector.shutdown()
-    sys.stdout.flush()
-    # NIXL's threads outlive the interpreter's teardown otherwise.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

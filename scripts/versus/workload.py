@@ -1,17 +1,14 @@
 """What both contenders share: the requests, the bytes, the clockwork. Standard library and numpy only.
 
-Each contender is two processes, prefill and decode, that obey JSON lines on stdin and answer on stdout: their set-up,
-for the decode process what the prefill process said of itself, and then windows. A *window* is a number of requests in
-a closed loop. Block ids, memory, pattern and checks are the same for both, to the byte.
+Each contender is two processes of a fleet, prefill and decode. They are asked what they are (`ready`), told what the
+prefill process said of itself (`meet`), and asked for windows (`window`). A *window* is a number of requests in a
+closed loop. Block ids, memory, pattern and checks are the same for both, to the byte.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import mmap
-import os
-import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -21,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.testing.fleet import SharedNumber, pattern
+
 BLOCK_TOKENS = 32
 """What vLLM's CPU platform wants a multiple of."""
 ITEM = 2
@@ -29,10 +28,6 @@ NUM_SOURCES = 256
 AHEAD = 64
 SERVE_S = 30.0
 """How long the prefill side waits for the last request to be released."""
-
-LAYER_STEP = np.uint64(0x9E3779B97F4A7C15)
-BLOCK_STEP = np.uint64(0xC2B2AE3D27D4EB4F)
-WORD_STEP = np.uint64(0x165667B19E3779F9)
 
 Words = npt.NDArray[np.uint64]
 
@@ -83,26 +78,9 @@ class Window:
     announced: bool = False
 
 
-class Board:
-    """A number in shared memory: how many requests may be pulled."""
-
-    def __init__(self, folder: str) -> None:
-        with (Path(folder) / "board").open("r+b") as file:
-            self._words = np.frombuffer(mmap.mmap(file.fileno(), 8), np.int64)
-
-    @property
-    def admitted(self) -> int:
-        """Read it."""
-        return int(self._words[0])
-
-    @admitted.setter
-    def admitted(self, value: int) -> None:
-        self._words[0] = value
-
-    @staticmethod
-    def create(folder: Path) -> None:
-        """Make the file."""
-        (folder / "board").write_bytes(bytes(8))
+def board(folder: str) -> SharedNumber:
+    """How many requests may be pulled, as the prefill process says."""
+    return SharedNumber(Path(folder) / "board")
 
 
 class Memory:
@@ -116,10 +94,7 @@ class Memory:
             array[:] = 0
 
     def _expected(self, layer: int, blocks: list[int]) -> Words:
-        with np.errstate(over="ignore"):
-            base = np.uint64(layer + 1) * LAYER_STEP + (np.array(blocks, np.uint64) + np.uint64(1)) * BLOCK_STEP
-            words = np.arange(self.arrays[layer].shape[1], dtype=np.uint64) * WORD_STEP
-            return base[:, None] + words[None, :]
+        return pattern(layer + 1, np.array(blocks) + 1, self.arrays[layer].shape[1])
 
     def fill(self) -> None:
         """Write the pattern."""
@@ -212,28 +187,6 @@ class Checks:
     def _check(self, local: list[int], remote: list[int]) -> None:
         self.checked += 1
         self.wrong += not self.memory.is_right(local, remote)
-
-
-class Pipe:
-    """A process's end of the conversation; what libraries print goes to stderr."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)
-
-    def read(self) -> dict[str, Any] | None:
-        """Wait for a line; None at the end."""
-        line = sys.stdin.readline()
-        found: dict[str, Any] | None = json.loads(line) if line else None
-        return found
-
-    def write(self, answer: dict[str, Any]) -> None:
-        """Answer."""
-        self._out.write(json.dumps(answer) + "\n")
-
-    def setup(self) -> Setup:
-        """Read who we are."""
-        return Setup(**(self.read() or sys.exit(0)))
 
 
 def numbers(window: Window) -> range:

@@ -1,0 +1,241 @@
+"""One request over its attempts: whether it is tried again, when, with which params, and who is told that it is not.
+
+    TRYING -> PAUSING -> RECOVERING -> RENEWING -> TRYING ...
+         \\_______\\___________\\___________\\-> OVER
+
+Every attempt is a pull of its own, with an id of its own, and begins when nothing of the one before can write its
+blocks any more. So a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the
+prefill ranks were told so, and keep the request lent to this reader; once none follows, somebody has to say so:
+`discharges` names what.
+
+The machine decides; whoever drives it waits for what its state waits for (a moment, the blocks, new params), and says
+what came.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from asynckv.core.pull import Pull, PullRequest
+from asynckv.core.types import Params, Reason
+from asynckv.errors import LocalProtocolError
+
+__all__ = ["RETRYABLE", "RETRYABLE_ELSEWHERE", "Request", "RequestEvent", "RequestState"]
+
+RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
+"""What the same params may get over: the lease may still stand, and another connection serve."""
+
+RETRYABLE_ELSEWHERE = RETRYABLE | {
+    Reason.RESTARTED,
+    Reason.ENGINE_CLOSED,
+    Reason.EXPIRED,
+    Reason.REVOKED,
+    Reason.WITHDRAWN,
+    Reason.CONSUMED,
+    Reason.UNKNOWN,
+    Reason.STALE_MEMORY,
+}
+"""What new params get over: the request has to be prefilled again, here or elsewhere."""
+
+MAX_PAUSE_S = 2.0
+
+
+class RequestState(enum.StrEnum):
+    """What a request is at, or waits for."""
+
+    TRYING = "trying"
+    PAUSING = "pausing"
+    """Until its next attempt may begin."""
+    RECOVERING = "recovering"
+    """Until nothing can write the blocks of the last attempt any more."""
+    RENEWING = "renewing"
+    """Until its caller has said with which params to go on."""
+    OVER = "over"
+
+
+class RequestEvent(enum.StrEnum):
+    """What happens to a request."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """An attempt failed, and none follows."""
+    FAILED_FOR_NOW = "failed_for_now"
+    """An attempt failed, and another may do better."""
+    TIME = "time"
+    """The pause is over."""
+    RETURNED = "returned"
+    """The blocks are free."""
+    RENEWED = "renewed"
+    """There are params to go on with."""
+    GIVEN_UP = "given_up"
+    """It was cancelled, the engine closes, the deadline passed, or there are no blocks or params to go on with."""
+
+
+S, E = RequestState, RequestEvent
+ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    S.TRYING: {E.COMPLETED: S.OVER, E.FAILED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
+    S.PAUSING: {E.TIME: S.RECOVERING, E.GIVEN_UP: S.OVER},
+    S.RECOVERING: {E.RETURNED: S.RENEWING, E.GIVEN_UP: S.OVER},
+    S.RENEWING: {E.RENEWED: S.TRYING, E.GIVEN_UP: S.OVER},
+    S.OVER: {},
+}
+"""What each state takes, and where it leads; anything else raises before anything has changed."""
+
+
+def holds_nothing(request: Request) -> bool:
+    """Nothing can write the blocks."""
+    return request.pull is not None and request.pull.is_returned
+
+
+def keeps_its_params(request: Request) -> bool:
+    """Nobody is asked for other params."""
+    return not request.can_renew
+
+
+WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = {
+    S.TRYING: {},
+    S.PAUSING: {},
+    S.RECOVERING: {holds_nothing: S.RENEWING},
+    S.RENEWING: {keeps_its_params: S.TRYING},
+    S.OVER: {},
+}
+"""What is acted upon at once: the first condition that holds, until none does."""
+
+
+class Request:
+    """The attempts at one request.
+
+    Args:
+        wanted: What is to be pulled.
+        retries: Attempts after the first, at most.
+        pause_s: Before the first retry; then doubling to `MAX_PAUSE_S`.
+        deadline: Of the whole request.
+        can_renew: The caller can give new params.
+        now: The time.
+    """
+
+    def __init__(
+        self, wanted: PullRequest, retries: int, pause_s: float, deadline: float, can_renew: bool, now: float
+    ) -> None:
+        self.state = S.TRYING
+        self.wanted, self.deadline, self.can_renew, self.begun_at = wanted, deadline, can_renew, now
+        self.attempts = 1
+        """Begun so far."""
+        self.pull: Pull | None = None
+        """The newest attempt."""
+        self.next_at = math.inf
+        """When the pause is over."""
+        self.stopped: Reason | None = None
+        """Why no attempt may follow, if somebody has said so."""
+        self._retries, self._pause_s = retries, pause_s
+        self._given_up_for: Reason | None = None
+        self._discharges: list[tuple[PullRequest, Reason]] = []
+
+    @property
+    def retryable(self) -> frozenset[Reason]:
+        """Failures of this attempt after which another follows."""
+        if self.attempts > self._retries:
+            return frozenset()
+        return RETRYABLE_ELSEWHERE if self.can_renew else RETRYABLE
+
+    @property
+    def was_promised(self) -> bool:
+        """The prefill ranks were told that another attempt follows the last."""
+        return self.pull is not None and self.pull.reason in self.pull.retryable
+
+    def discharges(self) -> list[tuple[PullRequest, Reason]]:
+        """Return of which requests the prefill ranks are to be told that no attempt follows after all, and why."""
+        found, self._discharges = self._discharges, []
+        return found
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def tried(self, pull: Pull) -> None:
+        """An attempt has begun."""
+        self.pull = pull
+
+    def refused(self) -> None:
+        """An attempt could not begin: what is said of the one before is said for good."""
+        after = self._allow(E.FAILED)
+        if self.attempts > 1 and self.wanted.is_last:
+            self._discharges.append((self.wanted, Reason.UNPLANNABLE))
+        self._enter(after)
+
+    def ended(self, now: float) -> None:
+        """The attempt has its outcome."""
+        pull = self.pull
+        assert pull is not None
+        assert pull.reason is not None
+        if pull.reason is Reason.COMPLETE:
+            self._enter(self._allow(E.COMPLETED))
+            return
+        when = math.inf
+        if pull.reason in self.retryable and self.stopped is None:
+            pause_s = min(self._pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
+            when = max(now + pause_s, pull.not_before)
+        after = self._allow(E.FAILED_FOR_NOW if when < self.deadline else E.FAILED)
+        self.next_at = when
+        self._enter(after)
+
+    def time(self) -> None:
+        """The pause is over."""
+        self._enter(self._allow(E.TIME))
+
+    def returned(self) -> None:
+        """Nothing can write the blocks of the last attempt any more."""
+        self._enter(self._allow(E.RETURNED))
+
+    def renewed(self, params: Params) -> None:
+        """The caller has said with which params to go on."""
+        after = self._allow(E.RENEWED)
+        if self.stopped is not None:
+            # Given up meanwhile: what was prefilled anew is needed no more either.
+            if params != self.wanted.params:
+                self._discharges.append((replace(self.wanted, params=params), self.stopped))
+            self.give_up()
+            return
+        if params != self.wanted.params:
+            self._discharge()
+            self.wanted = replace(self.wanted, params=params)
+        self._enter(after)
+
+    def stop(self, reason: Reason) -> None:
+        """No attempt may follow; what waits for one is to give up."""
+        self.stopped = self.stopped or reason
+
+    def give_up(self, reason: Reason | None = None) -> None:
+        """No attempt follows; `reason` is told instead of that of the last attempt."""
+        after = self._allow(E.GIVEN_UP)
+        self._given_up_for = reason
+        self._enter(after)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _allow(self, event: RequestEvent) -> RequestState:
+        after = ON_EVENT[self.state].get(event)
+        if after is None:
+            raise LocalProtocolError(
+                f"{event.name} while request {self.wanted.request_id[:200]!r} is {self.state.name}"
+            )
+        return after
+
+    def _enter(self, after: RequestState) -> None:
+        self.state = after
+        for condition, following in WHEN[after].items():
+            if condition(self):
+                self._enter(following)
+                return
+        if after is S.TRYING:
+            self.attempts += 1
+        elif after is S.OVER:
+            self._discharge()
+
+    def _discharge(self) -> None:
+        """Whoever was told that another attempt would follow is told that none does."""
+        pull = self.pull
+        given_up = self.wanted.is_last or self.stopped is Reason.CANCELLED
+        if pull is not None and pull.reason is not None and self.was_promised and given_up:
+            self._discharges.append((self.wanted, self.stopped or self._given_up_for or pull.reason))

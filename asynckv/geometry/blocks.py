@@ -1,0 +1,285 @@
+"""Lists of block ids: what engines give, checked; as arrays to compute with, as runs to send.
+
+Three forms of one thing, the blocks of one request in one group, in token order:
+
+- A **list** as an engine gives it: integers, with `None` (or the engine's own `null_block`) where there is no block.
+- An **array** (int64), with `NULL` in those places. Ours are arrays, made once per request by `check_block_ids`.
+- **Runs** `(first id, count)`, because allocators hand out neighbours: a million tokens in one run are two numbers.
+  Theirs cross the wire as runs (`BlockRuns`) and are never expanded: `LentBlocks` answers which block is in which
+  place.
+
+Ids are checked where they enter, ours at the call and theirs where they are used, so that none outside a group ever
+becomes an address.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.arguments import NO_SEQUENCE, shown
+from asynckv.errors import LayoutError, PlanRefused
+from asynckv.geometry.bounds import (
+    MAX_BLOCK_ID,
+    MAX_DESCRIPTORS,
+    MAX_TOKENS,
+    NULL,
+    BlockRuns,
+    Int32s,
+    Int64s,
+)
+from asynckv.geometry.layout import Group, Layout
+
+__all__ = [
+    "BlockList",
+    "LentBlocks",
+    "as_block_ids",
+    "blocks_of",
+    "check_block_ids",
+    "check_blocks",
+    "check_covers",
+    "runs_of",
+]
+
+BlockList = tuple[int, Int64s]
+"""First token, and the ids of our blocks from the one on that holds it."""
+
+SHORT = 256
+"""Block ids that are checked one by one: faster than as an array, up to about so many."""
+
+
+def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL) -> Int64s:
+    """Return block ids as an array, with `NULL` wherever a list says `None` or the engine's `null_block`.
+
+    Raises:
+        LayoutError: An id is no integer, or negative.
+    """
+    is_flat = type(ids) is list or isinstance(ids, Sequence) or hasattr(ids, "__array__")
+    if not is_flat or (type(ids) is not list and isinstance(ids, NO_SEQUENCE)):
+        raise LayoutError(f"block ids are {shown(ids)}; give a flat list of integers")
+    if isinstance(ids, list | tuple) and bool in set(map(type, ids)):
+        raise LayoutError("block ids hold a bool; give a flat list of integers")
+    try:
+        array = np.asarray(ids)
+        if array.dtype == object:
+            array = np.asarray([NULL if b is None else b for b in ids])
+            nulls = np.asarray([b is None for b in ids])
+        else:
+            nulls = np.zeros(array.shape, np.bool_)
+    except (ValueError, OverflowError, TypeError):
+        raise LayoutError("block ids must be a flat list of integers") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise LayoutError("block ids must be a flat list of integers")
+    if (bad := np.flatnonzero(((array < 0) & ~nulls) | (array > MAX_BLOCK_ID))).size:
+        raise LayoutError(
+            f"block id {int(array[bad[0]])} is not a block's; a place without a block is None in the list"
+        )
+    out = array.astype(np.int64)
+    if null_block != NULL:
+        out[out == null_block] = NULL
+    return out
+
+
+def runs_of(block_ids: Sequence[int | None] | npt.NDArray[np.integer]) -> tuple[tuple[int, int], ...]:
+    """Write block ids as `(first, count)` runs of consecutive ids or of placeholders, keeping their order.
+
+    >>> runs_of([None, None, 7, 8, 9, 3, 5, 6])
+    ((-1, 2), (7, 3), (3, 1), (5, 2))
+    """
+    ids = block_ids if isinstance(block_ids, np.ndarray) else as_block_ids(block_ids)
+    if len(ids) == 0:
+        return ()
+    a, b = ids[:-1], ids[1:]
+    joined = np.where((a == NULL) | (b == NULL), a == b, b - a == 1)
+    cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(ids)]
+    return tuple((int(ids[i]), j - i) for i, j in pairwise(cuts))
+
+
+def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:
+    """Undo `runs_of`. The counts decide how much is allocated: bound their sum first."""
+    first = np.array([r[0] for r in runs], np.int64)
+    count = np.array([r[1] for r in runs], np.int64)
+    ends = np.cumsum(count)
+    out = np.repeat(first - (ends - count), count) + np.arange(int(count.sum()), dtype=np.int64)
+    out[np.repeat(first == NULL, count)] = NULL
+    return out
+
+
+def check_block_ids(
+    layout: Layout, groups: Sequence[tuple[int, Sequence[int | None] | Int64s]], num_tokens: int | None = None
+) -> tuple[BlockList, ...]:
+    """Refuse block lists that do not fit our own layout; return them as arrays, with `NULL` for placeholders.
+
+    Args:
+        layout: Ours.
+        groups: Per group the first token, and the blocks from the one on that holds it.
+        num_tokens: Tokens that a list has to reach, if it has any block.
+
+    Raises:
+        PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
+    """
+    given: Any = groups  # compiled, what is annotated is believed
+    pairs: list[tuple[Any, Any]] = []
+    try:
+        for first, ids in given:
+            pairs.append((first, ids))
+    except (TypeError, ValueError):
+        raise PlanRefused(f"groups is {shown(groups)}; give one (first_token, block_ids) per group") from None
+    if len(pairs) != len(layout.groups):
+        raise PlanRefused(
+            f"{len(pairs)} groups of blocks were given, but the layout has {len(layout.groups)} "
+            f"({', '.join(repr(g.name) for g in layout.groups)}); give one (first_token, block_ids) per group"
+        )
+    out = []
+    for index, (group, (first, ids)) in enumerate(zip(layout.groups, pairs, strict=True)):
+        where = f"group {index} ({group.name!r})"
+        try:
+            begin = operator.index(first)
+        except TypeError:
+            begin = -1
+        if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
+            raise PlanRefused(f"{where}: first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}")
+        if _is_plain(ids, group):
+            array = np.array(ids, np.int64)
+        else:
+            try:
+                array = as_block_ids(ids, group.null_block)
+            except LayoutError as exc:
+                raise PlanRefused(f"{where}: {exc}") from None
+            check_blocks(where, group, array)
+        end = (begin // group.block_size + len(array)) * group.block_size
+        if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
+            raise PlanRefused(
+                f"{where}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end at token {end}, "
+                f"but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a smaller num_tokens"
+            )
+        out.append((begin, array))
+    return tuple(out)
+
+
+def _is_plain(ids: object, group: Group) -> bool:
+    """A short list of different ids of blocks that there are, and nothing else: it needs no further check."""
+    if not isinstance(ids, list | tuple) or not 0 < len(ids) <= SHORT:
+        return False
+    for block in ids:
+        if type(block) is not int:
+            return False
+    return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
+
+
+def check_covers(where: str, group: Group, offer: BlockRuns, num_tokens: int) -> None:
+    """Refuse a lent list that ends before the tokens which it is said to hold.
+
+    Where nothing is needed nothing need be given: an empty list, placeholders alone, a window of one token. States are
+    kept here and there, and a list of them may end anywhere.
+
+    Raises:
+        PlanRefused: Naming both numbers.
+    """
+    if group.kind == "state" or group.window == 1 or all(first == NULL for first, _ in offer.runs):
+        return
+    count = sum(count for _, count in offer.runs)
+    end = (offer.first_token // group.block_size + count) * group.block_size
+    if offer.first_token < num_tokens and end < num_tokens:
+        raise PlanRefused(
+            f"{where}: {count} blocks of {group.block_size} tokens from token {offer.first_token} on end at token "
+            f"{end}, but num_tokens is {num_tokens}; give make_params all blocks, or as many tokens as they hold"
+        )
+
+
+def check_blocks(where: str, group: Group, ids: Int64s) -> None:
+    """Refuse block ids outside a group, or given twice.
+
+    Raises:
+        PlanRefused: Naming the id.
+    """
+    real = ids[ids != NULL]
+    if not len(real):
+        return
+    if group.null_block != NULL and (real == group.null_block).any():
+        raise PlanRefused(
+            f"{where}: names block {group.null_block}, which is its placeholder; give None there, or null_block to "
+            f"PrefillGroup"
+        )
+    if (most := int(real.max())) >= group.num_blocks:
+        raise PlanRefused(f"{where}: block id {most} is outside [0, {group.num_blocks}), the declared num_blocks")
+    ordered = np.sort(real)
+    if (twice := np.flatnonzero(ordered[1:] == ordered[:-1])).size:
+        raise PlanRefused(f"{where}: block id {int(ordered[twice[0]])} is given twice")
+
+
+class LentBlocks:
+    """The blocks that a prefill rank lends in one group, as runs that are never expanded.
+
+    A place is an index into the list: place 0 is the block that holds `first_token`.
+    """
+
+    def __init__(self, lent: BlockRuns) -> None:
+        self.first_token = lent.first_token
+        self._runs = lent.runs
+        self.is_one_run = len(lent.runs) == 1
+        """In which a later block has a greater id."""
+        self._index: tuple[Int64s, Int64s, Int64s] | None = None
+
+    def kernel_blocks(self, first: int, begin: int, stop: int, group: Group) -> Int32s | None:
+        """Ids of kernel blocks `begin ... stop - 1` of the prompt, the first token being `first`; None if one is not
+        lent."""
+        if first < self.first_token:
+            return None
+        ratio = group.ratio
+        place = self.first_token // group.block_size
+        if self.is_one_run:
+            block, count = self._runs[0]
+            inside = begin >= place * ratio and stop <= (place + count) * ratio
+            if not inside or block == NULL or block <= group.null_block < block + count:
+                return None
+            shift = (block - place) * ratio
+            if shift + stop > MAX_DESCRIPTORS:
+                return None
+            return np.arange(shift + begin, shift + stop, dtype=np.int32)
+        kernel = np.arange(begin, stop, dtype=np.int64)
+        blocks = self.lookup(kernel // ratio - place)
+        if np.minimum.reduce(blocks) == NULL or (group.null_block != NULL and (blocks == group.null_block).any()):
+            return None
+        out = blocks * ratio + kernel % ratio
+        return None if np.maximum.reduce(out) > MAX_DESCRIPTORS else out.astype(np.int32)
+
+    def _indexed(self) -> tuple[Int64s, Int64s, Int64s]:
+        """Per run its first id, the place behind its last block, and what to add to a place to get the id there.
+
+        Made on first use: a single run, which is the usual case, is never looked up.
+        """
+        if self._index is None:
+            runs = np.array(self._runs, np.int64).reshape(-1, 2)
+            ends = np.add.accumulate(runs[:, 1])
+            self._index = runs[:, 0], ends, runs[:, 0] + runs[:, 1] - ends
+        return self._index
+
+    @property
+    def num_blocks(self) -> int:
+        """Places in the list, placeholders among them."""
+        return sum([count for _, count in self._runs])
+
+    @property
+    def num_null(self) -> int:
+        """Placeholders in the list."""
+        return sum([count for first, count in self._runs if first == NULL])
+
+    def lookup(self, places: Int64s) -> Int64s:
+        """Block ids at places of the list; `NULL` at placeholders and outside of it."""
+        if not self._runs:
+            return np.full(len(places), NULL, np.int64)
+        first, ends, shift = self._indexed()
+        run = ends.searchsorted(places, side="right")
+        outside = (places < 0) | (run >= len(ends))
+        run[outside] = 0
+        block: Int64s = shift[run] + places
+        block[outside | (first[run] == NULL)] = NULL
+        return block

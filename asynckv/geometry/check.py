@@ -1,0 +1,347 @@
+"""Refuse a layout that does not hold together, wherever it comes from.
+
+Our own engine declares a layout by hand, and a remote rank sends one in its handshake. Neither is trusted:
+
+- `decode_layout` takes bytes from a stranger, `valid_layout` a value that somebody built. Both end in the same bounds
+  of every field, and both name the field as people know it (`group 'attention' num_blocks is 0: ...`), not its place
+  in an array.
+- `check_layout` then asks whether the fields agree with each other: every product is bounded with Python's integers
+  before anything is handed to numpy, nothing is allocated by a declared count, parts fill their kernel blocks, views
+  fit their memories, and no byte belongs to two things (`overlap`).
+
+After that the data path asserts nothing: all sums fit, all indices exist. `register_memory` is the same for our own
+memory, and keeps what must not be freed beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.arguments import shown
+from asynckv.errors import LayoutError
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, MAX_GROUPS, MAX_VIEWS
+from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_bytes, spot
+
+__all__ = ["Registration", "check_layout", "decode_layout", "register_memory", "valid_layout"]
+
+# Layouts come from strangers, and the event loop waits while one is decoded, checked and compared. The most that real
+# models need: 126 layers with keys, values and a scale of each, every part a view of its own under a long name, are 504
+# views and parts with 1,260 dims in 58 KB; the presets of `asynckv models` have up to 80 views, 256 parts and 18 KB.
+# Four times as much fits, and takes 17 ms; what costs most takes 41 (`python -m scripts.bench_plan --layouts`).
+
+MAX_LAYOUT_BYTES = 256 * 1024
+"""Most bytes that a layout takes on the wire: what bounds decoding, and is known before it."""
+
+MAX_PARTS = 2048
+"""Most parts in all views together."""
+
+MAX_LAYER_PARTS = 64
+"""Most parts of one layer, of which the largest known has six."""
+
+MAX_DIMS = 8192
+"""Most dims in all parts together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registration:
+    """A layout that was checked, with its memory.
+
+    Attributes:
+        layout: What this rank holds, and where.
+        owners: Objects (tensors, buffers) that must live as long as the engine does.
+    """
+
+    layout: Layout
+    owners: tuple[object, ...] = ()
+
+
+def register_memory(layout: Layout, owners: tuple[object, ...] = ()) -> Registration:
+    """Declare explicit memory ranges.
+
+    Args:
+        layout: Addresses, groups, views and parts.
+        owners: Whatever must not be freed while the engine lives.
+
+    Raises:
+        LayoutError: Naming the field, both numbers and the remedy.
+    """
+    checked = valid_layout(layout)
+    if not isinstance(owners, tuple | list):
+        raise LayoutError(f"owners is {shown(owners)}; give a tuple of whatever must not be freed")
+    check_layout(checked)
+    return Registration(checked, tuple(owners))
+
+
+_decoder: msgspec.msgpack.Decoder[Layout] = msgspec.msgpack.Decoder(Layout)
+
+
+def decode_layout(data: bytes | memoryview) -> Layout:
+    """Decode what a remote rank says of itself; `check_layout` is next.
+
+    Raises:
+        LayoutError: It is too long, which is seen before anything is read, or a field is not what it has to be.
+    """
+    _check_length(len(data))
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        said = f"a layout of {len(data)} bytes that cannot be decoded: {exc}"
+        if isinstance(exc, msgspec.ValidationError):
+            # What is behind the wrong field may be no value at all.
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
+                said = _blamed(exc, msgspec.msgpack.decode(data))
+        raise LayoutError(said) from exc
+
+
+def valid_layout(layout: Layout) -> Layout:
+    """Hold a layout that was made by hand to the bounds that a decoded one has; numpy's integers become Python's.
+
+    Raises:
+        LayoutError: Naming the field and its value.
+    """
+    try:
+        made = msgspec.convert(msgspec.to_builtins(layout, builtin_types=(bytes,), enc_hook=_builtin), Layout)
+        _check_length(len(msgspec.msgpack.encode(made)))
+    except msgspec.ValidationError as exc:
+        raise LayoutError(_blamed(exc, layout)) from exc
+    except UnicodeEncodeError as exc:
+        raise LayoutError(f"a name in the layout cannot be encoded: {exc}") from exc
+    except (TypeError, OverflowError, RecursionError) as exc:
+        raise LayoutError(f"the layout holds what none can: {exc}") from exc
+    return made
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_LAYOUT_BYTES:
+        raise LayoutError(
+            f"the layout is {length} bytes long, and at most {MAX_LAYOUT_BYTES} are taken; declare several parts per "
+            f"view, and shorter names"
+        )
+
+
+def _builtin(value: object) -> object:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return {}  # no field takes that
+
+
+_NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
+    (Layout, "memories"): (Memory, "memory", ""),
+    (Layout, "groups"): (Group, "group", "name"),
+    (Layout, "views"): (View, "layer", "layer"),
+    (View, "parts"): (Part, "part", "name"),
+    (Part, "dims"): (Dim, "dim", "name"),
+}
+"""Fields that hold structures: which, what one is called, and by which of its fields people know it."""
+
+
+def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
+    """Say which field is wrong, and its value; msgspec names places in arrays."""
+    told, _, path = str(exc).partition(" - at `$")
+    kind: type[Struct] | None = Layout
+    nested, value = None, layout
+    said: list[str] = []
+    for name, place in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        at = int(place or 0)
+        if kind is not None:
+            name = name or msgspec.structs.fields(kind)[at].name
+            said.append(name)
+            value, nested, kind = _field(value, kind, name), _NESTED.get((kind, name)), None
+        elif nested is not None:
+            kind, called, known_by = nested
+            value, nested = _entry(value, at), None
+            label = _field(value, kind, known_by) if known_by else ""
+            if isinstance(label, str):
+                said[-1] = f"{called} {label!r:.80}" if label else f"{called} {at}"
+            else:
+                said[-1] += f"[{at}]"
+        else:
+            said[-1] += f"[{at}]"
+            value = _entry(value, at)
+    shown = f"of {len(value)} entries" if isinstance(value, list | tuple) else f"{value!r:.80}"
+    return f"{' '.join(said) or 'the layout'} is {shown}: {told[:1].lower()}{told[1:200]}"
+
+
+def _field(value: Any, kind: type[Struct], name: str) -> Any:
+    """A field of a structure, or of what was decoded without knowing that it is one."""
+    if isinstance(value, Struct):
+        return getattr(value, name)
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return _entry(value, kind.__struct_fields__.index(name))
+
+
+def _entry(value: Any, at: int) -> Any:
+    # A stranger may say a field twice, of which msgspec blames one and keeps the other.
+    return value[at] if isinstance(value, list | tuple) and at < len(value) else None
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuse a layout that does not hold together; afterwards all products fit and nothing overlaps.
+
+    Raises:
+        LayoutError: Naming the field, both numbers and the remedy.
+    """
+    _check_size(layout)
+    if layout.tp_rank >= layout.tp_size:
+        raise LayoutError(f"tp_rank {layout.tp_rank} is outside its group of tp_size {layout.tp_size}")
+    if layout.pp_stage >= layout.pp_size:
+        raise LayoutError(f"pp_stage {layout.pp_stage} is outside its group of pp_size {layout.pp_size}")
+    for i, memory in enumerate(layout.memories):
+        if memory.base + memory.length > 1 << 63:
+            raise LayoutError(f"memory {i}: base {memory.base:#x} + length {memory.length} leaves the address space")
+    for i, group in enumerate(layout.groups):
+        if group.block_size % group.ratio:
+            raise LayoutError(
+                f"group {i} ({group.name!r}): block_size {group.block_size} is not a multiple of its ratio of "
+                f"{group.ratio} kernel blocks per block; make block_size a multiple of the kernel block size"
+            )
+        if group.kind == "state" and (group.ratio != 1 or group.window):
+            raise LayoutError(
+                f"group {i} ({group.name!r}): holds states, but has ratio {group.ratio} and window {group.window}; "
+                f"a state is one whole block of ratio 1 and has no window"
+            )
+        if group.null_block >= group.num_blocks:
+            raise LayoutError(
+                f"group {i} ({group.name!r}): null_block {group.null_block} is outside its {group.num_blocks} blocks"
+            )
+        if group.num_kernel_blocks > MAX_BLOCK_ID:
+            raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
+    parts = Counter([(view.layer, part.name) for view in layout.views for part in view.parts])
+    twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
+    if twice:
+        raise LayoutError(f"layer {', '.join(twice[:3])} is listed more than once; every part of a layer has one place")
+    for layer, count in Counter([layer for layer, _ in parts]).most_common(1):
+        _check_count(f"parts in layer {layer!r}", count, MAX_LAYER_PARTS)
+    _check_aliases(layout)
+    _check_memories(layout)
+    spots = _check_views(layout)
+    check_overlap(spots)
+    check_pools(layout, spots)
+
+
+def _check_size(layout: Layout) -> None:
+    """Refuse what no real layout needs, before anything is looked at."""
+    _check_count("memories", len(layout.memories), MAX_VIEWS)
+    _check_count("groups", len(layout.groups), MAX_GROUPS)
+    _check_count("aliases", len(layout.aliases), MAX_VIEWS)
+    _check_count("views", len(layout.views), MAX_VIEWS)
+    _check_count("parts in all views together", sum(len(v.parts) for v in layout.views), MAX_PARTS)
+    _check_count("dims in all parts together", sum(len(p.dims) for v in layout.views for p in v.parts), MAX_DIMS)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise LayoutError(f"the layout has {count} {what}, and at most {most} are taken; declare fewer, larger ones")
+
+
+def _check_aliases(layout: Layout) -> None:
+    layers = {view.layer for view in layout.views}
+    known: set[str] = set()
+    for alias, layer in layout.aliases:
+        if alias in layers:
+            raise LayoutError(f"layer {alias!r} is an alias of {layer!r}, but has memory of its own; drop either")
+        if alias in known:
+            raise LayoutError(f"layer {alias!r} is declared an alias twice")
+        if layer not in layers:
+            raise LayoutError(
+                f"layer {alias!r} is an alias of {layer!r}, which has no memory on this rank; name the layer whose "
+                f"memory it is"
+            )
+        known.add(alias)
+
+
+def _check_memories(layout: Layout) -> None:
+    """No byte is in two memories."""
+    spots = sorted((m.kind, m.device, m.base, m.base + m.length, i) for i, m in enumerate(layout.memories))
+    for (kind, device, lo, end, i), (other, number, start, _, j) in pairwise(spots):
+        if (kind, device) == (other, number) and start < end:
+            raise LayoutError(
+                f"memories {i} and {j} overlap: {i} is [{lo:#x}, {end:#x}) and {j} begins at {start:#x}; register the "
+                f"whole range once, with views at their offsets"
+            )
+
+
+def _check_views(layout: Layout) -> list[Spot]:
+    """Check every view by itself, and say where its parts are."""
+    out = []
+    known: dict[tuple[int, Part], int] = {}
+    """Layers are much alike: what was checked for one is known of the others. The bytes that a block's part spans."""
+    for view in layout.views:
+        if view.memory >= len(layout.memories):
+            raise LayoutError(
+                f"layer {view.layer!r}: memory {view.memory} is not among the {len(layout.memories)} memories"
+            )
+        if view.group >= len(layout.groups):
+            raise LayoutError(f"layer {view.layer!r}: group {view.group} is not among the {len(layout.groups)} groups")
+        group, memory = layout.groups[view.group], layout.memories[view.memory]
+        blocks = group.num_kernel_blocks
+        for part in view.parts:
+            if (length := known.get((view.group, part))) is None:
+                _check_part(f"layer {view.layer!r}, part {part.name!r}", part, group)
+                length = known[view.group, part] = part_bytes(part)
+            found = spot(view, part, blocks, length)
+            if found.hi > memory.length:
+                raise LayoutError(
+                    f"layer {view.layer!r}, part {part.name!r}: {blocks} kernel blocks of stride {view.stride} end at "
+                    f"byte {found.hi}, but memory {view.memory} has {memory.length}; declare fewer num_blocks or "
+                    f"register more"
+                )
+            out.append(found)
+    return out
+
+
+def _check_part(where: str, part: Part, group: Group) -> None:
+    dims = {d.name: d for d in part.dims}
+    if len(dims) != len(part.dims):
+        raise LayoutError(f"{where}: two dims have the same name")
+    if TOKEN in dims:
+        if group.kind == "state":
+            raise LayoutError(f"{where}: has a dim {TOKEN!r}, but group {group.name!r} holds states, not tokens")
+        if dims[TOKEN].size * part.tokens_per_entry != group.kernel_size:
+            each = f" entries of {part.tokens_per_entry}" if part.tokens_per_entry > 1 else ""
+            raise LayoutError(
+                f"{where}: holds {dims[TOKEN].size}{each} tokens per kernel block, but group {group.name!r} has "
+                f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}"
+            )
+    elif part.tokens_per_entry != 1:
+        raise LayoutError(
+            f"{where}: has {part.tokens_per_entry} tokens per entry, but no dim named {TOKEN!r} to count entries along"
+        )
+    if part.axis:
+        lo, hi = part.held
+        if part.axis == TOKEN:
+            raise LayoutError(
+                f"{where}: axis {TOKEN!r} cannot be the sharded one, for every rank holds whole blocks of tokens; name "
+                f"the dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
+            )
+        if part.axis not in dims:
+            raise LayoutError(f"{where}: sharded axis {part.axis!r} is not one of its dims {', '.join(dims)}")
+        if not lo < hi <= part.extent or dims[part.axis].size != hi - lo:
+            raise LayoutError(
+                f"{where}: holds [{lo}, {hi}) of {part.extent} along {part.axis!r}, "
+                f"but the dim has {dims[part.axis].size} entries"
+            )
+    if part_bytes(part) > MAX_BYTES:
+        raise LayoutError(f"{where}: spans {part_bytes(part)} bytes per block")
+    by_stride = sorted([d for d in part.dims if d.size > 1], key=lambda d: d.stride)
+    reach = part.itemsize
+    for dim in by_stride:
+        if dim.stride < reach:
+            raise LayoutError(
+                f"{where}: dim {dim.name!r} has stride {dim.stride}, less than the {reach} bytes of one entry; "
+                f"entries overlap"
+            )
+        reach = dim.stride * (dim.size - 1) + reach

@@ -1,0 +1,222 @@
+"""No byte may belong to two things of one group, and groups that share memory share its pages.
+
+A part over all blocks is one strided array: the blocks are a dim like any other. Where such arrays' ranges are apart,
+they are apart; where they mesh, they mostly do so along a dim that all of them have (all layers side by side in each
+token, say), and then one entry of it tells of all. So overlaps are found by sorting ranges and dropping dims, in time
+that depends on the number of parts and not on the number of blocks, and only what interleaves in another way is
+compared descriptor by descriptor, of which there may be few.
+
+Different groups may lie in the same memory on purpose: a hybrid model sees the same pages as attention blocks in one
+group and as states in another. `pools` says which groups do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asynckv.errors import LayoutError
+from asynckv.geometry.layout import Layout, Part, View
+from asynckv.geometry.strides import count_descriptors, strided_descriptors
+
+__all__ = ["Spot", "check_overlap", "check_pools", "part_bytes", "pools", "spot"]
+
+MAX_CHECKED = 1 << 14
+"""Most descriptors that are compared one by one in a search for overlaps: parts whose dims are not nested in each
+other."""
+
+_Step = tuple[int, int, bool]
+"""Byte stride, entries, and whether they are the blocks."""
+
+
+class Spot(NamedTuple):
+    """Where one part of one view lies in its memory, over all blocks."""
+
+    lo: int
+    hi: int
+    """Behind the last byte."""
+    view: View
+    part: Part
+    steps: tuple[_Step, ...]
+    """The blocks and the dims, the largest stride first; what has one entry is left out."""
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.view.layer!r} part {self.part.name!r}"
+
+
+def part_bytes(part: Part) -> int:
+    """Bytes of a block from a part's first element to behind its last."""
+    return part.itemsize + sum([d.stride * (d.size - 1) for d in part.dims])
+
+
+def spot(view: View, part: Part, blocks: int, length: int) -> Spot:
+    """Say where a part that has `length` bytes in a block is in its memory, over so many kernel blocks."""
+    lo = view.offset + part.offset
+    steps = [(d.stride, d.size, False) for d in part.dims if d.size > 1]
+    if blocks > 1:
+        steps.append((view.stride, blocks, True))
+    steps.sort(reverse=True)
+    return Spot(lo, lo + view.stride * (blocks - 1) + length, view, part, tuple(steps))
+
+
+def check_overlap(spots: Sequence[Spot]) -> None:
+    """Refuse a byte that belongs to two parts or two blocks of one group.
+
+    Raises:
+        LayoutError: Naming both parts, or that they cannot be compared.
+    """
+    places: dict[tuple[int, int], list[Spot]] = {}
+    for each in spots:
+        places.setdefault((each.view.group, each.view.memory), []).append(each)
+    budget = [MAX_CHECKED]
+    for group in places.values():
+        _check_apart(group, budget)
+
+
+def _check_apart(spots: list[Spot], budget: list[int]) -> None:
+    """No byte is in two of these arrays, nor twice in one.
+
+    Arrays whose ranges are apart are apart. Those that mesh mostly do so along a dim that all of them have, the blocks
+    or the tokens: if what one entry of it holds, of all together, is no longer than its stride, entries are apart, and
+    one tells of all. What remains where no dim is of this kind is compared range by range, of which there
+    may be few.
+    """
+    for cluster in _clusters(spots):
+        first = cluster[0]
+        if len(cluster) == 1 and _is_nested(first):
+            continue
+        lo = min(s.lo for s in cluster)
+        hi = max(s.hi for s in cluster)
+        stride, size, _ = first.steps[0] if first.steps else (0, 0, False)
+        if stride and hi - lo - stride * (size - 1) <= stride and all(s.steps[:1] == first.steps[:1] for s in cluster):
+            skip = stride * (size - 1)
+            _check_apart([s._replace(hi=s.hi - skip, steps=s.steps[1:]) for s in cluster], budget)
+        else:
+            _check_descriptors(cluster, budget)
+
+
+def _clusters(spots: list[Spot]) -> Iterator[list[Spot]]:
+    """Sort spots into those whose ranges mesh; of two clusters one ends before the other begins."""
+    spots.sort(key=lambda s: s[:2])
+    cluster, end = spots[:1], spots[0].hi
+    for each in spots[1:]:
+        if each.lo < end:
+            cluster.append(each)
+        else:
+            yield cluster
+            cluster = [each]
+        end = max(end, each.hi)
+    yield cluster
+
+
+def _is_nested(one: Spot) -> bool:
+    """Each entry of each dim begins behind the one before it."""
+    reach = one.part.itemsize
+    for stride, size, _ in reversed(one.steps):
+        if stride < reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
+def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
+    """Parts that interleave must share one block stride; then one block's bytes, folded by it, decide."""
+    view = cluster[0].view
+    stride, blocks = next(((step, size) for step, size, is_block in cluster[0].steps if is_block), (view.stride, 1))
+    starts, lengths, owners = [], [], []
+    for i, each in enumerate(cluster):
+        if each.view.stride != stride and blocks > 1:
+            raise LayoutError(
+                f"{cluster[0].name} and {each.name} overlap in memory {view.memory} with different strides "
+                f"{stride} and {each.view.stride}; place them apart or give them one stride"
+            )
+        dims = [(size, step, step) for step, size, is_block in each.steps if not is_block]
+        # Each part costs some, however few its ranges are.
+        budget[0] -= max(count_descriptors(each.part.itemsize, dims), 16)
+        if budget[0] < 0:
+            raise LayoutError(
+                f"{cluster[0].name} and {len(cluster) - 1} others interleave in more than {MAX_CHECKED} pieces per "
+                f"block, too many to check; give them dims of the same strides, or place them apart"
+            )
+        offsets, _, size = strided_descriptors(each.part.itemsize, dims)
+        if size > stride and blocks > 1:
+            raise LayoutError(f"{each.name}: a block has {size} contiguous bytes, more than the stride {stride}")
+        starts.append(each.lo + offsets)
+        lengths.append(np.full(len(offsets), size))
+        owners.append(np.full(len(offsets), i))
+    start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
+    order = np.argsort(start, kind="stable")
+    start, length, owner = start[order], length[order], owner[order]
+    # Ranges that all blocks together keep apart (keys of all blocks, then values) are no neighbours.
+    reach = np.maximum.accumulate(start + length + (blocks - 1) * stride)
+    run = np.concatenate(([0], np.cumsum(start[1:] >= reach[:-1])))
+    if blocks > 1:
+        start = start % stride
+        order = np.lexsort((start, run))
+        start, length, owner, run = start[order], length[order], owner[order], run[order]
+    last = np.append(run[1:] != run[:-1], True)
+    first = np.flatnonzero(np.append(True, last[:-1]))
+    # Closing the circle: the last range may reach round into the first of the next block.
+    following = np.append(start[1:], 0)
+    following[last] = start[first] + stride if blocks > 1 else (1 << 62)
+    if (bad := np.flatnonzero(start + length > following)).size:
+        at = int(bad[0])
+        one, two = (cluster[owner[x]] for x in (at, first[run[at] - run[0]] if last[at] else at + 1))
+        raise LayoutError(
+            f"{one.name} and {two.name} overlap in memory {view.memory}; place them apart, or, if the model lets one "
+            f"layer use the KV of the other, declare it an alias (aliases)"
+        )
+
+
+def pools(layout: Layout) -> tuple[int, ...]:
+    """Say which groups of a checked layout share memory: per group the number of its pool, the lowest group's in it.
+
+    Groups of one pool see the same pages, so that a block id means the same memory in each.
+    """
+    blocks = [group.num_kernel_blocks for group in layout.groups]
+    return check_pools(
+        layout, [spot(view, p, blocks[view.group], part_bytes(p)) for view in layout.views for p in view.parts]
+    )
+
+
+def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
+    """Sweep every memory from end to end, and say what `pools` says.
+
+    Raises:
+        LayoutError: Two groups overlap with pages of different sizes.
+    """
+    pool = list(range(len(layout.groups)))
+    if len(pool) == 1:
+        return (0,)
+    rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
+    here: list[tuple[int, int, int]] = []
+    """(end, group, page) of all that covers where the sweep is. Any two of it overlap: so it is of one page size, or of
+    one group, and in one pool."""
+    known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    swept = -1
+    for memory, lo, hi, index, stride in rows:
+        page = stride * layout.groups[index].ratio
+        while here and (here[0][0] <= lo or memory != swept):
+            for count, value in zip(known, heapq.heappop(here)[1:], strict=True):
+                count[value] -= 1
+                if not count[value]:
+                    del count[value]
+        swept = memory
+        if all(count.keys() - {value} for count, value in zip(known, (index, page), strict=True)):
+            other, size = next((g, p) for _, g, p in here if g != index and p != page)
+            raise LayoutError(
+                f"groups {other} and {index} overlap in memory {memory} with pages of {size} and {page} bytes; "
+                f"give them one page size, or place them apart"
+            )
+        if here and pool[here[0][1]] != pool[index]:
+            old, new = sorted((pool[here[0][1]], pool[index]), reverse=True)
+            pool = [new if x == old else x for x in pool]
+        heapq.heappush(here, (hi, index, page))
+        known[0][index] += 1
+        known[1][page] += 1
+    return tuple(pool)

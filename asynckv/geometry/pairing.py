@@ -1,0 +1,291 @@
+"""Once per request: our blocks and the lent ones, paired by the tokens that they cover.
+
+Both sides say per group `(first token, blocks)`, and the two lists are never matched by place: block sizes differ, a
+prefix may be cached here, blocks that left a sliding window are missing. A list covers tokens, and tokens are what
+the two have in common.
+
+The tokens that are wanted, from the first to fill to the last, are cut at *both* sides' kernel block boundaries. What
+lies between two cuts is in one kernel block here and in one there, at some offset in each: a `Span`. Blocks of one
+span go together into a `Pairs`, which is all that a request is to the rest of the planning: numbers of blocks,
+without a byte in it. One pairing serves every remote rank whose groups look the same.
+
+Groups of tokens and of states differ in what a place in a list means, so there is a rule for each:
+
+- *Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. The usual
+  case (one size on both sides, nothing missing) takes a shortcut, `_pair_aligned`, that says the same as the rule.
+- *States*: exactly one block is read, the one with the state after the last wanted token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asynckv.errors import PlanRefused, RemoteTooShort
+from asynckv.geometry.blocks import BlockList, LentBlocks
+from asynckv.geometry.bounds import NULL, BlockRuns, Int32s, Int64s
+from asynckv.geometry.layout import Group, Layout
+from asynckv.geometry.tables import GroupPair, PeerTables, Span
+
+__all__ = ["BlockLists", "Padding", "Pairs", "common_prefix"]
+
+
+class Padding(NamedTuple):
+    """Tokens of a local block that the pull did not fill, for the engine to zero or ignore."""
+
+    group: int
+    block_id: int
+    first_token: int
+    """Position inside the block."""
+    num_tokens: int
+
+
+class Pairs(NamedTuple):
+    """Kernel blocks that share a span, sorted by remote block."""
+
+    span: Span
+    local: Int32s
+    remote: Int32s
+
+
+class BlockLists:
+    """The blocks of one request on both sides, and how they pair; made once, used for every remote rank.
+
+    Args:
+        local: Per group of ours the first token to fill and where, from `check_block_ids`. The first block
+            is the one that holds `first_token`; nothing below it is written. Where the list has a
+            placeholder nothing is wanted.
+        remote: Per group of theirs what was lent.
+        num_tokens: Tokens that are wanted.
+        offered_tokens: Tokens whose KV was lent; `num_tokens` if left out.
+    """
+
+    def __init__(
+        self,
+        local: Sequence[BlockList],
+        remote: Sequence[BlockRuns],
+        num_tokens: int,
+        offered_tokens: int | None = None,
+    ) -> None:
+        self.local = tuple(local)
+        self.num_tokens = num_tokens
+        self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
+        self._lent: list[LentBlocks] = []
+        for runs in remote:
+            self._lent.append(LentBlocks(runs))
+        self._pairs: dict[tuple[object, ...], Sequence[Pairs]] = {}
+        wanted = []
+        for group, (first, ids) in enumerate(self.local):
+            if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL):
+                wanted.append(group)
+        self.wanted = tuple(wanted)
+        """Our groups in which something is to be filled."""
+        self.is_empty = not wanted
+        """No block is to be filled: a full prefix hit."""
+
+    def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
+        """Pair one group of ours with one of a remote rank's.
+
+        Raises:
+            RemoteTooShort: What is asked for is not offered.
+            PlanRefused: The lists do not fit the layouts.
+        """
+        if (known := self._pairs.get(pair.key)) is not None:
+            return known
+        if pair.local >= len(self.local) or pair.remote >= len(self._lent):
+            raise PlanRefused(
+                f"the request names {len(self.local)} local and {len(self._lent)} remote groups, but the layouts "
+                f"have {len(tables.local.groups)} and {len(tables.remote.groups)}"
+            )
+        found = self._pair_states(pair) if pair.here.kind == "state" else self._pair_tokens(pair)
+        self._pairs[pair.key] = found
+        return found
+
+    def padding(self, layout: Layout) -> Iterator[Padding]:
+        """What of our blocks is not filled. Tokens before a sliding window are nobody's, and not listed.
+
+        Blocks of states hold no tokens: one is filled, whole, and of the others nothing is said.
+        """
+        for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
+            if group.kind == "state":
+                continue
+            size, place = group.block_size, first // group.block_size
+            end = max(self.num_tokens, first)
+            for i in range(max(end // size - place, 0), len(ids)):
+                lo = max(end - (place + i) * size, 0)
+                if ids[i] != NULL and lo < size:
+                    yield Padding(index, int(ids[i]), lo, size - lo)
+
+    def _pair_tokens(self, pair: GroupPair) -> Sequence[Pairs]:
+        (listed, ids), lent = self.local[pair.local], self._lent[pair.remote]
+        here, there, entry = pair.here, pair.there, pair.entry
+        mine, theirs = pair.size, pair.remote_size
+        first = inside = listed
+        if here.window:
+            first, inside = self._window(pair, listed, lent.first_token)
+        end = min((listed // here.block_size + len(ids)) * here.block_size, self.num_tokens)
+        if first >= end:
+            return ()
+        if first % entry:
+            raise PlanRefused(
+                f"group {pair.local} ({here.name!r}): the first token {first} is inside an entry that covers {entry} "
+                f"tokens, which can only be read whole; begin at token {first - first % entry}"
+            )
+        if mine == theirs and (aligned := self._pair_aligned(pair, first, end)):
+            return aligned
+        # A last, partial kernel block is read to its end where both sides have one.
+        whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
+        edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
+        if mine != theirs:
+            edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
+        start = np.concatenate(([first], edges))
+        tokens = np.diff(np.append(start, whole))
+        kernel = start // mine
+        at = ids[kernel // here.ratio - listed // here.block_size]
+        if at.min() == NULL:
+            chosen = at != NULL
+            start, tokens, kernel, at = start[chosen], tokens[chosen], kernel[chosen], at[chosen]
+            if not len(at):
+                return ()
+        source = start // theirs
+        if start[0] < lent.first_token:
+            raise self._too_short(pair, int(start[0]), f"lent from token {lent.first_token} on")
+        block = lent.lookup(source // there.ratio - lent.first_token // there.block_size)
+        block[block == there.null_block] = NULL
+        if here.window and block[0] == NULL:
+            # What is read beyond the window for the sake of whole blocks is not needed, and may be gone there.
+            needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
+            start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
+            source, block = source[needed], block[needed]
+        if not len(block):
+            return ()
+        if (absent := np.flatnonzero(block == NULL)).size:
+            raise self._too_short(
+                pair,
+                int(start[absent[0]]),
+                f"{lent.num_blocks} blocks of {there.block_size} from token "
+                f"{lent.first_token} on were lent, with {lent.num_null} placeholders among them",
+            )
+        if int(block.max()) >= there.num_blocks:
+            raise _no_such_block(pair, int(block.max()))
+        local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
+        return tuple(_by_span(pair, start - kernel * mine, start - source * theirs, tokens, local, remote))
+
+    def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:
+        """Say from which token on a group with a sliding window is read, and from which on it is needed."""
+        # To the start of its block, where that is one on both sides: fewer kinds of spans.
+        # One token more than the next one needs, where it is there: an engine that computes the last token
+        # again needs it (vLLM does after a full hit).
+        inside = max(0, self.num_tokens - pair.here.window + 1)
+        wider = max(0, inside - 1)
+        wider -= wider % (pair.size if pair.size == pair.remote_size else pair.entry)
+        if inside < self.num_tokens:  # a window of one token needs none
+            inside -= inside % pair.entry
+        inside = max(listed, inside)
+        return max(listed, wider if wider >= lent_from else inside), inside
+
+    def _pair_aligned(self, pair: GroupPair, first: int, end: int) -> Sequence[Pairs]:
+        """Pair kernel blocks one to one: the usual case, where both sides' have one size and none is missing.
+
+        Returns nothing where that is not so; what follows in `_pair_tokens` is the rule, and says the same.
+        """
+        (listed, ids), lent, size = self.local[pair.local], self._lent[pair.remote], pair.size
+        here = pair.here
+        begin, stop = first // size, -(-end // size)
+        theirs = lent.kernel_blocks(first, begin, stop, pair.there)
+        if theirs is None:
+            return ()
+        if here.ratio > 1:
+            ids = (ids[:, None] * here.ratio + np.arange(here.ratio)).ravel()
+        skipped = begin - listed // here.block_size * here.ratio
+        mine = ids[skipped : skipped + stop - begin].astype(np.int32)
+        # Ufuncs' own `reduce` and methods: numpy's functions and `min` are several Python calls each.
+        if np.minimum.reduce(mine) <= NULL:
+            return ()
+        if (most := int(theirs[-1] if lent.is_one_run else np.maximum.reduce(theirs))) >= pair.remote_blocks:
+            raise _no_such_block(pair, most // pair.there.ratio)
+        partly = []
+        if head := first % size:
+            partly.append(Pairs(Span(pair.local, pair.remote, head, head, size - head), mine[:1], theirs[:1]))
+            mine, theirs = mine[1:], theirs[1:]
+            if not len(mine):
+                return partly
+        if not lent.is_one_run:
+            order = theirs.argsort(kind="stable")
+            mine, theirs = mine[order], theirs[order]
+        return [Pairs(pair.whole, mine, theirs), *partly]
+
+    def _pair_states(self, pair: GroupPair) -> Sequence[Pairs]:
+        (first, ids), lent, tokens = self.local[pair.local], self._lent[pair.remote], self.num_tokens
+        here, there = pair.here, pair.there
+        if first >= tokens or not len(ids) or ids.max() == NULL:
+            return ()
+        at = _state_place(here, first, tokens)
+        if not at < len(ids) or ids[at] == NULL:
+            what = "a placeholder" if at < len(ids) else f"beyond the {len(ids)} that were given"
+            raise PlanRefused(
+                f"group {pair.local} ({here.name!r}): the state after {tokens} tokens belongs into place {at} of the "
+                f"list from token {first} on ({here.block_size} tokens per state), which is {what}; give a block there"
+            )
+        if tokens < self.offered_tokens and tokens % there.block_size:
+            raise self._too_short(pair, tokens, f"states are kept every {there.block_size} tokens only")
+        place = _state_place(there, lent.first_token, tokens)
+        block = int(lent.lookup(np.array([place]))[0])
+        if block in (NULL, there.null_block):
+            raise self._too_short(pair, tokens - 1, f"no state was lent in place {place} of {lent.num_blocks}")
+        if block >= there.num_blocks:
+            raise _no_such_block(pair, block)
+        return (Pairs(pair.whole, np.array([ids[at]], np.int32), np.array([block], np.int32)),)
+
+    def _too_short(self, pair: GroupPair, token: int, what: str) -> RemoteTooShort:
+        thing = "the state after" if pair.here.kind == "state" else "KV from"
+        return RemoteTooShort(
+            f"remote too short: group {pair.local} ({pair.here.name!r}) needs {thing} token {token} on of "
+            f"{self.num_tokens}, but the prefill side does not offer it: {what}"
+        )
+
+
+def _state_place(group: Group, first: int, tokens: int) -> int:
+    """Where in a list from `first` on the state after `tokens` tokens is."""
+    return (tokens - 1) // group.block_size - first // group.block_size
+
+
+def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
+    return PlanRefused(
+        f"group {pair.local} ({pair.here.name!r}): the prefill side names block {block}, but declared "
+        f"{pair.there.num_blocks} blocks"
+    )
+
+
+def _by_span(
+    pair: GroupPair, here: Int64s, there: Int64s, tokens: Int64s, local: Int64s, remote: Int64s
+) -> Iterator[Pairs]:
+    """Sort block pairs into those that share a span."""
+    mine, theirs = local.astype(np.int32), remote.astype(np.int32)
+    if (tokens == tokens[0]).all() and (here == here[0]).all() and (there == there[0]).all():
+        kinds = [np.arange(len(mine))]
+    else:
+        order = np.lexsort((tokens, there, here))
+        spans = np.stack((here[order], there[order], tokens[order]))
+        kinds = np.split(order, np.flatnonzero((spans[:, 1:] != spans[:, :-1]).any(axis=0)) + 1)
+    for chosen in kinds:
+        ascending = chosen[np.argsort(theirs[chosen], kind="stable")]
+        at = chosen[0]
+        span = Span(pair.local, pair.remote, int(here[at]), int(there[at]), int(tokens[at]))
+        yield Pairs(span, mine[ascending], theirs[ascending])
+
+
+def common_prefix(local: Sequence[str], remote: Sequence[str], hash_tokens: int, num_tokens: int) -> int:
+    """Count the tokens at the start of a prompt on which two chains of hashes agree.
+
+    Every hash covers all tokens before it as well, so the first that differs ends the prefix. Tokens after the last
+    whole hash are in none: they are taken on trust if both chains are the same. Where one chain is longer, it covers
+    tokens that the other has no hash of, and nobody has said that those are the same.
+    """
+    same = next(
+        (i for i, (a, b) in enumerate(zip(local, remote, strict=False)) if a != b), min(len(local), len(remote))
+    )
+    whole = same == len(local) == len(remote) and num_tokens - same * hash_tokens < hash_tokens
+    return num_tokens if whole else min(same * hash_tokens, num_tokens)

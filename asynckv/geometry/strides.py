@@ -1,0 +1,71 @@
+"""An array that lies in two memories, as byte ranges that are contiguous in both.
+
+To a NIC one such range is one descriptor: an address and a length on either side. An array is given by its dims, each
+as `(entries, byte stride in a, byte stride in b)`, in any order. Dims that are dense on both sides are folded
+together from the innermost one on; whatever does not fold is stepped along, one descriptor each step. So the same
+memory order on both sides makes one descriptor of a whole array, and two different orders make many. Nothing is ever
+swapped byte by byte.
+
+Asked about one memory (the strides of a and b the same), it says which byte ranges an array consists of: that is how
+`overlap` finds what lies on what else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from asynckv.errors import LayoutError
+from asynckv.geometry.bounds import Int64s
+
+__all__ = ["count_descriptors", "strided_descriptors"]
+
+StridedDim = tuple[int, int, int]
+"""`(entries, byte stride in a, byte stride in b)`."""
+
+MAX_RANGES = 65_536
+"""Most ranges into which one part of one block may fall: the strides are a stranger's, and decide what is allocated."""
+
+
+def count_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> int:
+    """Count the descriptors that `strided_descriptors` would make, without making them."""
+    return math.prod(d[0] for d in _fold(itemsize, dims)[1])
+
+
+def _fold(itemsize: int, dims: Sequence[StridedDim]) -> tuple[int, list[StridedDim]]:
+    """Join the dims that are contiguous on both sides; the length of a descriptor, and the dims that remain."""
+    length, rest = itemsize, [d for d in dims if d[0] > 1]
+    while folds := [d for d in rest if d[1] == length and d[2] == length]:
+        length *= folds[0][0]
+        rest.remove(folds[0])
+    return length, rest
+
+
+def strided_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> tuple[Int64s, Int64s, int]:
+    """Cut an array that lies in two memories into ranges that are contiguous in both.
+
+    Args:
+        itemsize: Bytes per element.
+        dims: `(entries, byte stride in a, byte stride in b)` per dim, in any order.
+
+    Returns:
+        Byte offsets in a and in b (int64, ascending in a), and the length of every range.
+
+    Raises:
+        LayoutError: There would be more than `MAX_RANGES`.
+    """
+    length, rest = _fold(itemsize, dims)
+    if math.prod(d[0] for d in rest) > MAX_RANGES:
+        raise LayoutError(
+            f"the two memory orders share only pieces of {length} bytes, more than {MAX_RANGES} per block and "
+            f"part; use the same order of dims on both sides"
+        )
+    a, b = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for size, in_a, in_b in sorted(rest, key=lambda d: -d[1]):
+        steps = np.arange(size, dtype=np.int64)
+        a = (a[:, None] + steps * in_a).ravel()
+        b = (b[:, None] + steps * in_b).ravel()
+    order = np.argsort(a, kind="stable")
+    return a[order], b[order], length

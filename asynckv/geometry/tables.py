@@ -1,0 +1,334 @@
+"""Once per peer: the descriptors of every span of tokens, in tables that NIXL prepares and requests index.
+
+Most of the work of a plan depends on the peer only. What is read of it (its `Share`s) is, per layer and part, an
+array that lies in two memories with two sets of strides (`strides`). Of one pair of kernel blocks, ours and theirs,
+it makes a number of **descriptors**: byte ranges that are contiguous on both sides. They are the same for every other
+pair of blocks, but for `block * stride`; so a `DescTable` holds one row per descriptor, and a request only says which
+blocks.
+
+Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. Equal block sizes on aligned
+boundaries know a single span, the whole block; two sizes know a few, that repeat. A first token inside a block adds
+one of its own, the first time it occurs. States have a single span, the whole. There is a table per span: the regular
+ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` are kept.
+
+The remote strides are a stranger's, so what a table may cost is counted before it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.errors import LayoutError
+from asynckv.geometry.bounds import MAX_DESCRIPTORS, Int32s, Int64s
+from asynckv.geometry.layout import TOKEN, Group, Layout
+from asynckv.geometry.match import Share
+from asynckv.geometry.strides import count_descriptors, strided_descriptors
+
+__all__ = ["DescTable", "GroupPair", "PeerTables", "Span"]
+
+MAX_TABLES = 1024
+"""Most tables kept per peer; the least recently used go first."""
+
+MAX_KINDS = 1024
+"""Most kinds of spans of two block sizes; sizes that share no boundary for longer are refused."""
+
+MAX_SHAPES = 4096
+"""Most kinds of spans times shapes of parts: each is worked out by itself, and the strides there are a stranger's."""
+
+MAX_REGULAR = 64
+"""Most tables that are made for a pair of groups before any request needs them."""
+
+MAX_ROWS = 1 << 18
+"""Most rows of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
+many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
+
+WARN_ROWS = 64
+"""Rows per layer beyond which an operator is told that the memory orders do not go together."""
+
+
+class Span(NamedTuple):
+    """A stretch of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens."""
+
+    group: int
+    remote_group: int
+    local_offset: int
+    remote_offset: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescTable:
+    """The descriptors of one span, on both sides; row `i` of block `b` is one descriptor.
+
+    Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
+
+    Attributes:
+        table_id: Unique per peer.
+        span: Which tokens of two kernel blocks it is for.
+        length: Bytes per descriptor, int64 `[rows]`.
+        local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
+        local_blocks, remote_blocks: Kernel blocks that every row can index.
+        num_rows, block_bytes: Descriptors and bytes per pair of kernel blocks.
+        dense: Rows in which consecutive blocks touch on both sides, so that NIXL merges them; `num_dense` in all.
+        local_index, remote_index: int32 `[rows, 1]`: index of every row's block 0.
+    """
+
+    table_id: int
+    span: Span
+    length: Int64s
+    local: Int64s
+    remote: Int64s
+    local_blocks: int
+    remote_blocks: int
+    num_rows: int = field(init=False)
+    block_bytes: int = field(init=False)
+    dense: npt.NDArray[np.bool_] = field(init=False)
+    num_dense: int = field(init=False)
+    local_index: Int32s = field(init=False)
+    remote_index: Int32s = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = np.arange(len(self.length), dtype=np.int32)[:, None]
+        dense = np.logical_and(self.local[:, 2] == self.length, self.remote[:, 2] == self.length)
+        for name, value in (
+            ("num_rows", len(self.length)),
+            ("block_bytes", int(self.length.sum())),
+            ("dense", dense),
+            ("num_dense", int(np.count_nonzero(dense))),
+            ("local_index", rows * np.int32(self.local_blocks)),
+            ("remote_index", rows * np.int32(self.remote_blocks)),
+        ):
+            object.__setattr__(self, name, value)
+
+
+class GroupPair:
+    """A group of ours and one of theirs that share layers, and what pairing their blocks has to know.
+
+    Attributes:
+        local, remote: Their indices.
+        here, there: The groups.
+        entry: Tokens of which the first token to be read must be a multiple: a scale may cover several tokens, and an
+            entry is read whole.
+        size, remote_size: Tokens per kernel block, here and there.
+        remote_blocks: Kernel blocks there.
+        whole: The span of a whole block, where both sizes are one.
+        key: Equal for ranks whose pairs of blocks are the same.
+    """
+
+    __slots__ = ("entry", "here", "key", "local", "remote", "remote_blocks", "remote_size", "size", "there", "whole")
+
+    def __init__(self, local: int, remote: int, here: Group, there: Group, entry: int) -> None:
+        self.local, self.remote = local, remote
+        self.here, self.there = here, there
+        self.entry = entry
+        self.size, self.remote_size = here.kernel_size, there.kernel_size
+        self.remote_blocks = there.num_kernel_blocks
+        self.whole = Span(local, remote, 0, 0, self.size if here.kind == "tokens" else 0)
+        self.key = (local, remote, there, entry)
+
+
+class PeerTables:
+    """How what is read of one remote rank maps onto our memory; made once per peer.
+
+    Args:
+        local: Our layout, checked.
+        remote: The remote rank's layout, checked, and found comparable by `compare`.
+        shares: What is read of it, from `assign`.
+        ids: Where table ids come from; one per peer.
+
+    Raises:
+        LayoutError: The two memory orders would need absurdly many descriptors.
+    """
+
+    def __init__(self, local: Layout, remote: Layout, shares: Sequence[Share], ids: Iterator[int]) -> None:
+        self.local = local
+        self.remote = remote
+        pairs: dict[tuple[int, int], list[Share]] = {}
+        for share in shares:
+            pairs.setdefault((share.here.group, share.there.group), []).append(share)
+        self._layers = {pair: len({s.here.layer for s in shares}) for pair, shares in pairs.items()}
+        self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
+        self._tables: OrderedDict[Span, DescTable] = OrderedDict()
+        self._ids = ids
+        self.warnings: list[str] = []
+        self.group_pairs = tuple(
+            GroupPair(a, b, local.groups[a], remote.groups[b], math.lcm(*(_entry(s, local.groups[a]) for s in shares)))
+            for (a, b), shares in pairs.items()
+        )
+        """Local and remote groups that share layers."""
+        spans = [span for pair in pairs for span in self._regular_spans(*pair)]
+        if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
+            raise LayoutError(
+                f"{rows} pieces would be needed for {len(spans)} kinds of cuts, more than {MAX_ROWS}; use the same "
+                f"memory order and block size on both sides"
+            )
+        kinds = Counter(span[:2] for span in spans)
+        self.regular = [self.table(span) for span in spans if kinds[span[:2]] <= MAX_REGULAR]
+        """Tables of the spans that aligned requests use, to be prepared before the first."""
+        for table in self.regular:
+            self._warn(table)
+
+    def _regular_spans(self, group: int, remote_group: int) -> list[Span]:
+        here, there = self.local.groups[group], self.remote.groups[remote_group]
+        if here.kind == "state":
+            return [Span(group, remote_group, 0, 0, 0)]
+        mine, theirs = here.kernel_size, there.kernel_size
+        period = math.lcm(mine, theirs)
+        if period // mine + period // theirs > MAX_KINDS:
+            raise LayoutError(
+                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there share a boundary only every "
+                f"{period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common factor"
+            )
+        edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
+        ends = [*edges[1:], period]
+        spans = (Span(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
+        kinds, shapes = list(dict.fromkeys(spans)), len(self._alike[group, remote_group])
+        if len(kinds) * shapes > MAX_SHAPES:
+            raise LayoutError(
+                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there make {len(kinds)} kinds of "
+                f"cuts of {shapes} differently shaped parts, more than {MAX_SHAPES} in all; use one memory order for "
+                f"all layers, or block sizes with a common factor"
+            )
+        return kinds
+
+    def _warn(self, table: DescTable) -> None:
+        layers = self._layers[table.span.group, table.span.remote_group]
+        if table.num_rows > WARN_ROWS * layers:
+            self.warnings.append(
+                f"group {table.span.group} needs {table.num_rows / layers:.0f} pieces (of {int(table.length.min())} "
+                f"bytes and more) per block and layer of prefill tp{self.remote.tp_rank}: the two sides lie in "
+                f"different memory orders, or take part of the heads of each token; with head before token on both "
+                f"sides few are needed"
+            )
+
+    def table(self, span: Span) -> DescTable:
+        """Return the table of a span, made on first use."""
+        if (table := self._tables.get(span)) is not None:
+            self._tables.move_to_end(span)
+            return table
+        table = self._tables[span] = self._compile(span)
+        return table
+
+    @property
+    def is_full(self) -> bool:
+        """There are more tables than are kept."""
+        return len(self._tables) > MAX_TABLES
+
+    def evict(self, in_use: set[int]) -> list[DescTable]:
+        """Forget tables beyond `MAX_TABLES`, the least recently used first, and return them.
+
+        Tables in use stay, for whoever planned with one has yet to post with it; so do the regular ones, which the next
+        aligned request would only make again. There may be more than `MAX_TABLES` then.
+        """
+        excess = len(self._tables) - MAX_TABLES
+        if excess <= 0:
+            return []
+        kept = in_use | {table.table_id for table in self.regular}
+        out = [table for table in self._tables.values() if table.table_id not in kept][:excess]
+        for table in out:
+            del self._tables[table.span]
+        return out
+
+    def _num_rows(self, span: Span) -> int:
+        return sum(len(kind.places) * kind.num_rows(span) for kind in self._alike[span.group, span.remote_group])
+
+    def _compile(self, span: Span) -> DescTable:
+        pair = span.group, span.remote_group
+        count = self._num_rows(span)
+        local_blocks = self.local.groups[span.group].num_kernel_blocks
+        remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks
+        if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
+            raise LayoutError(
+                f"group {span.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
+                f"more than {MAX_ROWS} pieces or int32 descriptor indices; use the same memory order on both sides"
+            )
+        rows = _merge(np.concatenate([kind.rows(span) for kind in self._alike[pair]]))
+        return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
+
+
+def _entry(share: Share, here: Group) -> int:
+    """Tokens that one entry of a part covers. Of states nobody asks: they are read whole."""
+    return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
+
+
+class _Shape(NamedTuple):
+    """What parts that fall into the same descriptors have in common: layers are much alike, so that there are few."""
+
+    itemsize: int
+    tokens_per_entry: int
+    dims: tuple[tuple[int, int, int], ...]
+    """`(entries, byte stride here, byte stride there)` of what is read along every dim but the tokens."""
+    token: tuple[int, int]
+    """Byte strides along the tokens, here and there; 0, 0 for a part without that dim."""
+
+
+class _Alike:
+    """Parts of one shape, and where each begins in its views' block 0."""
+
+    def __init__(self, shape: _Shape, places: Int64s) -> None:
+        self._shape = shape
+        self.places = places
+        """Rows `[local memory, offset, stride, remote memory, offset, stride]`."""
+
+    def _dims(self, span: Span) -> list[tuple[int, int, int]]:
+        _, each, dims, token = self._shape
+        return [*dims, (span.tokens // each, *token)] if any(token) else list(dims)
+
+    def num_rows(self, span: Span) -> int:
+        """Rows per part, of one span."""
+        return count_descriptors(self._shape.itemsize, self._dims(span))
+
+    def rows(self, span: Span) -> Int64s:
+        """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
+        in_a, in_b, length = strided_descriptors(self._shape.itemsize, self._dims(span))
+        each, (here, there) = self._shape.tokens_per_entry, self._shape.token
+        rows = np.empty((len(self.places), len(in_a), 7), np.int64)
+        rows[:, :, :6] = self.places[:, None, :]
+        rows[:, :, 1] += in_a + span.local_offset // each * here
+        rows[:, :, 4] += in_b + span.remote_offset // each * there
+        rows[:, :, 6] = length
+        return rows.reshape(-1, 7)
+
+
+def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
+    """Put parts of one shape together."""
+    found: dict[_Shape, list[tuple[int, ...]]] = {}
+    for here, there, a, b, lo, hi in shares:
+        twins = {d.name: d for d in b.dims}
+        start_a, start_b = here.offset + a.offset, there.offset + b.offset
+        dims, token = [], (0, 0)
+        for dim in a.dims:
+            # A dim of one entry may be missing.
+            twin, size = twins.get(dim.name, dim), dim.size
+            if dim.name == TOKEN:
+                token = (dim.stride, twin.stride)
+                continue
+            if dim.name == a.axis:
+                start_a += (lo - a.held[0]) * dim.stride
+                start_b += (lo - b.held[0]) * twin.stride
+                size = hi - lo
+            if size > 1:
+                dims.append((size, dim.stride, twin.stride))
+        shape = _Shape(a.itemsize, a.tokens_per_entry, tuple(dims), token)
+        place = (here.memory, start_a, here.stride, there.memory, start_b, there.stride)
+        found.setdefault(shape, []).append(place)
+    return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
+
+
+def _merge(rows: Int64s) -> Int64s:
+    """Join rows that continue each other on both sides, whatever parts or layers they belong to."""
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))]
+    a, b = rows[:-1], rows[1:]
+    same = (a[:, (0, 2, 3, 5)] == b[:, (0, 2, 3, 5)]).all(axis=1)
+    joined = same & (a[:, 1] + a[:, 6] == b[:, 1]) & (a[:, 4] + a[:, 6] == b[:, 4])
+    heads = np.flatnonzero(np.concatenate(([True], ~joined)))
+    out = rows[heads].copy()
+    out[:, 6] = np.add.reduceat(rows[:, 6], heads)
+    return out

@@ -1,0 +1,117 @@
+"""What the command lines of the scripts have in common: the conventions of `asynckv`.
+
+Every script is one typer command. What is wrong with its input is one line on stderr and exit status 2, said before
+anything starts; Ctrl-C ends with 130. Results are JSON, on stdout or where `--json` says; progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TextIO
+
+import typer
+
+from asynckv.errors import ConfigError
+
+Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Where the JSON goes; - is stdout.")]
+Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help="What to run; everything if left out.")]
+USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def application(main: Callable[..., Any], epilog: str) -> typer.Typer:
+    """Make a script's one command."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.command(epilog=epilog)(main)
+    return app
+
+
+def run(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a script's command; returns the exit status."""
+    try:
+        found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except (USAGE_ERROR, ConfigError) as exc:
+        text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())
+        print(f"{name}: {text}", file=sys.stderr)
+        return 2
+    return int(found or 0)
+
+
+def listed(about: Mapping[str, str]) -> str:
+    """Write names and what they mean as paragraphs of a command's epilog."""
+    return "\n\n".join(f"  [cyan]{name}[/cyan]: {text}" for name, text in about.items())
+
+
+def first_lines(works: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Say what functions do, in the first line of what they say of themselves."""
+    return {name: (work.__doc__ or "").splitlines()[0] for name, work in works.items()}
+
+
+def chosen(names: Sequence[str] | None, known: Iterable[str], what: str = "scenario") -> list[str]:
+    """Check names; everything that is known if there are none.
+
+    Raises:
+        ConfigError: One is unknown.
+    """
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"unknown {what} {name!r}; choose from {', '.join(known)}")
+    return list(names or known)
+
+
+def check(is_so: bool, text: str) -> None:
+    """Refuse what is wrong with the input.
+
+    Raises:
+        ConfigError: It is not so.
+    """
+    if not is_so:
+        raise ConfigError(text)
+
+
+def whole(option: str, text: str, least: int, most: int) -> int:
+    """Read a number.
+
+    Raises:
+        ConfigError: It is none, or outside the range.
+    """
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise ConfigError(f"{option}: {text!r} is no number in {least} ... {most}")
+    return int(text)
+
+
+@contextlib.contextmanager
+def output(target: str) -> Iterator[TextIO]:
+    """Open what `--json` names.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if target == "-":
+        yield sys.stdout
+        return
+    try:
+        file = open(target, "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as exc:
+        raise ConfigError(f"--json {target}: {exc.strerror}") from exc
+    with file:
+        yield file
+
+
+def report(target: str, runs: Iterable[Callable[[], dict[str, Any]]]) -> int:
+    """Run scenarios one by one and write their records, a line of JSON each; returns the exit status."""
+    status = 0
+    with output(target) as out:
+        for work in runs:
+            record = work()
+            name = record["scenario"]
+            print(json.dumps(record), file=out, flush=True)
+            verdict = "good" if record["ok"] else "FAILED: " + "; ".join(record["problems"])
+            print(f"[{name}] {record['seconds']} s, {verdict}", file=sys.stderr, flush=True)
+            status |= not record["ok"]
+    return status

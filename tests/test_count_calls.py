@@ -1,0 +1,30 @@
+"""What one warm small pull costs in Python calls: few, on either side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import count_calls
+from tests.engines import needs_python_core
+
+MOST = {"decode": 245, "prefill": 120}
+"""Calls per pull of everything above the ports. What makes these fewer may lower the numbers here."""
+
+
+@needs_python_core
+def test_a_small_pull_makes_few_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    count_calls.main(warm=20, pulls=20, functions=0, to_json="-")
+    found = json.loads(capsys.readouterr().out)
+    for side, most in MOST.items():
+        assert 20 < found[side] <= most
+        assert found[side] == pytest.approx(sum(n for name, n in found["files"].items() if name.startswith(side)), 0.1)
+
+
+@needs_python_core
+def test_functions_are_listed_from_the_most_called_down(capsys: pytest.CaptureFixture[str]) -> None:
+    count_calls.main(warm=2, pulls=4, functions=1, to_json="")
+    out = capsys.readouterr().out
+    assert "engine.py:Engine._turn" in out
+    assert "core/lease.py" in out

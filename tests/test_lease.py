@@ -1,0 +1,320 @@
+"""One lent request alone: every row of its tables, and the rules that a table does not show."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from asynckv.core import lease as lease_module
+from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Reader
+from asynckv.core.types import Cohort, Key, Outcome, Reason, RequestId
+from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew
+from asynckv.errors import LocalProtocolError
+from asynckv.geometry.bounds import BlockRuns
+from tests.rows import unnoticed
+
+KEY = Key("epoch", 0, 7, "0" * 32)
+AT = 1000.0
+"""When everything here is lent."""
+
+
+def lend(**changed: Any) -> Lease:
+    """Lend for ten seconds, with grants of four."""
+    given: dict[str, Any] = {
+        "num_tokens": 4,
+        "written": True,
+        "lease_s": 10.0,
+        "grant_s": 4.0,
+        "max_lease_s": 60.0,
+        "readers": 1,
+    }
+    place: dict[str, Any] = {
+        "key": KEY,
+        "request_id": RequestId("r"),
+        "groups": (BlockRuns(0, ((3, 1),)),),
+        "tp_rank": 0,
+        "tp_size": 1,
+    }
+    return Lease(Lent(**(given | place | changed)), AT)
+
+
+class Reading:
+    """A decode rank that speaks to a lease.
+
+    Args:
+        size: Ranks of its decode engine.
+    """
+
+    def __init__(
+        self, lease: Lease, rank: int = 0, size: int = 1, *, pull: str = "pull", cohort: str = "decode"
+    ) -> None:
+        self.lease, self.pull = lease, f"{pull}-{rank}"
+        self.cohort = Cohort(cohort, size, rank)
+        self.sender = f"process-{rank}"
+
+    def claim(self, after_s: float, seconds: float = 60.0, **changed: Any) -> Effects:
+        given: dict[str, Any] = {"key": KEY, "request_id": "r", "cohort": self.cohort, "pull_id": self.pull, "nonce": 1}
+        claim = Claim(**(given | {"digest": self.lease.digest, "seconds": seconds} | changed))
+        return self.lease.receive(claim, self.sender, AT + after_s)
+
+    def renew(self, after_s: float, seconds: float = 60.0) -> Effects:
+        return self.lease.receive(Renew(KEY, self.pull, 2, seconds), self.sender, AT + after_s)
+
+    def release(self, after_s: float, outcome: Outcome = Outcome.COMPLETE, sender: str = "") -> Effects:
+        release = Release(KEY, "r", self.cohort, self.pull, outcome)
+        return self.lease.receive(release, sender or self.sender, AT + after_s)
+
+
+def state_of(lease: Lease) -> LeaseState:
+    return lease.state
+
+
+def refused(effects: Effects) -> Reason | None:
+    return effects.answer.reason if isinstance(effects.answer, Refused) else None
+
+
+def granted(effects: Effects) -> float:
+    assert isinstance(effects.answer, Granted), effects
+    return effects.answer.seconds
+
+
+# -- what the tables say -------------------------------------------------------------------------------
+
+
+def test_a_request_is_lent_until_everybody_has_released() -> None:
+    lease = lend()
+    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    assert one.claim(0.0).first_grant == one.pull
+    assert state_of(lease) is LeaseState.LENT
+    assert one.claim(0.1).first_grant is None
+    assert two.claim(0.1).first_grant == two.pull
+    assert granted(one.renew(1.0)) == 4.0
+    assert state_of(lease) is LeaseState.LENT
+    effects = one.release(2.0)
+    assert isinstance(effects.answer, Ack)
+    assert (lease.state, effects.has_ended, lease.owed()) == (LeaseState.LENT, False, ("decode/tp1",))
+    effects = two.release(3.0)
+    assert (lease.state, effects.has_ended, effects.wake_at) == (LeaseState.RELEASED, True, math.inf)
+    assert lease.ended_at == AT + 3.0
+    assert lease.outcomes == {Reader("decode", 0): Outcome.COMPLETE, Reader("decode", 1): Outcome.COMPLETE}
+
+
+def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None:
+    lease = lend()
+    first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
+    first.claim(0.0)
+    second.claim(1.0)
+    assert not first.release(2.0).has_ended
+    assert state_of(lease) is LeaseState.LENT
+    assert not lease.tick(AT + 4.9).has_ended
+    assert lease.tick(AT + 5.0).has_ended
+    assert state_of(lease) is LeaseState.RELEASED
+
+
+def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
+    lease = lend()
+    assert lease.wake_at == AT + 10.0
+    assert not lease.tick(AT + 9.9).has_ended
+    assert state_of(lease) is LeaseState.LENT
+    assert lease.tick(AT + 10.0) == Effects(math.inf, has_ended=True)
+    assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("*",))
+
+
+def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    reading.claim(8.0)
+    assert not lease.tick(AT + 11.9).has_ended
+    assert (lease.state, lease.until) == (LeaseState.LENT, AT + 12.0)
+    assert lease.tick(AT + 12.0).has_ended
+    assert state_of(lease) is LeaseState.EXPIRED
+
+
+def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    reading.claim(8.0)
+    assert reading.release(8.5, Outcome.RETRY).wake_at == AT + 12.0
+    assert not lease.tick(AT + 11.9).has_ended
+    assert lease.tick(AT + 12.0).has_ended
+    assert state_of(lease) is LeaseState.EXPIRED
+
+
+def test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it() -> None:
+    lease = lend()
+    assert lease.revoke(AT + 1.0).has_ended
+    assert state_of(lease) is LeaseState.REVOKED
+
+
+def test_revoking_stops_new_grants_and_keeps_old_ones() -> None:
+    lease = lend()
+    one, two, three = (Reading(lease, i, 3) for i in range(3))
+    one.claim(0.0)
+    two.claim(1.0)
+    three.claim(1.0)
+    assert not lease.revoke(AT + 2.0).has_ended
+    assert state_of(lease) is LeaseState.ENDING
+    assert not lease.revoke(AT + 2.1).has_ended
+    assert state_of(lease) is LeaseState.ENDING
+    assert refused(one.claim(2.2)) is Reason.REVOKED
+    assert state_of(lease) is LeaseState.ENDING
+    assert refused(one.renew(2.2)) is Reason.REVOKED
+    assert state_of(lease) is LeaseState.ENDING
+    assert not one.release(3.0).has_ended
+    assert state_of(lease) is LeaseState.ENDING
+    assert not two.release(3.0).has_ended
+    assert not lease.tick(AT + 4.9).has_ended
+    assert state_of(lease) is LeaseState.ENDING
+    assert lease.tick(AT + 5.0).has_ended
+    assert state_of(lease) is LeaseState.REVOKED
+
+
+def test_what_is_over_takes_no_event_and_nothing_changes() -> None:
+    ended = [lend(), lend(), lend()]
+    Reading(ended[0]).release(1.0)
+    ended[1].tick(AT + 10.0)
+    ended[2].revoke(AT + 1.0)
+    assert [x.state for x in ended] == [LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.REVOKED]
+    for lease in ended:
+        before = (lease.state, list(lease.history), lease.final.copy(), lease.since)
+        late = Reading(lease, pull="late")
+        for event in (late.claim, late.renew, late.release):
+            with pytest.raises(LocalProtocolError, match=f"while the lease of request 'r' is {lease.state.name}"):
+                event(11.0)
+        with pytest.raises(LocalProtocolError, match="Revoke while"):
+            lease.revoke(AT + 11.0)
+        assert lease.tick(AT + 11.0) == Effects(math.inf)
+        assert (lease.state, lease.history, lease.final, lease.since) == before
+
+
+TABLE_TESTS = (
+    test_a_request_is_lent_until_everybody_has_released,
+    test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed,
+    test_a_request_that_nobody_wants_expires_at_its_time,
+    test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before,
+    test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it,
+    test_revoking_stops_new_grants_and_keeps_old_ones,
+    test_what_is_over_takes_no_event_and_nothing_changes,
+)
+
+
+def check_tables() -> None:
+    for test in TABLE_TESTS:
+        test()
+
+
+@pytest.mark.parametrize("table", [lease_module.ON_EVENT, lease_module.WHEN], ids=["on_event", "when"])
+def test_no_row_can_be_made_wrong_unnoticed(table: Any) -> None:
+    assert unnoticed(table, check_tables) == []
+
+
+def test_a_table_that_leads_in_a_circle_is_seen_and_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {LeaseState.ENDING: {lease_module.no_grant_runs: LeaseState.LENT}}
+    rows |= {LeaseState.LENT: {lease_module.no_grant_runs: LeaseState.ENDING}}
+    monkeypatch.setattr(lease_module, "WHEN", dict(lease_module.WHEN) | rows)
+    with pytest.raises(AssertionError, match="lead round in a circle"):
+        lend().tick(AT)
+
+
+# -- how long a grant lasts ----------------------------------------------------------------------------
+
+
+def test_a_grant_is_as_long_as_one_may_be_or_as_the_reader_needs() -> None:
+    lease = lend()
+    assert granted(Reading(lease).claim(0.0)) == 4.0
+    assert granted(Reading(lease, pull="quick").claim(0.0, 1.5)) == 1.5
+
+
+def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it() -> None:
+    lease = lend(max_lease_s=15.0)
+    reading = Reading(lease)
+    reading.claim(0.0)
+    ends = [after_s + granted(reading.renew(after_s)) for after_s in (3.0, 6.0, 9.0, 12.0, 14.0)]
+    assert ends == [7.0, 10.0, 13.0, 15.0, 15.0]
+    assert lease.until == AT + 15.0
+    late = reading.renew(14.9995)
+    assert refused(late) is Reason.EXPIRED
+    assert isinstance(late.answer, Refused)
+    assert late.answer.detail == "lent for longer than max_lease_s 15.0"
+    # A new attempt gets no more than the old one.
+    assert refused(Reading(lease, pull="other").claim(14.9995)) is Reason.EXPIRED
+    assert lease.tick(AT + 15.0).has_ended
+
+
+def test_a_shorter_renewal_takes_nothing_back() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    assert granted(reading.claim(0.0)) == 4.0
+    assert granted(reading.renew(0.5, 1.0)) == 1.0
+    lease.revoke(AT + 1.0)
+    assert not lease.tick(AT + 3.9).has_ended
+    assert lease.tick(AT + 4.0).has_ended
+
+
+def test_a_lease_that_is_ending_sleeps_until_its_last_grant_runs_out() -> None:
+    lease = lend()
+    for rank, seconds in enumerate((1.0, 4.0, 2.0)):
+        Reading(lease, rank, 3).claim(0.0, seconds)
+    assert lease.revoke(AT + 0.5).wake_at == AT + 4.0
+    assert lease.tick(AT + 2.0).wake_at == AT + 4.0
+
+
+def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
+    lease = lend(warn_s=3.0)
+    assert lease.wake_at == AT + 3.0
+    assert not lease.tick(AT + 2.9).is_overdue
+    assert lease.tick(AT + 3.0) == Effects(AT + 6.0, is_overdue=True)
+    assert lease.tick(AT + 7.0) == Effects(AT + 10.0, is_overdue=True)
+    assert Reading(lease).claim(8.0).wake_at == AT + 12.0
+
+
+# -- who may say what ----------------------------------------------------------------------------------
+
+
+def test_only_who_claimed_renews_and_releases() -> None:
+    lease = lend()
+    reading, stranger = Reading(lease), Reading(lease)
+    stranger.sender = "stranger"
+    reading.claim(0.0)
+    assert refused(stranger.claim(1.0)) is Reason.FOREIGN_PULL
+    assert refused(stranger.renew(1.0)) is Reason.EXPIRED
+    assert refused(stranger.release(1.0)) is Reason.FOREIGN_PULL
+    assert (lease.until, lease.owed()) == (AT + 10.0, ("decode/tp0",))
+
+
+def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
+    lease = lend()
+    first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
+    first.claim(0.0)
+    first.release(1.0, Outcome.RETRY)
+    assert lease.owed() == ("decode/tp0",)
+    assert [(name, state) for name, state, _ in lease.readers()] == [("decode/tp0@process-", "retrying")]
+    assert refused(first.claim(1.1)) is Reason.RELEASED_ALREADY
+    assert granted(second.claim(1.1)) == 4.0
+    assert second.release(2.0).has_ended
+    assert [(name, state) for name, state, _ in lease.readers()] == [("decode/tp0@process-", "complete")]
+
+
+def test_what_is_refused_leaves_nothing_behind() -> None:
+    lease = lend()
+    reading = Reading(lease)
+    for changed, reason in (
+        ({"request_id": "other"}, Reason.WRONG_REQUEST),
+        ({"digest": bytes(16)}, Reason.BLOCKS_DIFFER),
+        ({"cohort": Cohort("decode", 2, 2)}, Reason.WRONG_COHORT),
+        ({"cohort": Cohort("decode", 8192, 0)}, Reason.WRONG_COHORT),
+    ):
+        assert refused(reading.claim(0.0, **changed)) is reason
+        assert (lease.cohorts, lease.grants, lease.final) == ({}, {}, set())
+    reading.claim(0.0)
+    assert refused(reading.claim(0.0, pull_id="p", cohort=Cohort("decode", 2, 0))) is Reason.WRONG_COHORT
+    assert refused(reading.claim(0.0, pull_id="p", cohort=Cohort("other"))) is Reason.WRONG_COHORT
+    assert [*lease.grants] == [reading.pull]
+
+
+def test_who_answers_for_another_rank_is_not_owed() -> None:
+    lease = lend(tp_rank=1, tp_size=2)
+    assert refused(Reading(lease, 0, 2).claim(0.0)) is Reason.NOT_OWED
+    assert granted(Reading(lease, 1, 2).claim(0.0)) == 4.0

@@ -1,0 +1,84 @@
+"""The scripts' command lines: bad input is one line on stderr and status 2, before anything starts; help teaches."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+VERSUS = "bench_vs_vllm --contenders asynckv"
+CASE = "a case is LAYERSxBLOCK_BYTES:BLOCKS:IN_FLIGHT"
+BAD = [
+    ("chaos kil", "unknown scenario 'kil'; choose from kill, restart,"),
+    ("chaos kill --seconds 0", "--seconds 0 is outside"),
+    ("chaos survive --cycles 0", "--cycles 0 is outside"),
+    ("chaos --seconds nan", "--seconds nan is outside"),
+    ("chaos --json /nowhere/file", "--json /nowhere/file: No such file"),
+    ("pressure lode", "unknown scenario 'lode'; choose from load, isolate,"),
+    ("pressure load --pulls 100", "--pulls 100 is not at least 1300"),
+    ("pressure isolate --round-s nan", "--round-s nan is not a positive, finite number"),
+    ("pressure sleep --cycles 0", "--cycles 0 is not a positive"),
+    ("pressure --json /nowhere/file", "--json /nowhere/file: No such file"),
+    ("soak --transfers 0", "--transfers"),
+    ("soak --faults 80%", "--faults"),
+    ("soak --faults x", "--faults"),
+    ("soak --seed -1", "--seed -1"),
+    ("soak --json /no/such/file", "--json /no/such/file"),
+    ("attack --frames 1", "--frames 1 is outside"),
+    ("attack --json /nowhere/x", "No such file"),
+    ("ucx_abort --trials 0", "--trials 0 is outside"),
+    ("ucx_abort --moment-s -1", "--moment-s -1 is outside"),
+    ("ucx_abort --ucx UCX_TLS", "'UCX_TLS' is not KEY=VALUE"),
+    ("ucx_abort --fault flood", "'flood' is not one of"),
+    ("loop_stall bulk --requests 0", "--requests: '0' is no number in 1 ... 1000000"),
+    ("loop_stall bulk --requests x", "--requests: 'x' is no number"),
+    ("loop_stall bulk --posting-threads 99", "--posting-threads: '99' is no number in 0 ... 16"),
+    ("loop_stall bulk --posting-threads two", "--posting-threads: 'two' is no number"),
+    ("bench_engine --cases idle,none", "unknown cases none; there are handshake, idle,"),
+    (f"{VERSUS} --cases 32x16384:16", CASE),
+    (f"{VERSUS} --cases 0x4096:1:1", CASE),
+    (f"{VERSUS} --cases 1x4097:1:1", CASE),
+    (f"{VERSUS} --cases 1x4096:2000:1", CASE),
+    (f"{VERSUS} --cases 1x4096:1:1:sorted", CASE),
+    (f"{VERSUS} --cases x", CASE),
+    (f"{VERSUS} --json /nonexistent/r.json", "--json /nonexistent/r.json: cannot be written: No such file"),
+    ("disagg_generate lama", "family 'lama' is unknown; choose from llama"),
+    ("disagg_generate --prefill-tp 4", "--prefill-tp 4 is none of 1, 2, 3, 6"),
+    ("disagg_generate --prompt-tokens 0", "--prompt-tokens 0 must be 1 or more"),
+    ("disagg_generate --cached-tokens 45", "--cached-tokens 45 is outside 0 ... 44"),
+    ("disagg_generate --prompt-tokens 5000", "need more than 24 blocks"),
+]
+TEACHES = {
+    "chaos": ["survive: Kill, stop", "--transport", "Exit status"],
+    "pressure": ["isolate: Compare", "--round-s", "Exit status"],
+    "soak": ["--transfers", "hostile", "Exit status", "UCX_TLS"],
+    "attack": ["malicious peer", "--frames", "Exit status"],
+    "ucx_abort": ["owner: the victim reads", "away-kill: stop the survivor", "Exit status"],
+    "loop_stall": ["scattered: blocks anywhere", "--posting-threads"],
+    "bench_engine": ["handshake: Meet three peers", "--cases"],
+    "bench_vs_vllm": ["vllm-pinned: as shipped", "To install it beside", "--steps-ms"],
+    "disagg_generate": ["gemma3_text", "--cached-tokens", "Controls"],
+}
+
+
+def run(script: str, *arguments: str) -> int:
+    status: int = importlib.import_module(f"scripts.{script}").main(list(arguments))
+    return status
+
+
+@pytest.mark.parametrize(("line", "says"), BAD, ids=[line for line, _ in BAD])
+def test_bad_input_is_one_line_and_status_2(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*line.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{line.split()[0]}: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", TEACHES)
+def test_help_teaches(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(script, "--help") == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in TEACHES[script])
+    works = getattr(importlib.import_module(f"scripts.{script}"), "SCENARIOS", {})
+    assert all(f"{name}: " in text for name in works)
