@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
-    from asynckv.core.rank import Hold
+    from asynckv.core.rank import HeldBlocks
     from asynckv.core.requests import RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
     "asynckv.scheduler": "PrefillGroup",
-    "asynckv.core.rank": "Hold",
+    "asynckv.core.rank": "HeldBlocks",
     "asynckv.core.requests": "RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
@@ -94,7 +94,7 @@ __all__ = [
     "EngineConfig",
     "GeometryRefused",
     "Group",
-    "Hold",
+    "HeldBlocks",
     "KeysConfig",
     "Layout",
     "LayoutError",

@@ -51,7 +51,7 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.rank import Hold, Identity, RankCore
+from asynckv.core.rank import HeldBlocks, Identity, RankCore
 from asynckv.core.requests import RequestStatus
 from asynckv.core.types import (
     MAX_HASHES,
@@ -380,7 +380,7 @@ class Engine:
         core.outbox.trace = self._recorder.is_tracing
         return core
 
-    async def drain(self, timeout_s: float) -> tuple[Hold, ...]:
+    async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
 
         Nothing is cancelled: call `aclose` for that. What was announced may still be pulled, and what failed be
@@ -417,7 +417,7 @@ class Engine:
         with anyio.CancelScope(shield=True):
             await asyncio.shield(self._closing)
 
-    async def suspend(self, timeout_s: float = 0.0) -> tuple[Hold, ...]:
+    async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
         """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
 
         Drains for `timeout_s`, then cancels and revokes what is left and keeps the promises that run (at most
@@ -442,7 +442,7 @@ class Engine:
             self._life.receive(LifeEvent.SUSPEND)
             self._moving = asyncio.get_running_loop().create_task(self._suspend(core, timeout_s))
             self._moving.add_done_callback(self._moved)
-        stragglers: tuple[Hold, ...] = ()
+        stragglers: tuple[HeldBlocks, ...] = ()
         with anyio.CancelScope(shield=True):
             stragglers = await asyncio.shield(self._moving)
         return stragglers
@@ -619,7 +619,7 @@ class Engine:
                 can write them any more; the configuration's if left out.
             renew_params: Asked before every retry, with the error: returns params to go on with (a router may have
                 had the prompt prefilled elsewhere; the old ones are discharged), or None to give up. It makes
-                refusals curable that the same params cannot get over, such as a prefill rank that was restarted. If
+                refusals retryable that the same params cannot get over, such as a prefill rank that was restarted. If
                 it raises, the pull fails with the last error, and the exception is that error's cause.
 
         Returns:
@@ -831,7 +831,7 @@ class Engine:
         counters["log.failed"] = self._recorder.num_failed
         return Statistics(counters, core.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
 
-    def holds(self) -> tuple[Hold, ...]:
+    def holds(self) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._asked("holds")
         return self._core.holds(self._clock.now()) + self._between_attempts()
@@ -1228,11 +1228,11 @@ class Engine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _between_attempts(self) -> tuple[Hold, ...]:
+    def _between_attempts(self) -> tuple[HeldBlocks, ...]:
         """Say which requests wait for another attempt."""
         now, known = self._clock.now(), self._core.decode.by_request
         return tuple(
-            Hold(
+            HeldBlocks(
                 request_id,
                 "retrying",
                 _blocks(retrying.request.pull) if retrying.request.pull is not None else {},
@@ -1272,7 +1272,7 @@ class Engine:
         for lent in self._lent.values():
             lent._ended.set()
 
-    async def _suspend(self, core: RankCore, timeout_s: float) -> tuple[Hold, ...]:
+    async def _suspend(self, core: RankCore, timeout_s: float) -> tuple[HeldBlocks, ...]:
         stragglers = await self.drain(timeout_s)
         await self._end_work(core, "suspended")
         core.decode.leave(self._clock.now())
@@ -1381,7 +1381,7 @@ def _cancelled(last: PullError) -> PullCancelled:
     )
 
 
-def _names(stragglers: Sequence[Hold]) -> list[str]:
+def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
     """Name a few of them in a log."""
     return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
 

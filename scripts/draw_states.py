@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from asynckv.core import lease, peer, pull
+from asynckv.core import attempts, lease, lifecycle, peer, pull
 
 TARGET = Path(__file__).parents[1] / "docs" / "states.md"
 
@@ -64,6 +64,20 @@ def page() -> str:
                 lease.WHEN,
             ),
             table("Peer", "One start of a remote rank, as a reader knows it.", peer.ON_EVENT, {}),
+            table(
+                "Request",
+                "One request over its attempts; every attempt is a pull. Over, it tells the prefill ranks that no "
+                "attempt follows, if they were told that one would.",
+                attempts.ON_EVENT,
+                attempts.WHEN,
+            ),
+            table(
+                "Engine",
+                "The life of one engine. In SHUT and after it no turn is taken; only in CLOSED is it certain that "
+                "nothing writes any more.",
+                lifecycle.ON_EVENT,
+                {},
+            ),
         )
     )
 

@@ -110,7 +110,7 @@ FUNCTIONS = {
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
 """Written down by callers, and checked by whoever is given them."""
 RESULTS = {
-    "Hold",
+    "HeldBlocks",
     "LeaseEnd",
     "LentRequest",
     "PullResult",

@@ -67,7 +67,7 @@ class PullEvent(enum.StrEnum):
     POSTED = "posted"
     """A transfer is about to be posted."""
     ANSWERED = "answered"
-    """A claim or renewal was answered."""
+    """A claim or renewal was answered, before there is an outcome."""
     ENDED = "ended"
     """A transfer ended, or fell in doubt."""
     FAILED = "failed"
@@ -111,8 +111,8 @@ ON_EVENT: Mapping[PullState, Mapping[PullEvent, PullState]] = {
     S.READING: {**_FAILS, E.ANSWERED: S.READING, E.POSTED: S.READING, E.ENDED: S.READING},
     S.CONFIRMING: {**_FAILS, E.ANSWERED: S.CONFIRMING},
     S.DRAINING: {E.FAILED: S.DRAINING, E.CANCELLED: S.DRAINING, E.ANSWERED: S.DRAINING, E.ENDED: S.DRAINING},
-    S.NOTIFYING: {E.SETTLED: S.NOTIFYING, E.ANSWERED: S.NOTIFYING, E.ENDED: S.NOTIFYING},
-    S.QUARANTINED: {E.SETTLED: S.QUARANTINED, E.ANSWERED: S.QUARANTINED, E.ENDED: S.QUARANTINED},
+    S.NOTIFYING: {E.SETTLED: S.NOTIFYING, E.ENDED: S.NOTIFYING},
+    S.QUARANTINED: {E.SETTLED: S.QUARANTINED, E.ENDED: S.QUARANTINED},
     S.RELEASED: {},
 }
 """What each state takes. Most events only add to what is known: `WHEN` decides what follows. Late ones are normal."""
@@ -501,9 +501,9 @@ class Pull:
 
     def answered(self, source: Source, answer: Granted | NotYet | Refused, now: float) -> list[Effect] | None:
         """Take an answer to a claim or renewal; None if it changes nothing (stale, repeated, forged)."""
-        after = ON_EVENT[self.state].get(E.ANSWERED) or self._impossible(E.ANSWERED)
         if answer.nonce not in source.nonces or self.reason is not None:
             return None
+        after = ON_EVENT[self.state].get(E.ANSWERED) or self._impossible(E.ANSWERED)
         waited = source.not_lent_yet
         match answer:
             case Granted():
@@ -532,8 +532,9 @@ class Pull:
 
     def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
         """Take the next read of a source, which is about to be posted; `before` was read before that."""
-        if E.POSTED not in ON_EVENT[self.state]:
-            self._impossible(E.POSTED)
+        after = ON_EVENT[self.state].get(E.POSTED) or self._impossible(E.POSTED)
+        if after is not self.state:
+            self._enter(after, before)
         read = source.take_read(transfer_id, before)
         if not self.num_posted:
             self.posted_at = before
@@ -666,13 +667,15 @@ class Pull:
         """Go where an event leads, and on from there until nothing more holds; return what that brings about."""
         if after is not self.state:
             self._enter(after, now)
-        while True:
+        for _ in WHEN:
             for condition, following in WHEN[self.state].items():
                 if condition(self, now):
                     self._enter(following, now)
                     break
             else:
                 break
+        else:
+            raise AssertionError(f"the conditions of pull {self.pull_id} lead round in a circle by {self.state.name}")
         if self.state is S.CONFIRMING:
             self._ask_for_proof(now)
         effects, self._effects = self._effects, []

@@ -63,7 +63,7 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists
 
-__all__ = ["Hold", "Identity", "RankCore"]
+__all__ = ["HeldBlocks", "Identity", "RankCore"]
 
 MAX_READERS = 65_536
 MAX_GREETERS = 4096
@@ -95,7 +95,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class HeldBlocks:
     """Blocks that are not the engine's to use now, as an operator asks for them.
 
     Attributes:
@@ -423,12 +423,12 @@ class RankCore:
             self.outbox.send(route, source, Goodbye())
         self._readers.clear()
 
-    def stragglers(self, now: float) -> tuple[Hold, ...]:
+    def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
         """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
         holds = self.holds(now)
         known = {hold.pull_id for hold in holds}
         others = [
-            Hold(
+            HeldBlocks(
                 request_id=pull.request_id,
                 reason=pull.state.value,
                 blocks={},
@@ -462,7 +462,7 @@ class RankCore:
         """Remote data planes may need ours to make progress."""
         return bool(self.prefill.leases)
 
-    def holds(self, now: float) -> tuple[Hold, ...]:
+    def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, the oldest first."""
         leases = {key.token: lease for key, lease in self.prefill.leases.items()}
         out = []
@@ -476,7 +476,7 @@ class RankCore:
             elif lease is not None:
                 waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
             out.append(
-                Hold(
+                HeldBlocks(
                     request_id=hold.request_id,
                     reason=reason,
                     blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
