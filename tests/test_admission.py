@@ -62,7 +62,7 @@ def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> N
         running = [p for p in pulls if p.state is PullState.READING]
         assert len(running) <= 4
         # What only waits costs no plan, and its claims keep its lease.
-        assert all(leg.plan is None for p in pulls if p.state is PullState.QUEUED for leg in p.sources)
+        assert all(source.plan is None for p in pulls if p.state is PullState.QUEUED for source in p.sources)
         step(world, decode)
         world.check()
     assert {p.reason for p in pulls} == {Reason.COMPLETE}

@@ -90,7 +90,7 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
         met = {p.tp_rank for p in rank.node.decode.peers.values()}
-        assert met == {leg.tp_rank for leg in row.sources if leg.reads}
+        assert met == {source.tp_rank for source in row.sources if source.reads}
 
 
 def test_b7_replicas_are_skipped() -> None:
@@ -98,8 +98,8 @@ def test_b7_replicas_are_skipped() -> None:
     params, _ = it.lend([3], 4)
     [pull] = it.pull([9], params)
     it.world.run()
-    assert [leg.tp_rank for leg in pull.sources if leg.reads] == [0, 2]
-    assert [leg.releases for leg in pull.sources] == [1, 1, 1, 1]
+    assert [source.tp_rank for source in pull.sources if source.reads] == [0, 2]
+    assert [source.releases for source in pull.sources] == [1, 1, 1, 1]
 
 
 def test_a_dead_replica_delays_nobody() -> None:
@@ -138,7 +138,7 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
     [pull] = it.pull([9], params)
     [decode] = it.decode
     it.world.deliver_all()
-    first = next(leg for leg in pull.sources if leg.tp_rank == 0)
+    first = next(source for source in pull.sources if source.tp_rank == 0)
     for transfer_id in list(first.running):
         it.world.complete(decode, transfer_id)
     it.world.deliver_all()
@@ -147,7 +147,7 @@ def half_read() -> tuple[Pair, Pull, list[Lease]]:
 
 def test_a_rank_that_is_proven_may_go() -> None:
     it, pull, _ = half_read()
-    [decode], sources = it.decode, {leg.tp_rank: leg for leg in pull.sources}
+    [decode], sources = it.decode, {source.tp_rank: source for source in pull.sources}
     assert sources[0].proven
     decode.node.decode.forget(sources[0].address, it.world.time(decode))
     it.world.settle(decode)
@@ -262,7 +262,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
         world.run(0.1)
     assert pull.reason is Reason.COMPLETE
     assert heads(decode.buffers, 5) == want
-    read = [leg.tp_rank for leg in pull.sources if leg.reads]
+    read = [source.tp_rank for source in pull.sources if source.reads]
     assert read == ([0, 3] if missing == "p1" else [0, 1])
 
 
@@ -387,7 +387,7 @@ def test_a_replica_stands_in_for_one_that_is_dead() -> None:
     for _ in range(25):
         it.world.run(0.1)
     assert pull.reason is Reason.COMPLETE
-    assert [leg.tp_rank for leg in pull.sources if leg.reads] == [1, 2]
+    assert [source.tp_rank for source in pull.sources if source.reads] == [1, 2]
     it.check([9])
 
 

@@ -260,7 +260,7 @@ class World:
                         rank.ended.append(pull)
                     case BlocksReturned(pull):
                         assert pull not in rank.returned, "returned twice"
-                        mine = {t for leg in pull.sources for t in leg.running | leg.doubtful}
+                        mine = {t for source in pull.sources for t in source.running | source.doubtful}
                         assert not mine & rank.reads.keys(), "returned while something can write"
                         rank.returned.append(pull)
                     case HeldForLong():

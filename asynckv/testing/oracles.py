@@ -54,9 +54,9 @@ def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnat
         for pull in node.decode.pulls.values():
             if pull.reason is not None or pull.params.key != key:
                 continue
-            for leg in pull.sources:
-                until = (leg.covered_until - process.epoch) / process.rate
-                if leg.incarnation == incarnation and until > at + 1e-6:
+            for source in pull.sources:
+                until = (source.covered_until - process.epoch) / process.rate
+                if source.incarnation == incarnation and until > at + 1e-6:
                     return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"
     return ""
 
