@@ -218,9 +218,9 @@ def check_pull() -> None:
     # One rank of two that is told is not everybody.
     it = Attempt(others=1).notifying()
     it.settle()
-    assert it.pull.state is S.NOTIFYING
+    assert it.states[-1] is S.NOTIFYING
     it.pull.settled(it.others[0], "acknowledged", it.later())
-    assert it.pull.state is S.RELEASED
+    assert it.states[-1] is S.RELEASED
     it = Attempt().to(S.READING)
     nonce = next(iter(it.source.nonces))
     it.pull.answered(it.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), it.later())
@@ -230,7 +230,7 @@ def check_pull() -> None:
     assert it.grant() is None
     assert (it.pull.state, it.pull.is_returned) == (S.NOTIFYING, False)
     assert it.end(Ending.DONE) == [Effect.RETURN]
-    assert it.pull.state is S.NOTIFYING
+    assert it.states[-1] is S.NOTIFYING
     it = Attempt().quarantined()
     assert it.pull.state is S.QUARANTINED
     assert it.grant() is None
