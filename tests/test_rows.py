@@ -220,7 +220,7 @@ def check_pull() -> None:
     it.settle()
     assert it.states[-1] is S.NOTIFYING
     it.pull.settled(it.others[0], "acknowledged", it.later())
-    assert it.states[-1] is S.RELEASED
+    assert it.states[-2:] == [S.NOTIFYING, S.RELEASED]
     it = Attempt().to(S.READING)
     nonce = next(iter(it.source.nonces))
     it.pull.answered(it.source, Refused(PARAMS.key, "x-1", nonce, Reason.REVOKED), it.later())
