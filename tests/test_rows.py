@@ -239,7 +239,7 @@ def check_pull() -> None:
     it.end(Ending.IN_DOUBT)
     assert it.states == before
     assert it.end(Ending.FAILED) == [Effect.RETURN, Effect.FINISH]
-    assert it.pull.state is S.RELEASED
+    assert it.states[-1:] == [S.RELEASED]
     it = Attempt().notifying()
     it.settle()
     assert it.states[-2:] == [S.NOTIFYING, S.RELEASED]
