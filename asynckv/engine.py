@@ -995,7 +995,7 @@ class Engine:
             self._internal_error(exc)
         self._turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        when = min(core.earliest, self._beat_at)
+        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 
@@ -1030,7 +1030,7 @@ class Engine:
         clock, decode = self._clock, core.decode
         started = began = clock.now()
         while True:
-            if (post := decode.next_read(began)) is not None:
+            if decode.posting.turns and (post := decode.next_read(began)) is not None:
                 try:
                     ended = self._data.post_read(post.transfer_id, post.agent_name, post.read)
                 except Exception as exc:  # a bug of the plane's, which may have posted it
@@ -1040,7 +1040,7 @@ class Engine:
                 decode.spent(post.transfer_id, now - began)
                 if ended is not None:
                     decode.ended(ended, 0.0, now)
-            elif (pull := decode.admit(began)) is not None:
+            elif decode.admission.turns and (pull := decode.admit(began)) is not None:
                 now = clock.now()
                 pull.plan_took(now)
             else:

@@ -40,7 +40,7 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.pull import Effect, Pull, PullState
-from asynckv.core.routes import Routes
+from asynckv.core.routes import Ready, Routes
 from asynckv.core.source import ReleaseState, RemoteRank, Role, Source
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
 from asynckv.core.watch import Watch
@@ -141,8 +141,8 @@ class DecodeSide:
             now: The time.
         """
         ready = pull.route.ready.get(lists.wanted)
-        if ready is not None and ready[0] == self._num_changes and not lists.is_empty:
-            self._begin_at_once(pull, lists, blocks, deadline, ready[1], now)
+        if ready is not None and ready.num_changes == self._num_changes and not lists.is_empty:
+            self._begin_at_once(pull, lists, blocks, deadline, ready, now)
             return
         self._add(pull, now)
         if pull.failure is None:
@@ -154,19 +154,19 @@ class DecodeSide:
         lists: BlockLists,
         blocks: Mapping[int, Int64s],
         deadline: float,
-        ready: tuple[tuple[Peer, PeerTables | None], ...],
+        ready: Ready,
         now: float,
     ) -> None:
         """Begin a pull whose ranks are ready, and of which it is known what is read: nobody need be met."""
         self._register(pull)
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
-        for peer, _ in ready:
+        for peer in ready.peers:
             peer.attach(pull.pull_id, now)
             if now + self._config.heartbeat_s < peer.scheduled_at:
                 self._wake(peer)
         effects = pull.start(lists, deadline, now)
-        pull.chosen([tables for _, tables in ready], now)
+        pull.chosen(ready.tables, now)
         effects += pull.routed(now)
         effects.remove(Effect.EXPECT)
         self._carry_out(pull, effects, now, at_once=True)
@@ -277,7 +277,8 @@ class DecodeSide:
         self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
-        self.posting.take_turn(peer.line)
+        if peer.line.readers:
+            self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
             self._reap(peer)
 
@@ -547,7 +548,6 @@ class DecodeSide:
         """Make the plan of a pull that was admitted, and let it read."""
         if self._is_aside(pull):
             self.admission.discount(pull.pull_id)
-        pull.turn_came(now)
         plans = self._plans(pull, now)
         if plans is not None:
             self._carry_out(pull, pull.admitted(plans, now), now)
@@ -563,9 +563,11 @@ class DecodeSide:
             try:
                 plan = plan_read(source.tables, pull.lists)
             except RemoteTooShort as exc:
+                pull.turn_came(now)
                 self.fail(pull, Reason.REMOTE_TOO_SHORT, str(exc), now)
                 return None
             except (PlanRefused, LayoutError) as exc:
+                pull.turn_came(now)
                 self.fail(pull, Reason.UNPLANNABLE, str(exc), now)
                 return None
             self._outbox.counters["descriptors.planned"] += plan.num_descriptors
@@ -583,16 +585,16 @@ class DecodeSide:
             self._outbox.counters[f"pulls.{pull.reason}"] += 1
         self._outbox.commands.append(PullEnded(pull))
         for source in pull.sources:
-            if self._is_gone(source):
+            peer = self.peers.get(source.rank.place)
+            if (peer is None or peer.state is S.GONE) and source.release is not ReleaseState.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.release_of(source, now))
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
-            self._make_room(source)
+            if source.running or source.is_waiting:
+                self._make_room(source)
 
     def _make_room(self, source: Source) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take room from others."""
-        if not source.running and not source.is_waiting:
-            return
         for transfer_id in source.running:
             self.posting.left(self.transfers[transfer_id].peer.line, transfer_id)
         if (peer := self.peers.get(source.rank.place)) is not None:
@@ -613,7 +615,7 @@ class DecodeSide:
         if peer is None:
             return
         peer.detach(pull.pull_id, now)
-        if not peer.pulls and peer.may_be_met and now >= peer.not_before:
+        if not peer.pulls and peer.state is S.NEW and not peer.is_loading and now >= peer.not_before:
             self._drop(peer)
         elif peer.state is S.GONE:
             self._reap(peer)
@@ -706,14 +708,14 @@ class DecodeSide:
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
-        ready = []
+        ready = list[Peer]()
         for source in pull.sources:
             peer = self.peers[source.rank.place]
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
             if not is_same or (source.tables is not None and not peer.line.is_open):
                 return
-            ready.append((peer, source.tables))
-        pull.route.ready[wanted] = self._num_changes, tuple(ready)
+            ready.append(peer)
+        pull.route.ready[wanted] = Ready(self._num_changes, ready, [source.tables for source in pull.sources])
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""

@@ -296,10 +296,6 @@ class Line:
         self.readers.clear()
 
 
-def _can_post(reader: Reader) -> bool:
-    return reader.next_read is not None and reader.may_post and not reader.not_lent_yet
-
-
 class Posting:
     """Whose read request is posted next.
 
@@ -315,7 +311,7 @@ class Posting:
 
     def offer(self, line: Line, reader: Reader) -> None:
         """Put a reader into its peer's line; harmless if it stands there already, or has nothing to post."""
-        if not reader.is_waiting and _can_post(reader):
+        if not reader.is_waiting and reader.may_post and not reader.not_lent_yet and reader.next_read is not None:
             reader.is_waiting = True
             line.readers.append(reader)
             self.take_turn(line)
@@ -331,7 +327,10 @@ class Posting:
         while self.turns:
             line = self.turns[0]
             readers = line.readers
-            while readers and not _can_post(readers[0]):
+            while readers:
+                reader = readers[0]
+                if reader.next_read is not None and reader.may_post and not reader.not_lent_yet:
+                    break
                 readers.popleft().is_waiting = False
             read = readers[0].next_read if readers and line.is_open else None
             fits = read is not None and line.in_flight.fits(read)
@@ -350,7 +349,8 @@ class Posting:
             self.in_flight.enter(transfer_id, num_bytes, num_descriptors)
         if line.readers[0].next_read is None:
             line.readers.popleft().is_waiting = False
-        self.take_turn(line)
+        if line.readers:
+            self.take_turn(line)
 
     def left(self, line: Line, transfer_id: TransferId) -> None:
         """A transfer takes no room any more."""

@@ -86,6 +86,8 @@ class PrefillSide:
         self.max_ended = MAX_ENDED
         self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
         self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
+        self.next_at = math.inf
+        """When a parked message may fall due."""
         self._parked_by: Counter[ReplyTo] = Counter()
         """Connections, and how many of their messages are parked: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
@@ -95,11 +97,6 @@ class PrefillSide:
     def num_parked(self) -> int:
         """Claims and releases that wait for their request to be lent."""
         return self._parked_by.total()
-
-    @property
-    def next_at(self) -> float:
-        """When a parked message falls due."""
-        return self._parked_order[0][0] if self._parked_order else math.inf
 
     @property
     def is_closed(self) -> bool:
@@ -221,6 +218,7 @@ class PrefillSide:
                 self._outbox.counters["parked.expired"] += 1
                 if not waiting:
                     del self._parked[key]
+        self.next_at = self._parked_order[0][0] if self._parked_order else math.inf
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -317,6 +315,7 @@ class PrefillSide:
         until, kept = now + self._config.parked_s, message
         if known is None:
             self._parked_order.append((until, message.key, place))
+            self.next_at = min(self.next_at, until)
         else:
             until = known.until  # a lifetime of its own: repeats do not extend it
             if isinstance(known.message, Release):

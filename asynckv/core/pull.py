@@ -369,7 +369,9 @@ class Pull:
             case S.QUARANTINED:
                 return min(when, self.retire_at)
             case S.NOTIFYING:
-                when = min(when, self.published_at + self.limits.release_timeout_s, self.retire_at)
+                when = min(when, self.published_at + self.limits.release_timeout_s)
+                if not self.is_returned:
+                    when = min(when, self.retire_at)
                 for source in self.sources:
                     if source.release_at < when:
                         when = source.release_at
@@ -470,7 +472,7 @@ class Pull:
         self.planned_at = now
 
     def turn_came(self, now: float) -> None:
-        """There is room for it, and its plan is made now; `admitted` follows, unless it cannot be made."""
+        """There is room for it, but its plan cannot be made; see `admitted`."""
         if now < self.admitted_at:
             self.admitted_at = now
 
@@ -484,7 +486,7 @@ class Pull:
             if source.next_read is None:
                 source.claim_at = math.inf
                 source.prove()
-        self.planned_at = min(self.planned_at, now)
+        self.admitted_at, self.planned_at = min(self.admitted_at, now), min(self.planned_at, now)
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
 
@@ -752,7 +754,7 @@ class Pull:
     def _ask_for_proof(self, now: float) -> None:
         """It is too late for every promise so far: claim once more, now that everything has landed."""
         for source in self.sources:
-            if not source.reads or source.proven:
+            if source.role is not Role.READ or source.proven:
                 continue
             asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
             if not asked and (source.claims == 0 or source.covered_until > -math.inf) and now < source.claim_at:

@@ -181,7 +181,8 @@ class RankCore:
             LocalProtocolError: The params are another engine's, or were lent or withdrawn before.
             PlanRefused: The blocks do not fit the layout.
         """
-        self._check_open()
+        if self.prefill.closed_as:
+            self._check_open()
         check_lease(params.lease_s, self.config.lease.max_lease_s)
         self._check_ours(params)
         layout = self.identity.layout
@@ -308,15 +309,18 @@ class RankCore:
         """
         request_id, params = request.request_id, request.params
         pull = self.decode.by_request.get(RequestId(request_id))
-        if attempt == 1 and pull is None:
+        if attempt == 1 and pull is None and self.prefill.closed_as:
             self._check_open()
-        wanted = self._wanted_tokens(request)
+        wanted = params.num_tokens
+        if request.num_tokens is not None or request.hashes is not None:
+            wanted = self._wanted_tokens(request)
         blocks = check_block_ids(self.identity.layout, request.groups, wanted)
         # Before anything is started: a caller who got a block wrong may ask again with another.
         held = self.ledger.check("writing", {g: ids for g, (_, ids) in enumerate(blocks)})
         lists = BlockLists(blocks, params.groups, wanted, params.num_tokens)
         most = self.config.pull.max_queued
-        if attempt == 1 and self.decode.num_waiting >= most and not lists.is_empty:
+        may_be_full = attempt == 1 and len(self.decode.started) >= most
+        if may_be_full and self.decode.num_waiting >= most and not lists.is_empty:
             self.outbox.counters["pulls.overloaded"] += 1
             raise Overloaded(
                 f"request {request_id[:200]!r} is not taken: {most} pulls wait already; ask again later, "
@@ -586,11 +590,6 @@ class RankCore:
     def next_at(self) -> float:
         """When `tick` will have something to do."""
         return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at)
-
-    @property
-    def earliest(self) -> float:
-        """`tick` has nothing to do before; cheaper than `next_at`, and never later."""
-        return min(self.timers.earliest, self.prefill.next_at, self.watch.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
 

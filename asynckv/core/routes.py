@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asynckv.core.flow import FlowKey
 from asynckv.core.peer import Peer
@@ -20,7 +21,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
 from asynckv.geometry.plan import PeerTables
 
-__all__ = ["Route", "Routes"]
+__all__ = ["Ready", "Route", "Routes"]
 
 MAX_ENDPOINTS = 65_536
 """Endpoints of prefill groups that are remembered."""
@@ -33,19 +34,32 @@ MAX_CHOICES = 4096
 Chosen = tuple[PeerTables | None, ...]
 
 
+class Ready(NamedTuple):
+    """The ranks of a route, all of them ready, and what is read of each.
+
+    Attributes:
+        num_changes: What `DecodeSide` had counted of changes when this was worked out: it holds until the next.
+        peers: One per rank.
+        tables: One per rank; None for one that is only released.
+    """
+
+    num_changes: int
+    peers: list[Peer]
+    tables: list[PeerTables | None]
+
+
 @dataclass(slots=True, eq=False)
 class Route:
     """The ranks of a prefill group that this reader answers for, by stage and rank.
 
     Attributes:
         flow: Who reads from the same waits in the same queue.
-        ready: Groups of which something is wanted -> for every rank its peer and what is read of it, and when this was
-            worked out (`DecodeSide`): while nothing has changed since, a request need not find out again.
+        ready: By the groups of which something is wanted; while it holds, a request need not find out again.
     """
 
     ranks: tuple[RemoteRank, ...]
     flow: FlowKey
-    ready: dict[tuple[int, ...], tuple[int, tuple[tuple[Peer, PeerTables | None], ...]]] = field(default_factory=dict)
+    ready: dict[tuple[int, ...], Ready] = field(default_factory=dict)
 
 
 class Routes:

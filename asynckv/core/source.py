@@ -50,6 +50,7 @@ MAX_NONCES = 8
 """Claims per source whose answers still count."""
 
 NEVER = -math.inf
+_NOTHING: Iterator[ReadRequest] = iter(())
 
 
 class Role(enum.StrEnum):
@@ -100,7 +101,7 @@ class Source:
     plan: Plan | None = None
     next_read: ReadRequest | None = None
     """What to post next; None once everything is posted."""
-    following: Iterator[ReadRequest] = field(default_factory=lambda: iter(()))
+    following: Iterator[ReadRequest] = _NOTHING
     """What comes after it."""
     may_post: bool = False
     """Its pull reads."""
