@@ -329,7 +329,7 @@ class Engine:
             LayoutError: The layout does not hold together.
         """
         self._here("start")
-        if self._closing is not None or self._life.state is LifeState.CLOSED:
+        if self._closing is not None or self._life.is_shut:
             raise EngineClosed("the engine was closed; make a new one")
         if self._core_or_none is not None:
             raise LocalProtocolError("the engine was started before")
@@ -337,6 +337,9 @@ class Engine:
         try:
             self._core_or_none = self._begin()
             await self._control.start(self._on_packet, self._on_refused)
+            if self._closing is not None:
+                raise EngineClosed("the engine was closed while it started")
+            self._life.receive(LifeEvent.STARTED)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._close_planes()
@@ -349,7 +352,6 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             **self._data.describe(),
         )
-        self._life.receive(LifeEvent.STARTED)
         self._beat_at = self._clock.now() + IDLE_BEAT_S
         self._soon()
 
@@ -712,10 +714,8 @@ class Engine:
                 with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
                     await self._outcome(pull, waiting)
             if pull.reason is not None:
-                request.ended(self._clock.now())
-                if request.state is not RequestState.OVER:
-                    request.give_up(Reason.CANCELLED)  # it had failed just before
-                self._discharge(request)
+                request.abandoned(self._clock.now())
+                self._discharge(request)  # it had failed just before
             raise
         return pull, waiting
 
@@ -1300,7 +1300,9 @@ class Engine:
         if self._moving is not None:
             await asyncio.gather(self._moving, return_exceptions=True)
         core = self._core_or_none
-        if core is not None and self._life.state in (LifeState.RUNNING, LifeState.DRAINING, LifeState.SUSPENDING):
+        # CLOSING once more if whoever closed before was cancelled: the promises are still to be kept.
+        living = (LifeState.RUNNING, LifeState.DRAINING, LifeState.SUSPENDING, LifeState.CLOSING)
+        if core is not None and self._life.state in living:
             self._life.receive(LifeEvent.CLOSE)
             await self._end_work(core, "closed")
         await self._end_loading()
@@ -1322,7 +1324,8 @@ class Engine:
             self._recorder.event("info", "engine_stopped")
 
     async def _close_planes(self) -> None:
-        self._life.receive(LifeEvent.SHUT)
+        if self._life.state is not LifeState.CLOSED:  # or what came up after that is closed
+            self._life.receive(LifeEvent.SHUT)
         self._beat_at = math.inf
         try:
             await self._control.aclose()
@@ -1330,10 +1333,12 @@ class Engine:
             try:
                 await self._close_data()
             except BaseException:
-                self._life.receive(LifeEvent.STUCK)
+                if self._life.state is LifeState.SHUT:
+                    self._life.receive(LifeEvent.STUCK)
                 raise
             # From here on nothing of ours can be written.
-            self._life.receive(LifeEvent.DESTROYED)
+            if self._life.state is LifeState.SHUT:
+                self._life.receive(LifeEvent.DESTROYED)
 
     async def _close_data(self) -> None:
         try:

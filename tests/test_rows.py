@@ -379,6 +379,24 @@ def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed(table: Any) -> None:
     assert unnoticed(table, check_attempts) == []
 
 
+def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
+    for reason in (Reason.CANCELLED, Reason.ENGINE_CLOSED):
+        it = failed(request(), doubt=True)
+        it.time()
+        it.stop(reason)
+        it.returned()
+        assert (it.state, it.attempts) == (RequestState.OVER, 1)
+        assert [why for _, why in it.discharges()] == [reason]
+
+
+def test_a_request_is_discharged_once() -> None:
+    it = failed(request())
+    it.time()
+    it.refused()
+    assert [why for _, why in it.discharges()] == [Reason.UNPLANNABLE]
+    assert it.discharges() == []
+
+
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     it = failed(request(is_last=False))
     it.give_up()
@@ -426,6 +444,9 @@ LIVES: Mapping[tuple[LifeEvent, ...], LifeState] = {
     (X.STARTED, X.SUSPEND, X.LET_GO, X.RESUMED): L.RUNNING,
     (X.STARTED, X.SUSPEND, X.LET_GO, X.SHUT): L.SHUT,
     (X.STARTED, X.CLOSE, X.DRAIN): L.CLOSING,
+    (X.STARTED, X.CLOSE, X.CLOSE): L.CLOSING,
+    (X.STARTED, X.CLOSE, X.SHUT, X.SHUT): L.SHUT,
+    (X.DRAIN,): L.NEW,
     (X.STARTED, X.CLOSE, X.SHUT): L.SHUT,
     (X.STARTED, X.CLOSE, X.SHUT, X.DRAIN): L.SHUT,
     (X.STARTED, X.CLOSE, X.SHUT, X.STUCK): L.STUCK,

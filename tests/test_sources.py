@@ -457,3 +457,73 @@ def test_a_gap_is_refused_at_the_handshake_with_the_ranges() -> None:
     assert "needs [4, 8) of 8 along 'head' of part 'kv', remote holds tp0 [0, 4), tp1 [0, 4)" in pull.detail
     assert not decode.reads
     world.check()
+
+
+def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again() -> None:
+    world = World()
+    decode = world.add("d", make_layout(0, 1))
+    first, second = (world.add(f"p{i}", make_layout(i, 2), engine_id="p") for i in (0, 1))
+    met = world.params([first, second], "r0", [3], 4)
+    for rank in (first, second):
+        world.lend(rank, met)
+    world.pull(decode, "x0", [4], met)
+    world.run()
+    params = world.params([first, second], "r", [1], 4)
+    world.lend(first, params)
+    pull = world.pull(decode, "x", [2], params, timeout=20)  # ahead of the second rank's data
+    world.complete_all()
+    world.deliver_all()
+    world.complete_all()
+    assert [source.proven for source in pull.sources] == [True, False]
+    decode.node.decode.forget(first.address, world.time(decode))
+    world.settle(decode)
+    world.lend(second, params)
+    world.run(3)
+    assert pull.reason == "complete"
+    assert decode.node.check_integrity() == []
+
+
+def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> None:
+    world = World()
+    decode = world.add("d", make_layout(0, 1, num_heads=1))
+    ranks = [world.add(f"p{i}", make_layout(i, 2, num_heads=1), engine_id="p") for i in (0, 1)]
+
+    def ask(number: int) -> list[Lease]:
+        params = world.params(ranks, f"r{number}", [number], 4, written=True)
+        leases = [world.lend(rank, params) for rank in ranks]
+        world.pull(decode, f"x{number}", [number], params)
+        return leases
+
+    ask(1)
+    world.run()
+    decode.node.decode.forget(ranks[1].address, world.time(decode))  # a router was wrong about the replica
+    world.settle(decode)
+    ask(2)  # within the back-off
+    world.run()
+    world.advance(10)
+    leases, lost = ask(3), 0
+    for _ in range(60):
+        for letter in [x for x in world.letters if x.sender is decode and x.to == ranks[1].address and not lost]:
+            world.letters.remove(letter)
+            lost += 1
+        world.deliver_all()
+        world.complete_all()
+        if not world.letters:
+            world.advance(0.2)
+    assert lost
+    assert [lease.state.value for lease in leases] == ["released", "released"]
+
+
+def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
+    world = World()
+    decode = world.add("d", make_layout())
+    prefill = world.add("p", make_layout(base=1 << 41))
+    params = world.params([prefill], "r", [1], 4, written=True)
+    world.lend(prefill, params)
+    world.pull(decode, "x", [2], params)
+    world.run()
+    (route,) = decode.node.decode.routes._groups.values()
+    assert route.ready
+    decode.node.decode.forget(prefill.address, world.time(decode))
+    world.settle(decode)
+    assert not route.ready

@@ -160,9 +160,15 @@ class Request:
     def refused(self) -> None:
         """An attempt could not begin: what is said of the one before is said for good."""
         after = self._allow(E.FAILED)
-        if self.attempts > 1 and self.wanted.is_last:
-            self._discharges.append((self.wanted, Reason.UNPLANNABLE))
+        self._given_up_for = Reason.UNPLANNABLE
         self._enter(after)
+
+    def abandoned(self, now: float) -> None:
+        """The attempt has its outcome, but its caller is gone: none follows."""
+        self._given_up_for = Reason.CANCELLED
+        self.ended(now)
+        if self.state is not S.OVER:
+            self.give_up(Reason.CANCELLED)
 
     def ended(self, now: float) -> None:
         """The attempt has its outcome."""
@@ -186,7 +192,11 @@ class Request:
 
     def returned(self) -> None:
         """Nothing can write the blocks of the last attempt any more."""
-        self._enter(self._allow(E.RETURNED))
+        after = self._allow(E.RETURNED)
+        if self.stopped is not None:
+            self.give_up()
+        else:
+            self._enter(after)
 
     def renewed(self, params: Params) -> None:
         """The caller has said with which params to go on."""

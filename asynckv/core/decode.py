@@ -457,8 +457,10 @@ class DecodeSide:
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
-            if source.role is Role.READ and not self.peers[source.rank.place].line.is_open:
-                return False
+            if source.role is Role.READ and not source.proven:  # what is proven is not read again
+                peer = self.peers.get(source.rank.place)
+                if peer is None or not peer.line.is_open:
+                    return False
         return True
 
     def peer_of(self, source: Source) -> Peer | None:
@@ -712,7 +714,7 @@ class DecodeSide:
         for source in pull.sources:
             peer = self.peers[source.rank.place]
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
-            if not is_same or (source.tables is not None and not peer.line.is_open):
+            if not is_same or peer.state is S.GONE or (source.tables is not None and not peer.line.is_open):
                 return
             ready.append(peer)
         pull.route.ready[wanted] = Ready(self._num_changes, ready, [source.tables for source in pull.sources])
@@ -907,9 +909,8 @@ class DecodeSide:
         if peer.is_loaded and not peer.transfers:
             peer.removed()
             self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
-        if peer.tables:
-            peer.tables.clear()
-            self.routes.forget(peer.place)
+        peer.tables.clear()
+        self.routes.forget(peer.place)
         self._wake(peer)
 
     def _drop(self, peer: Peer) -> None:
@@ -946,7 +947,8 @@ class DecodeSide:
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""
         for source in pull.sources:
-            if source.role is Role.READ and (peer := self.peers.get(source.rank.place)) is not None:
-                if peer.line.is_set_aside:
+            if source.role is Role.READ and not source.proven:
+                peer = self.peers.get(source.rank.place)
+                if peer is not None and peer.line.is_set_aside:
                     return True
         return False

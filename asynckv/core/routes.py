@@ -164,7 +164,12 @@ class Routes:
         """Forget what is read of a rank that is gone."""
         for known in [known for known in self._chosen if place in known[0]]:
             del self._chosen[known]
+        for route in self._groups.values():
+            if route.ready and place in route.flow:
+                route.ready.clear()
 
     def clear(self) -> None:
         """Forget what is read of anybody."""
         self._chosen.clear()
+        for route in self._groups.values():
+            route.ready.clear()

@@ -241,7 +241,12 @@ class NixlPlane:
 
     def _make_agent(self, name: str, memories: Sequence[Memory]) -> Agent:
         agent = Agent(self._api, name, self._config.backend, DEFAULTS | self._config.params)
-        agent.register(memories)
+        try:
+            agent.register(memories)
+        except BaseException:
+            with suppress(BackendError):
+                agent.close()  # nobody else could: it is not known to anybody yet
+            raise
         return agent
 
     def _start_poster(self, number: int, memories: Sequence[Memory]) -> Poster:

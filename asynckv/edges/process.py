@@ -31,7 +31,7 @@ from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPla
 __all__ = ["ProcessPlane", "ServingPlane"]
 
 MAX_TABLES = 1024
-"""Tables that the child is sent once and knows by number."""
+"""Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps."""
 
 
 class _Kept:
@@ -195,7 +195,7 @@ class ProcessPlane(_Kept):
         super().__init__(_in_child(config), agent_name, reads=True, deaths=deaths)
         self._users: Counter[str] = Counter()
         """Remote agents, and how often they were added."""
-        self._tables: dict[int, tuple[int, DescTable]] = {}
+        self._tables: dict[str, dict[int, tuple[int, DescTable]]] = {}
         """Number and table of those that the child knows, by the table's id, the oldest first."""
         self._num_tables = 0
         self._loads: dict[int, asyncio.Future[None]] = {}
@@ -237,6 +237,8 @@ class ProcessPlane(_Kept):
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
+                for number, _ in self._tables.pop(name, {}).values():
+                    self._keeper.order(wire.Forget(number))
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Hand a read to the child; only without one is anything known at once."""
@@ -244,20 +246,21 @@ class ProcessPlane(_Kept):
         if not self._keeper.is_serving or self._keeper.is_closing:
             return TransferEnded(transfer_id, Ending.FAILED, self._cause or "the data plane was closed")
         self._running.add(transfer_id)
-        table = self._number_of(read.table)
+        table = self._number_of(name, read.table)
         indices = read.local.tobytes(), read.remote.tobytes()
         self._keeper.order(wire.Read(transfer_id, name, table, *indices, read.num_bytes, read.num_descriptors))
         return None
 
-    def _number_of(self, table: DescTable) -> int:
-        """Return by what number the child knows a table; one that it does not know is sent."""
-        if (known := self._tables.get(id(table))) is not None:
+    def _number_of(self, name: str, table: DescTable) -> int:
+        """Return by what number the child knows a table of a remote agent; one that it does not know is sent."""
+        tables = self._tables.setdefault(name, {})
+        if (known := tables.get(id(table))) is not None:
             return known[0]
-        if len(self._tables) >= MAX_TABLES:
-            oldest, _ = self._tables.pop(next(iter(self._tables)))
+        if len(tables) >= MAX_TABLES:
+            oldest, _ = tables.pop(next(iter(tables)))
             self._keeper.order(wire.Forget(oldest))
         self._num_tables += 1
-        self._tables[id(table)] = self._num_tables, table
+        tables[id(table)] = self._num_tables, table
         arrays = table.length.tobytes(), table.local.tobytes(), table.remote.tobytes()
         self._keeper.order(wire.Table(self._num_tables, *arrays, table.local_blocks, table.remote_blocks))
         return self._num_tables

@@ -157,7 +157,8 @@ class Link:
         await self._listening
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
+        # What was cut short as a process died is no answer.
+        with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
                 number, value, error = json.loads(line)
                 answered = self._asked.get(number)
