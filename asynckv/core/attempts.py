@@ -132,6 +132,7 @@ class Request:
         """Why no attempt may follow, if somebody has said so."""
         self._retries, self._pause_s = retries, pause_s
         self._given_up_for: Reason | None = None
+        """What is told instead of why the last attempt failed."""
         self._discharges: list[tuple[PullRequest, Reason]] = []
 
     @property
@@ -168,7 +169,7 @@ class Request:
         self._given_up_for = Reason.CANCELLED
         self.ended(now)
         if self.state is not S.OVER:
-            self.give_up(Reason.CANCELLED)
+            self.give_up()
 
     def ended(self, now: float) -> None:
         """The attempt has its outcome."""
@@ -216,11 +217,9 @@ class Request:
         """No attempt may follow; what waits for one is to give up."""
         self.stopped = self.stopped or reason
 
-    def give_up(self, reason: Reason | None = None) -> None:
-        """No attempt follows; `reason` is told instead of that of the last attempt."""
-        after = self._allow(E.GIVEN_UP)
-        self._given_up_for = reason
-        self._enter(after)
+    def give_up(self) -> None:
+        """No attempt follows."""
+        self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -188,11 +188,6 @@ class Peer:
         return self.engine_id, self.pp_stage, self.tp_rank
 
     @property
-    def is_usable(self) -> bool:
-        """Reads may be posted."""
-        return self.state is S.READY
-
-    @property
     def may_be_met(self) -> bool:
         """Nothing of an earlier handshake is under way."""
         return self.state is S.NEW and not self.is_loading
