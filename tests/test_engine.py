@@ -285,7 +285,7 @@ async def test_one_bad_event_takes_no_others_along(
         # What was lost by the bug is found by its age.
         (lost,) = decode.engine._core.decode.transfers
         decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
-        decode.engine._soon()
+        decode.engine._driver.soon()
 
 
 @pytest.mark.nixl

@@ -235,7 +235,7 @@ class Real:
 
     @property
     def plane(self) -> ProcessPlane | ServingPlane:
-        plane = self.engine._data
+        plane = self.engine._driver.data
         assert isinstance(plane, ProcessPlane | ServingPlane)
         return plane
 

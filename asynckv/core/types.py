@@ -18,6 +18,7 @@ from typing import Annotated, NewType, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
 
 __all__ = [
@@ -217,16 +218,18 @@ def decode_params(value: object) -> Params:
     """Validate params that came through a router (a `Params` or what `json.loads` made of one).
 
     Raises:
-        msgspec.ValidationError: Naming the field that is wrong.
+        RemoteProtocolError: Naming the field that is wrong.
     """
-    if isinstance(value, Params):
-        return sendable(value, Params)
     try:
+        if isinstance(value, Params):
+            return sendable(value, Params)
         params = msgspec.convert(value, Params)
         msgspec.msgpack.encode(params)
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
-        raise msgspec.ValidationError(f"text that is not valid Unicode: {exc.reason}") from exc
+        raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc
+    except msgspec.ValidationError as exc:
+        raise RemoteProtocolError(f"params are malformed: {exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
-        raise msgspec.ValidationError(f"what cannot be sent: {exc}") from exc
+        raise RemoteProtocolError(f"params are malformed: what cannot be sent: {exc}") from exc
     return params

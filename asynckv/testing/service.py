@@ -458,7 +458,7 @@ class Service:
 
     def _begin_hostile(self, fault: Fault) -> None:
         for rank in self._met(fault):
-            if not rank.process.is_dead and rank.engine._core_or_none is not None:
+            if not rank.process.is_dead and rank.engine._is_started:
                 rng = self.world.random_of("hostile", rank.name, self.world.now)
                 attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
                 attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
@@ -566,7 +566,7 @@ class Service:
 
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead or rank.is_moving or engine._core_or_none is None:
+        if process.is_dead or rank.is_moving or not engine._is_started:
             return
         rank.is_moving = True
 
@@ -615,7 +615,7 @@ class Service:
             (r.process, r.engine._core)
             for e in self.decode
             for r in e
-            if not r.process.is_dead and r.engine._core_or_none is not None
+            if not r.process.is_dead and r.engine._is_started
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
         now = self.world.now
@@ -913,7 +913,7 @@ class Service:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
-            if rank.process.is_dead or rank.engine._core_or_none is None or rank.data.is_closed:
+            if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
                 continue
             node = rank.engine._core
             if wrong := node.check_integrity():
