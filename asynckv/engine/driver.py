@@ -174,11 +174,8 @@ class Driver:
     def begin(self, core: RankCore) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
         self.core, self._is_serving = core, False
-        core.outbox.trace = self.recorder.is_tracing
-
-    def beat(self) -> None:
-        """Watch the loop from now on."""
         self._beat_at = self.clock.now() + IDLE_BEAT_S
+        core.outbox.trace = self.recorder.is_tracing
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, for so long at most."""
@@ -210,9 +207,6 @@ class Driver:
             waiting.returned.set()
         for ended in self.lent.values():
             ended.set()
-
-    def forget(self) -> None:
-        """Forget who waited, before another core follows."""
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()

@@ -103,8 +103,8 @@ class Engine:
         self._retrying: dict[str, Retries] = {}
         """Requests whose attempts follow each other."""
         self._closing: asyncio.Task[None] | None = None
-        self._moving: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        """A suspension under way."""
+        self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
+        """The last suspension."""
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -149,7 +149,6 @@ class Engine:
             bytes=sum(m.length for m in self.registration.layout.memories),
             **driver.data.describe(),
         )
-        driver.beat()
         driver.soon()
 
     def _choose_data(self) -> DataPlane:
@@ -232,13 +231,12 @@ class Engine:
             raise EngineClosed("the engine was closed")
         if self._life.state is LifeState.SUSPENDED:
             return ()
-        if self._moving is None:
+        if self._suspending is None or self._suspending.done():
             self._life.receive(LifeEvent.SUSPEND)
-            self._moving = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
-            self._moving.add_done_callback(self._moved)
+            self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
         stragglers: tuple[HeldBlocks, ...] = ()
         with anyio.CancelScope(shield=True):
-            stragglers = await asyncio.shield(self._moving)
+            stragglers = await asyncio.shield(self._suspending)
         return stragglers
 
     async def resume(self, registration: Registration | None = None) -> None:
@@ -259,7 +257,7 @@ class Engine:
             _check(registration, LocalProtocolError)
         if self._closing is not None:
             raise EngineClosed("the engine was closed")
-        if not self._life.takes(LifeEvent.RESUMED) or self._moving is not None:
+        if not self._life.takes(LifeEvent.RESUMED):
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
         driver, before, old = self._driver, (self.registration, self.incarnation), self._driver.core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
@@ -608,19 +606,15 @@ class Engine:
         driver.data.close()
         driver.destroyed()
         driver.at_once()
-        driver.forget()
         self._life.receive(LifeEvent.LET_GO)
         self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
         return stragglers
 
-    def _moved(self, task: asyncio.Task[Any]) -> None:
-        self._moving = None
-
     async def _close(self) -> None:
         driver = self._driver
         driver.turned.set()
-        if self._moving is not None:
-            await asyncio.gather(self._moving, return_exceptions=True)
+        if self._suspending is not None and not self._suspending.done():
+            await asyncio.gather(self._suspending, return_exceptions=True)
         # Once more if whoever closed before was cancelled: the promises are still to be kept.
         if self._life.takes(LifeEvent.CLOSE):
             self._life.receive(LifeEvent.CLOSE)
