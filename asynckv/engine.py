@@ -29,6 +29,7 @@ from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import RETRYABLE, Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.outbox import (
@@ -51,8 +52,8 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.rank import HeldBlocks, Identity, RankCore
-from asynckv.core.requests import RequestStatus
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import (
     MAX_HASHES,
     Address,
@@ -398,7 +399,7 @@ class Engine:
         self._life.receive(LifeEvent.DRAIN)
         core.shut()
         await self._wait(lambda: self._is_idle() or self._closing is not None, timeout_s)
-        stragglers = core.stragglers(self._clock.now()) + self._between_attempts()
+        stragglers = core.inspect.stragglers(self._clock.now()) + self._between_attempts()
         if stragglers:
             self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
         else:
@@ -480,7 +481,7 @@ class Engine:
             with anyio.CancelScope(shield=True):
                 await self._close_data()
             raise
-        for address in {peer.address for peer in old.decode.peers.values()}:
+        for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             self._control.disconnect(address)
         core.outbox.counters.update(old.outbox.counters)
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
@@ -829,12 +830,12 @@ class Engine:
         counters["keys.given_up"] = core.prefill.spent.num_given_up
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self._recorder.num_failed
-        return Statistics(counters, core.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
+        return Statistics(counters, core.inspect.gauges(), tuple(self._release_s), lag.last_s, lag.most_s, lag.counts())
 
     def holds(self) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._asked("holds")
-        return self._core.holds(self._clock.now()) + self._between_attempts()
+        return self._core.inspect.holds(self._clock.now()) + self._between_attempts()
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """Say how every request stands that is announced, pulled or lent here, the oldest first.
@@ -843,7 +844,7 @@ class Engine:
         blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
         """
         self._asked("requests")
-        return self._core.requests(self._clock.now()) + self._retries()
+        return self._core.inspect.requests(self._clock.now()) + self._retries()
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -857,7 +858,7 @@ class Engine:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
         self._asked("check_integrity")
-        if wrong := self._core.check_integrity():
+        if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
 
     # -- where it is called from -------------------------------------------------------------------
@@ -947,7 +948,7 @@ class Engine:
     def _tick(self, due: float) -> None:
         now, core = self._clock.now(), self._core
         if self._lag.take(now - due):
-            self._recorder.loop_was_away(now - due, core.gauges(), now)
+            self._recorder.loop_was_away(now - due, core.inspect.gauges(), now)
         if not self._life.is_shut:
             self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
             self._beat_at = now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
@@ -1117,7 +1118,7 @@ class Engine:
             case LeaseGranted(lease, pull_id):
                 self._recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
-                self._recorder.held_for_long(command, [core.status(held, now) for held in command.oldest])
+                self._recorder.held_for_long(command, [core.inspect.status(held, now) for held in command.oldest])
             case LeaseEnded(lease):
                 if (lent := self._lent.pop(id(lease), None)) is not None:
                     lent._ended.set()
@@ -1212,7 +1213,7 @@ class Engine:
         await self._wait(lambda: not core.is_bound and not self._retrying, patience)
         if not core.is_bound:
             await self._wait(self._is_idle, GRACE_S)
-        if left := core.stragglers(self._clock.now()):
+        if left := core.inspect.stragglers(self._clock.now()):
             names = _names(left)
             self._recorder.event(
                 "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
