@@ -149,8 +149,7 @@ class DecodeSide:
         for peer in ready.peers:
             self.peers.attach(peer, pull.pull_id, now)
         effects = pull.start(lists, deadline, now)
-        pull.chosen(ready.tables, now)
-        effects += pull.routed(now)
+        effects += pull.routed(ready.tables, now)
         effects.remove(Effect.EXPECT)
         self._carry_out(pull, effects, now, at_once=True)
 
@@ -338,7 +337,8 @@ class DecodeSide:
             now: Read after it was received.
         """
         peer = self.peers.by_place.get((address, sender))
-        if peer is not None and self.peers.heard(peer, now):
+        if peer is not None and peer.heard(now):
+            self.peers.back(peer)
             self._take_back(peer)
             self._ready(peer, now)
         match message:
@@ -642,22 +642,24 @@ class DecodeSide:
                         self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {chosen}")), now)
                     continue
                 read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
-                pull.chosen([read_of.get(source.rank.place) for source in pull.sources], now)
-                self._remember(pull, pull.lists.wanted)
-            self._carry_out(pull, pull.routed(now), now, at_once=at_once)
+                tables = [read_of.get(source.rank.place) for source in pull.sources]
+                self._remember(pull, pull.lists.wanted, tables)
+            else:
+                tables = [source.tables for source in pull.sources]
+            self._carry_out(pull, pull.routed(tables, now), now, at_once=at_once)
             return
         self._carry_out(pull, pull.effects(), now)
 
-    def _remember(self, pull: Pull, wanted: tuple[int, ...]) -> None:
+    def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
         ready = list[Peer]()
-        for source in pull.sources:
+        for source, read in zip(pull.sources, tables, strict=True):
             peer = self.peers.by_place[source.rank.place]
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
-            if not is_same or peer.state is S.GONE or (source.tables is not None and not peer.line.is_open):
+            if not is_same or peer.state is S.GONE or (read is not None and not peer.line.is_open):
                 return
             ready.append(peer)
-        pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, [source.tables for source in pull.sources])
+        pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""

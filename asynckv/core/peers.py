@@ -216,13 +216,10 @@ class Peers:
             self.wake(peer)
         return known
 
-    def heard(self, peer: Peer, now: float) -> bool:
-        """It has said something; True if it was taken for silent, and can be read again."""
-        if not peer.heard(now):
-            return False
+    def back(self, peer: Peer) -> None:
+        """It was taken for silent, and can be read again."""
         self._changed(peer, S.SUSPECT)
         self.wake(peer)
-        return True
 
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed; there is a pause before the next."""
