@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.rank import HeldBlocks
-from asynckv.core.requests import RequestStatus
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import NULL
@@ -160,28 +158,6 @@ class Request:
     def is_cancelled_between(self) -> bool:
         """It was cancelled where another attempt would have followed."""
         return self.stopped is Reason.CANCELLED and self.was_promised
-
-    def holds(self, now: float) -> HeldBlocks:
-        """Say what it holds between two attempts."""
-        blocks = blocks_of(self.pull) if self.pull is not None else {}
-        left_s = max(self.deadline - now, 0.0)
-        return HeldBlocks(self.wanted.request_id, "retrying", blocks, now - self.begun_at, left_s, ())
-
-    def status(self, now: float) -> RequestStatus:
-        """Say how it stands between two attempts."""
-        holds = self.holds(now)
-        return RequestStatus(
-            kind="retrying",
-            request_id=holds.request_id,
-            prefill_request_id="",
-            state="retrying",
-            age_s=holds.held_s,
-            state_s=holds.held_s,
-            left_s=holds.left_s,
-            blocks=sum(map(len, holds.blocks.values())),
-            waits="another attempt follows",
-            ranks=(),
-        )
 
     def discharges(self) -> list[tuple[PullRequest, Reason]]:
         """Return of which requests the prefill ranks are to be told that no attempt follows after all, and why."""

@@ -443,20 +443,18 @@ class Pull:
                 source.not_wanted()
         return self._settle(after, now)
 
-    def routed(self, now: float) -> list[Effect]:
-        """Every rank to read is ready, and it is known what is read of which."""
+    def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
+        """It is known what is read of each source, None of some; those are ready, and claimed beside the read."""
         after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
-        self.ready_at = min(self.ready_at, now)
-        return self._settle(after, now)
-
-    def chosen(self, tables: Sequence[PeerTables | None], now: float) -> None:
-        """It has been decided what is read of each of its sources: these are claimed at once, beside the read."""
+        if now < self.ready_at:
+            self.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = Role.READ, read
                 self.want_claim(source, now)
             elif source.role is Role.READ:
                 source.not_wanted()
+        return self._settle(after, now)
 
     def could_not_meet(self, not_before: float) -> None:
         """A rank could not be met, and not before a certain time again."""
@@ -703,6 +701,8 @@ class Pull:
             case S.CONFIRMING:
                 self._effects.append(Effect.LEAVE)
             case S.NOTIFYING:
+                if before is not S.CONFIRMING:  # else it has left
+                    self._effects.append(Effect.LEAVE)
                 self._publish(now)
             case S.QUARANTINED:
                 self.released_at = now
@@ -721,7 +721,6 @@ class Pull:
         self.warn_at = now + self.warn_s
         for source in self.sources:
             source.ended(now)
-        self._effects.append(Effect.LEAVE)
         self._return()
         self._effects += (Effect.TELL, Effect.SEND)
 

@@ -245,7 +245,7 @@ class Source:
     def prove(self) -> None:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
-            timely = self.lent_before < math.inf and not self.is_early
+            timely = self.lent_before < self.first_posted_at
             covered = self.confirmed or self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 

@@ -270,7 +270,7 @@ class Driver:
     def _tick(self, due: float) -> None:
         now, core = self.clock.now(), self.core
         if self.lag.take(now - due):
-            self.recorder.loop_was_away(now - due, core.gauges(), now)
+            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
         if core.next_at <= now:
@@ -426,7 +426,7 @@ class Driver:
             case LeaseGranted(lease, pull_id):
                 recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
-                recorder.held_for_long(command, [self.core.status(held, now) for held in command.oldest])
+                recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()

@@ -19,10 +19,11 @@ import msgspec
 from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request
+from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
-from asynckv.core.rank import HeldBlocks, Identity, RankCore
-from asynckv.core.requests import RequestStatus
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, Params, Reason, decode_params, rank_name, sendable
 from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
 from asynckv.engine.driver import Driver, Waiting
@@ -190,7 +191,7 @@ class Engine:
         core.shut()
         await driver.wait(lambda: self._is_idle or self._closing is not None, timeout_s)
         now = self._clock.now()
-        stragglers = core.stragglers(now) + tuple(request.holds(now) for request in self._between_attempts())
+        stragglers = core.inspect.stragglers(now) + self._between_attempts(now)
         if stragglers:
             self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
         else:
@@ -270,7 +271,7 @@ class Engine:
             with anyio.CancelScope(shield=True):
                 await self._close_data()
             raise
-        for address in {peer.address for peer in old.decode.peers.values()}:
+        for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             driver.control.disconnect(address)
         driver.core.outbox.counters.update(old.outbox.counters)
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
@@ -529,13 +530,15 @@ class Engine:
         counters["keys.given_up"] = core.prefill.spent.num_given_up
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self._recorder.num_failed
-        return Statistics(counters, core.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts())
+        return Statistics(
+            counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
+        )
 
     def holds(self) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._home.asked(self.holds)
         now = self._clock.now()
-        return self._core.holds(now) + tuple(request.holds(now) for request in self._between_attempts())
+        return self._core.inspect.holds(now) + self._between_attempts(now)
 
     def requests(self) -> tuple[RequestStatus, ...]:
         """Say how every request stands that is announced, pulled or lent here, the oldest first.
@@ -545,7 +548,7 @@ class Engine:
         """
         self._home.asked(self.requests)
         now = self._clock.now()
-        return self._core.requests(now) + tuple(request.status(now) for request in self._between_attempts())
+        return self._core.inspect.requests(now) + tuple(map(retry_status, self._between_attempts(now)))
 
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
@@ -559,7 +562,7 @@ class Engine:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
         self._home.asked(self.check_integrity)
-        if wrong := self._core.check_integrity():
+        if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
 
     # -- inside ------------------------------------------------------------------------------------
@@ -568,10 +571,8 @@ class Engine:
     def _is_idle(self) -> bool:
         return self._driver.core.is_idle and not self._retrying
 
-    def _between_attempts(self) -> list[Request]:
-        """Return what is neither pulled now nor over: another attempt follows."""
-        known = self._core.decode.by_request
-        return [retrying.request for name, retrying in self._retrying.items() if name not in known]
+    def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
+        return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)
 
     async def _end_work(self, how: str) -> None:
         """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
@@ -586,7 +587,7 @@ class Engine:
         await driver.wait(lambda: not core.is_bound and not self._retrying, patience)
         if not core.is_bound:
             await driver.wait(lambda: self._is_idle, GRACE_S)
-        if left := core.stragglers(self._clock.now()):
+        if left := core.inspect.stragglers(self._clock.now()):
             names = _names(left)
             self._recorder.event(
                 "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
