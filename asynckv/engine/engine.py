@@ -246,7 +246,8 @@ class Engine:
             raise
         for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             driver.control.disconnect(address)
-        driver.core.outbox.counters.update(old.outbox.counters)
+        for counter, count in old.outbox.counters.items():
+            driver.core.outbox.counters[counter] += count
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)
         self._recorder.event(

@@ -139,29 +139,34 @@ def check_block_ids(
         )
     out = []
     for index, (group, (first, ids)) in enumerate(zip(layout.groups, pairs, strict=True)):
-        where = f"group {index} ({group.name!r})"
         try:
             begin = operator.index(first)
         except TypeError:
             begin = -1
         if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
-            raise PlanRefused(f"{where}: first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}")
+            text = f"first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}"
+            raise PlanRefused(f"{_named(index, group)}: {text}")
         if _is_plain(ids, group):
             array = np.array(ids, np.int64)
         else:
             try:
                 array = as_block_ids(ids, group.null_block)
             except LayoutError as exc:
-                raise PlanRefused(f"{where}: {exc}") from None
-            check_blocks(where, group, array)
+                raise PlanRefused(f"{_named(index, group)}: {exc}") from None
+            check_blocks(_named(index, group), group, array)
         end = (begin // group.block_size + len(array)) * group.block_size
         if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
             raise PlanRefused(
-                f"{where}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end at token {end}, "
-                f"but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a smaller num_tokens"
+                f"{_named(index, group)}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end "
+                f"at token {end}, but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a "
+                f"smaller num_tokens"
             )
         out.append((begin, array))
     return tuple(out)
+
+
+def _named(index: int, group: Group) -> str:
+    return f"group {index} ({group.name!r})"
 
 
 def _is_plain(ids: object, group: Group) -> bool:
