@@ -430,12 +430,7 @@ EPILOG = f"""
 {INSTALL}
 [bold]Exit status[/bold]  0 measured, 1 a process or a request failed, 2 bad input, 130 Ctrl-C
 """
-app = command.application(compare, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and report what the command line says; returns the exit status."""
-    return command.run(app, "bench_vs_vllm", arguments)
+main = command.script(compare, "bench_vs_vllm", EPILOG)
 
 
 if __name__ == "__main__":

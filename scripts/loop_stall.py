@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -186,12 +185,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 measured, 1 the prefill process was lost, 2 bad input, 130 Ctrl-C
 """
-app = command.application(stall, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "loop_stall", arguments)
+main = command.script(stall, "loop_stall", EPILOG)
 
 
 if __name__ == "__main__":
