@@ -10,7 +10,6 @@ import asyncio
 import importlib.util
 import os
 import resource
-import signal
 import sys
 import threading
 import time
@@ -30,6 +29,7 @@ from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
+from asynckv.testing.fleet import begin_child
 
 __all__ = ["main"]
 
@@ -376,12 +376,13 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> None:
 
 
 def main() -> None:
-    """Run one worker until its driver says stop or is gone."""
-    # Ctrl-C reaches the whole terminal's group; the driver decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run one worker, a process of a fleet, until its driver says stop or is gone."""
+    sock = begin_child()
 
     async def run() -> None:
-        await _run(await p.Pipe.open())
+        pipe = await p.Pipe.open(sock)
+        await _run(pipe)
+        await pipe.close()
 
     chosen = os.environ.get("ASYNCKV_BENCH_LOOP", "auto")
     if chosen == "uvloop" or (chosen == "auto" and importlib.util.find_spec("uvloop") is not None):
@@ -390,7 +391,3 @@ def main() -> None:
         uvloop.run(run())
     else:
         asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()
