@@ -25,6 +25,7 @@ from rich.table import Table
 
 from asynckv.bench.noise import Interval, median_of
 from asynckv.errors import ConfigError
+from asynckv.observe.output import check_writable
 from asynckv.testing.fleet import Failure, Fleet, Process
 from scripts import command
 from scripts.versus.vllm_side import write_config
@@ -365,11 +366,7 @@ def compare(
         1 <= rounds <= 1000 and 0 < seconds <= 600,
         f"--rounds {rounds} must be in 1 ... 1000, --seconds {seconds:g} in (0, 600]",
     )
-    if json not in (None, "-"):
-        try:
-            Path(json).open("a").close()
-        except OSError as exc:
-            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    check_writable("--json", json)
     given = Given(
         vllm_python=vllm_python,
         vllm_source=vllm_source,

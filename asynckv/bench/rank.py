@@ -31,20 +31,21 @@ from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
 from asynckv.testing.fleet import begin_child
 
-__all__ = ["main"]
+__all__ = ["LagSampler", "main"]
 
 LAG_S = 0.005
 SAMPLE = 16
 
 
 class LagSampler:
-    """Measures how late the loop calls back, every 5 ms.
+    """Measures how late the loop calls back, every so often.
 
     By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = LAG_S) -> None:
         self.lags: list[float] = []
+        self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
@@ -67,8 +68,8 @@ class LagSampler:
         self._again()
 
     def _again(self) -> None:
-        self._due = time.perf_counter() + LAG_S
-        self._handle = self._loop.call_later(LAG_S, self._tick)
+        self._due = time.perf_counter() + self._every_s
+        self._handle = self._loop.call_later(self._every_s, self._tick)
 
 
 class Worker:
