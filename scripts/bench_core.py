@@ -38,7 +38,8 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
-from asynckv.core.rank import Identity, RankCore
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.errors import ConfigError
