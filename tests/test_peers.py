@@ -158,7 +158,8 @@ def silent(**config: Any) -> tuple[World, Rank, Rank, Pull]:
 def test_nothing_is_posted_to_a_rank_that_has_fallen_silent_until_it_is_heard_of() -> None:
     """What runs there may end; who has bytes to come waits, and goes on where it stood when the rank speaks again."""
     world, prefill, decode, pull = silent()
-    world.complete_all()
+    (running,) = decode.reads
+    world.complete(decode, running)
     assert decode.reads == {}
     later = ask(world, prefill, decode, 1)
     assert decode.reads == {}
@@ -184,19 +185,48 @@ def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None
 
 
 def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None:
-    """And nothing of them is left in its queue: met again, it serves whoever comes then."""
+    """Met again, it serves whoever comes then."""
     world, prefill, decode, pull = silent(gone_s=3.0, total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
     quiet(world, decode, 2.0)
-    world.complete_all()
-    assert (pull.reason, queued.reason) == (Reason.PEER_LOST, Reason.PEER_LOST)
+    assert queued.reason is Reason.PEER_LOST
     assert "silent for 3." in queued.detail
+    (running,) = decode.reads
+    world.complete(decode, running)
+    assert pull.reason is Reason.PEER_LOST
     assert decode.reads == {}
-    assert [[*peer.line.readers] for peer in decode.node.decode.peers.values()] == [[]]
     world.advance(1.0)
     after = ask(world, prefill, decode, 2)
     world.run()
     assert after.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("how", ["says goodbye", "is forgotten", "our agent dies"])
+def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
+    """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
+    world, prefill, decode, pull = silent()
+    (peer,) = decode.node.decode.peers.values()
+    assert len(peer.line.readers) == 1
+    if how == "says goodbye":
+        say(world, prefill, decode, Goodbye())
+    elif how == "is forgotten":
+        decode.node.decode.forget(prefill.address, world.time(decode))
+    else:
+        world.lose_agent(decode)
+    assert [*peer.line.readers] == []
+    assert pull.state in (PullState.DRAINING, PullState.NOTIFYING)
+
+
+def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_was_not_for_long() -> None:
+    world, (prefill,), decode = world_of(idle_s=10.0)
+    hellos = []
+    for number, pause_s in enumerate((6.0, 6.0, 6.0, 12.0, 0.0)):
+        ask(world, prefill, decode, number)
+        messages = [m for letter in world.letters for m in decode_packet(letter.data).messages]
+        hellos.append(sum(isinstance(message, Hello) for message in messages))
+        world.run()
+        world.advance(pause_s)
+    assert hellos == [1, 0, 0, 0, 1]
 
 
 def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:
