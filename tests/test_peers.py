@@ -16,7 +16,7 @@ from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest, PullState
-from asynckv.core.types import Address, Endpoint, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -29,6 +29,9 @@ from asynckv.core.wire import (
     Pong,
     Refused,
     Release,
+    Renew,
+    StatusRequest,
+    Unwelcome,
     decode_packet,
     encode_packet,
 )
@@ -169,6 +172,16 @@ def test_nothing_is_posted_to_a_rank_that_has_fallen_silent_until_it_is_heard_of
     world.run()
     assert [p.request_id for p in decode.ended] == ["big", "d1"]
     assert (pull.reason, later.reason) == (Reason.COMPLETE, Reason.COMPLETE)
+
+
+def test_whoever_was_reading_goes_on_as_soon_as_the_rank_is_heard_of() -> None:
+    """Though nothing else happens, and nobody else asks for anything."""
+    world, prefill, decode, pull = silent()
+    (running,) = decode.reads
+    world.complete(decode, running)
+    say(world, prefill, decode, Pong(0))
+    assert len(decode.reads) == 1
+    assert pull.state is PullState.READING
 
 
 def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None:
@@ -349,6 +362,79 @@ def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: in
     say(world, prefill, decode, Refused(pull.params.key, pull.pull_id, nonce, Reason.RESTARTED), "another start")
     world.run()
     assert pull.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("answer", ["a welcome", "a refusal"])
+def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(answer: str) -> None:
+    """Whoever reads from it fails at once: what it had lent is gone with it."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    if answer == "a welcome":
+        (hello,) = said(world, decode)
+        assert isinstance(hello, Hello)
+        say(world, prefill, decode, welcome(world, prefill, hello), "another start")
+    else:
+        world.deliver()
+        world.deliver()
+        (claim,) = (message for message in said(world, decode) if isinstance(message, Claim))
+        refused = Refused(claim.key, claim.pull_id, claim.nonce, Reason.RESTARTED, "another listens here")
+        say(world, prefill, decode, refused, "another start")
+        world.complete_all()
+    assert pull.reason is Reason.RESTARTED
+
+
+def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
+    """Once another start is met there, the one before it has ended, and so has what reads from it."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    again = world.add("p0", prefill.buffers.layout, engine_id="prefill0")
+    assert again.address == prefill.address
+    other = ask(world, again, decode, 1)
+    world.deliver_all()
+    world.complete_all()
+    world.run()
+    assert (pull.reason, other.reason) == (Reason.RESTARTED, Reason.COMPLETE)
+
+
+def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
+    """It says where a data plane reaches: what is loaded is what its owner has summed up."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    (hello,) = said(world, decode)
+    assert isinstance(hello, Hello)
+    say(world, prefill, decode, msgspec.structs.replace(welcome(world, prefill, hello), metadata=b"elsewhere"))
+    assert pull.reason is Reason.PROTOCOL
+    assert "does not match the digest" in pull.detail
+
+
+def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
+    """It answers who it is, so that nobody waits; but it grants, strikes off and welcomes nothing."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver()
+    world.deliver()
+    hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.node.cohort), said(world, decode)[-1]
+    assert isinstance(claim, Claim)
+    release = Release(claim.key, claim.request_id, claim.cohort, pull.pull_id, Outcome.COMPLETE)
+    messages: list[Message] = [hello, claim, Renew(claim.key, claim.pull_id, 7, 1.0), release]
+    prefill.node.receive(ReplyTo(b"d"), encode_packet("reader", "another start", messages), world.time(prefill))
+    world.settle(prefill)
+    answers = said(world, prefill)
+    assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
+    assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
+    (lent,) = prefill.node.requests(world.time(prefill))
+    assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
+
+
+def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
+    """To count everything takes long where there is much: no stranger has it done a thousand times a second."""
+    world, (prefill,), _ = world_of()
+    for number in range(100):
+        packet = encode_packet("stranger", "", [StatusRequest(number)])
+        prefill.node.receive(ReplyTo(b"s"), packet, world.time(prefill))
+    world.settle(prefill)
+    assert len(said(world, prefill)) == prefill.node.config.limits.hello_burst
 
 
 # -- who is meant -----------------------------------------------------------------------------------------
