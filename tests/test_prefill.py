@@ -123,6 +123,19 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
     assert answer.reason is Reason.EXPIRED
 
 
+def test_a_release_is_final_for_its_attempt() -> None:
+    """Said again it is acknowledged and changes nothing, whatever it says now: another attempt may be under way."""
+    world, rank = prefill_rank(LeaseConfig())
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params, "first"), 0.0)
+    for outcome in (Outcome.RETRY, Outcome.COMPLETE, Outcome.RETRY):
+        (answer,) = say(rank, Release(params.key, "r", READER, "first", outcome), 1.0)
+        assert isinstance(answer, Ack)
+        assert lease.owed() == ("decode/tp0",)
+    assert len(lease.history) == 3  # lent, granted, released
+
+
 def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
     """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
     world, rank = prefill_rank(LeaseConfig())
@@ -143,13 +156,10 @@ def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
     lease = world.lend(rank, params)
     refusals = list[Refused]()
     for number in range(MAX_PULLS + 10):
-        pull_id, now = f"pull {number}", 0.01 * number if how == "lapses" else 0.0
-        message: Claim | Release = claim(params, pull_id)
+        message: Claim | Release = Release(params.key, "r", READER, f"pull {number}", Outcome.RETRY)
         if how == "lapses":
-            message = msgspec.structs.replace(claim(params, pull_id), seconds=0.005)
-        elif how == "releases":
-            message = Release(params.key, "r", READER, pull_id, Outcome.RETRY)
-        refusals += [answer for answer in say(rank, message, now) if isinstance(answer, Refused)]
+            message = msgspec.structs.replace(claim(params, f"pull {number}"), seconds=0.005)
+        refusals += [answer for answer in say(rank, message, 0.01 * number) if isinstance(answer, Refused)]
     assert [answer.reason for answer in refusals] == [Reason.OVERLOADED] * 10
     assert len(lease.history) <= MAX_HISTORY + 1
 
