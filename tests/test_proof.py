@@ -171,7 +171,7 @@ def test_what_is_read_again_needs_a_proof_of_its_own() -> None:
     it.land()
     *_, (_, ask) = it.wait(3.0)
     it.grant(ask, 0.001, lent_for_s=0.5)
-    assert it.state is PullState.READING
+    assert it.pull.state is PullState.READING
     *_, (_, ask) = it.wait(6.0)
     it.land()
     assert it.state is PullState.CONFIRMING

@@ -230,7 +230,7 @@ async def test_a_claim_leaves_before_the_read_that_it_goes_beside(sim: Bench) ->
             heard.append(("", "", ["a read"]))
             return honest(*args)
 
-        decode.data.post_read = post_read  # type: ignore[method-assign]
+        decode.data.post_read = post_read  # type: ignore[assignment, method-assign]
         for number in range(2):
             params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
             prefill.engine.lend(params)
