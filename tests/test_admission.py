@@ -303,18 +303,56 @@ def test_a_large_read_is_not_overtaken_by_small_ones_for_ever() -> None:
 
 
 def test_peers_take_turns_with_what_they_have_to_post() -> None:
-    world, prefills, decode = world_of(2, max_post_bytes=64, window_bytes=64, total_bytes=64)
+    """Each time that there is room for one, it is another's: nobody waits for all that somebody else has to read."""
+    world, prefills, decode = world_of(2, max_post_bytes=64, window_bytes=192, total_bytes=192)
     for number, prefill in enumerate(prefills):
         blocks = list(range(100 * number, 100 * number + 4))
         params = world.params([prefill], f"r{number}", blocks, 16, written=True)
         world.lend(prefill, params)
         world.pull(decode, f"d{number}", blocks, params)
-    world.deliver_all()
+        world.deliver_all()
+    assert posted_to(decode) == ["agent-p0"] * 3
     order = []
-    while decode.reads:
-        order += posted_to(decode)
+    for _ in range(6):
         step(world, decode)
-    assert order[1:7] in (["agent-p0", "agent-p1"] * 3, ["agent-p1", "agent-p0"] * 3)
+        order.append(posted_to(decode)[-1])
+    assert order == ["agent-p1", "agent-p0"] * 3
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["of an engine", "of all"])
+def test_who_could_read_at_once_waits_where_a_budget_is_spent(is_elsewhere: bool) -> None:
+    """Though nobody waits, and every rank is ready."""
+    world, (first, second), decode = world_of(2, total_requests=1 if is_elsewhere else 2, window_requests=1)
+    for number, prefill in enumerate((second, first)):
+        ask(world, prefill, decode, number)
+        world.run()
+    reads = ask(world, first, decode, 10)
+    newcomer = ask(world, second if is_elsewhere else first, decode, 11)
+    assert (reads.state, newcomer.state) == (PullState.READING, PullState.QUEUED)
+    world.run()
+    assert newcomer.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("how", ["its pull is over", "it is in doubt"])
+def test_a_read_that_may_never_end_takes_no_room_from_others(how: str) -> None:
+    """Its blocks stay held until it does, but nobody who could read waits for it."""
+    world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=64, total_bytes=64, drain_s=0.5)
+    stuck, other = ask(world, prefill, decode, 0), ask(world, prefill, decode, 1)
+    world.deliver_all()
+    (running,) = decode.reads
+    if how == "it is in doubt":
+        world.tell(decode, TransferEnded(running, Ending.IN_DOUBT, "nobody knows"))
+    else:
+        decode.node.decode.cancel(stuck, world.time(decode))
+        world.settle(decode)
+    world.advance(0.6)
+    world.deliver_all()
+    while reason(other) is None:
+        world.complete(decode, next(transfer_id for transfer_id in decode.reads if transfer_id != running))
+        world.deliver_all()
+    assert (other.reason, stuck.is_returned) == (Reason.COMPLETE, False)
+    world.complete(decode, running)
+    assert decode.returned == [other, stuck]
 
 
 def test_who_waited_to_be_lent_has_the_place_of_when_it_was_asked_for() -> None:
