@@ -371,6 +371,17 @@ def test_who_waited_to_be_lent_has_the_place_of_when_it_was_asked_for() -> None:
     assert [p.request_id for p in decode.ended] == ["d0", "early", "d1", "d2"]
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["of an engine", "of all"])
+def test_a_scheduler_is_told_of_those_who_are_still_meeting_their_ranks(is_elsewhere: bool) -> None:
+    """They will read before whoever comes now."""
+    world, (first, second), decode = world_of(2, total_requests=2 if is_elsewhere else 4, window_requests=2)
+    params = world.params([second if is_elsewhere else first], "r", [100], 4, written=True)
+    for number in range(2):
+        assert not decode.node.would_block(params)
+        ask(world, first, decode, number)
+    assert decode.node.would_block(params)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
