@@ -371,6 +371,22 @@ def test_who_waited_to_be_lent_has_the_place_of_when_it_was_asked_for() -> None:
     assert [p.request_id for p in decode.ended] == ["d0", "early", "d1", "d2"]
 
 
+def test_what_was_announced_has_the_place_of_when_it_is_asked_for() -> None:
+    """To announce early is no way to overtake: nobody wanted the blocks then."""
+    world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
+    ask(world, prefill, decode, 0)
+    params = world.params([prefill], "r9", [9], 4, written=True)
+    world.lend(prefill, params)
+    decode.node.announce("d9", params, "", 30.0, world.time(decode))
+    world.settle(decode)
+    for number in (1, 2):
+        ask(world, prefill, decode, number)
+        world.deliver_all()
+    world.pull(decode, "d9", [9], params)
+    world.run()
+    assert [p.request_id for p in decode.ended] == ["d0", "d1", "d2", "d9"]
+
+
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["of an engine", "of all"])
 def test_a_scheduler_is_told_of_those_who_are_still_meeting_their_ranks(is_elsewhere: bool) -> None:
     """They will read before whoever comes now."""
