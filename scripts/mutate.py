@@ -79,7 +79,7 @@ TESTS: dict[str, str] = {
     "asynckv/edges/torch.py": "register_tensors | real_models",
     "asynckv/edges/clock.py": "manual_clock | lifecycle engine",
     "asynckv/edges/keeper.py": "keeper | + process",
-    "asynckv/edges/process.py": "process | + conformance process",
+    "asynckv/edges/process.py": "keeper process | + conformance process",
     "asynckv/edges/process_wire.py": "process keeper | + conformance process",
     "asynckv/edges/process_child.py": "process | + conformance process",
     "asynckv/edges/process_main.py": "sharing | + conformance process",
