@@ -202,7 +202,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
                 yield node, "exchanged function", changed_call
             case _:
                 pass
-        if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args):
+        if isinstance(node, ast.Call) and len(node.args) > 1 and _has_order(node):
             swapped = copy.copy(node)
             swapped.args = [node.args[1], node.args[0], *node.args[2:]]
             yield node, "swapped arguments", swapped
@@ -226,6 +226,8 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
         if child in skipped or isinstance(child, ast.JoinedStr | ast.Import | ast.ImportFrom):
             continue
+        if isinstance(child, ast.BinOp) and isinstance(child.op, ast.LShift):
+            continue  # `1 << 18` is one of the large numbers
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
         yield child
@@ -238,6 +240,13 @@ def _with(node: ast.Compare, field: str, index: int, value: ast.AST) -> ast.AST:
     values[index] = value
     setattr(changed, field, values)
     return changed
+
+
+def _has_order(call: ast.Call) -> bool:
+    """Other arguments first are another call: not so of `min` and `max`."""
+    if isinstance(call.func, ast.Name) and call.func.id in ("min", "max"):
+        return False
+    return not any(isinstance(a, ast.Starred) for a in call.args)
 
 
 def _is_text(*nodes: ast.AST) -> bool:

@@ -43,7 +43,7 @@ def planted(kind: str) -> list[str]:
         ("negated condition", ["if (not (a < b and (not a in (3,)))):"]),
         ("arithmetic", ["return min((a // 2), b)"]),
         ("exchanged function", ["return (max(a * 2, b))"]),
-        ("swapped arguments", ["self.total += (g(-b, a))", "return (min(b, a * 2))"]),
+        ("swapped arguments", ["self.total += (g(-b, a))"]),
         ("removed statement", ["pass", "pass"]),
         ("sign", ["if a < b and (a in (3,)):", "self.total += g(a, (b))"]),
         (
