@@ -83,7 +83,9 @@ def test_every_file_of_geometry_has_tests() -> None:
 
 def test_tests_that_fail_kill_and_tests_that_hang_do_too(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("def f(a):\n    return a < 3\n")
-    (tmp_path / "test_code.py").write_text("from thing import f\nassert f(2)\nwhile f(4): pass\n")
+    (tmp_path / "test_code.py").write_text(
+        "from thing import f\ndef test_it():\n    assert f(2)\n    while f(4): pass\n"
+    )
     (tmp_path / "code.py").rename(tmp_path / "thing.py")
     [boundary, *_] = [m for m in mutants("thing.py", (tmp_path / "thing.py").read_text()) if m.kind == "comparison"]
     assert mutate.judge(boundary, tmp_path, [["test_code.py"]], 60.0)["outcome"] == "survived"
