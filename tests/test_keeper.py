@@ -123,9 +123,9 @@ class Kept:
         assert agent.name == f"agent of {self.keeper.name}"
 
     def lines(self, name: str) -> list[str]:
-        """What a child of this name wrote down."""
+        """What a child of this name wrote down; not the line that it is at."""
         path = self.said / name
-        return path.read_text().splitlines() if path.exists() else []
+        return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def orders(self, name: str) -> list[Any]:
         """The orders that it was given, by frames."""

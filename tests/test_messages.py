@@ -121,6 +121,16 @@ def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
     assert [x for data in many for x in m.decode_packet(data).messages] == [LONGEST] * 5
 
 
+@pytest.mark.parametrize("length", [m.MAX_DETAIL - 1, m.MAX_DETAIL, m.MAX_DETAIL + 1, 3 * m.MAX_DETAIL])
+def test_a_detail_that_is_too_long_is_cut_to_what_may_be_said(length: int) -> None:
+    whole = "x" * length
+    (packet,) = packets([m.Refused(KEY, "pull", 1, Reason.WRONG_COHORT, whole)])
+    (said,) = m.decode_packet(packet).messages
+    assert isinstance(said, m.Refused)
+    assert len(said.detail) == min(length, m.MAX_DETAIL)
+    assert said.detail == whole if length <= m.MAX_DETAIL else said.detail.endswith("xxx ...")
+
+
 @given(st.lists(st.integers(1, MAX_ID), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_long_packets_are_cut_in_order_and_short_ones_are_not(sizes: list[int]) -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from asynckv.config import EngineConfig, PullConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull
+from asynckv.core.types import Reason
+from asynckv.observe.log import configure
+from tests.engines import Bench
 from tests.world import Rank, World, make_layout
 
 
@@ -58,3 +70,60 @@ def test_a_pull_that_came_before_its_request_says_so_and_that_it_reads_again() -
         "released",
     ]
     assert pull.rereads == 1
+
+
+@pytest.fixture
+def debugged() -> Iterator[io.StringIO]:
+    """Everything that is logged."""
+    stream = io.StringIO()
+    configure("debug", stream=stream)
+    yield stream
+    structlog.reset_defaults()
+
+
+@pytest.mark.anyio
+async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(
+    sim: Bench, debugged: io.StringIO
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        await lent.wait_released()
+    lines = [json.loads(line) for line in debugged.getvalue().splitlines()]
+    steps = {
+        kind: [each["to"] for each in lines if each["event"] == f"{kind}_transition"] for kind in ("pull", "lease")
+    }
+    (granted,) = [each for each in steps["pull"] if "granted" in each]
+    (told,) = [each for each in steps["pull"] if "acknowledged" in each]
+    assert [each for each in steps["pull"] if each not in (granted, told)] == [
+        "announced",
+        "connecting",
+        "queued",
+        "reading",
+        "confirming",
+        "notifying",
+        "released",
+    ]
+    assert [each.partition(" ")[0] for each in steps["lease"]] == ["lent", "granted", "released", "released"]
+
+
+def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> None:
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(max_post_descriptors=1)))
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    one, two, three, four = decode.reads
+    world.advance(5.0)
+    for transfer, ending, seconds in (
+        (one, Ending.DONE, 0.25),
+        (two, Ending.DONE, 0.125),
+        (three, Ending.IN_DOUBT, 4.0),
+        (three, Ending.FAILED, 2.0),
+        (four, Ending.DONE, 0.5),
+    ):
+        decode.node.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
+        world.settle(decode)
+    assert (pull.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
