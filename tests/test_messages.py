@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
 
@@ -119,6 +120,11 @@ def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
     many = packets([LONGEST] * 5)
     assert max(map(len, many)) < m.MAX_REQUEST_PACKET
     assert [x for data in many for x in m.decode_packet(data).messages] == [LONGEST] * 5
+
+
+def test_no_message_is_followed_by_the_garbage_collector() -> None:
+    """Thousands wait at a time, and none can lead to itself: to look at them again and again costs for nothing."""
+    assert [type(message).__name__ for message in ALL if gc.is_tracked(message)] == []
 
 
 @pytest.mark.parametrize("length", [m.MAX_DETAIL - 1, m.MAX_DETAIL, m.MAX_DETAIL + 1, 3 * m.MAX_DETAIL])

@@ -207,7 +207,9 @@ async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -
 
 async def test_completions_wake_the_loop(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
-    assert reader.plane.describe()["completions"].endswith("epoll descriptors of UCX")
+    described = reader.plane.describe()
+    assert described["completions"].endswith("epoll descriptors of UCX")
+    assert described["nixl_variant"].startswith("nixl")
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["wakeups"] > 0
 
