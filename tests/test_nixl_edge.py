@@ -383,6 +383,22 @@ async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side])
     assert endings(reader.plane.poll()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tuple[Side, Side], doubt: bool) -> None:
+    reader, _ = linked
+    for fd in reader.plane._fds:
+        asyncio.get_running_loop().remove_reader(fd)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    assert reader.plane.statistics()["running"] == 1
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+        assert reader.plane._agent is not None
+        reader.plane._agent._raw = raw
+    assert endings(await reader.heard(1)) == [(1, "done")]
+
+
 # -- what is kept ----------------------------------------------------------------------------------
 
 

@@ -195,6 +195,16 @@ def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
             places(node, number, endpoints(1, 1000), tp_size=2)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_that_there_cannot_be_makes_no_group_whole(rank: int) -> None:
+    listed = [*endpoints(1, 1000), Endpoint(rank, "tcp://127.0.0.1:2000", "c" * 32)]
+    if rank == 1:
+        assert len(places(make_node(), 1, listed)) == 2
+        return
+    with pytest.raises(PlanRefused, match="must be listed"):
+        places(make_node(), 1, listed, tp_size=2)
+
+
 # -- what may wait a turn --------------------------------------------------------------------------
 
 
