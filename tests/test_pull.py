@@ -12,7 +12,8 @@ import structlog
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull
-from asynckv.core.types import Reason
+from asynckv.core.source import RemoteRank, Role, Source
+from asynckv.core.types import Address, PullId, Reason
 from asynckv.observe.log import configure
 from tests.engines import Bench
 from tests.world import Rank, World, make_layout
@@ -127,3 +128,42 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
         decode.node.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
         world.settle(decode)
     assert (pull.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
+
+
+def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
+    """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, drain_s=1.0)))
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    (transfer,) = decode.reads
+    world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "trouble"))
+    del world.ranks[prefill.name]
+    world.letters.clear()
+    ended = world.now
+
+    def left() -> tuple[str, float | None]:
+        (status,) = decode.node.requests(world.time(decode))
+        return status.state, status.left_s
+
+    assert left() == ("notifying", 20.0)
+    world.advance(4.5)
+    assert not pull.is_retired
+    world.advance(0.6)
+    assert (pull.is_retired, world.now) == (True, ended + 5.1)
+    assert left() == ("notifying", pytest.approx(14.9))
+    world.advance(15.0)
+    assert left() == ("quarantined", None)
+    world.land(decode, transfer)
+    world.tell(decode, TransferEnded(transfer, Ending.DONE))
+    assert pull.is_over
+
+
+def test_answers_count_to_the_last_eight_claims() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    for nonce in range(1, 12):
+        source.claimed(nonce, 0.1, float(nonce))
+    assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]

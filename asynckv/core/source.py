@@ -301,7 +301,6 @@ class Source:
     def ended(self, now: float) -> None:
         """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
-        self.has_landed = not self.running and not self.doubtful
         if self.release is not ReleaseState.SETTLED:
             self.release_at = now
 
