@@ -274,7 +274,6 @@ def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
         pull.failure,
         source.covered_until,
         source.lent_before,
-        source.confirmed,
         source.release,
         source.not_lent_yet,
     )
