@@ -42,8 +42,9 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
-from asynckv.core.rank import Identity, RankCore
-from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
+from asynckv.core.types import Cohort, Endpoint, Outcome, Params, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
@@ -51,7 +52,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
-from asynckv.testing.fabric import Fabric, Port
+from asynckv.testing.fabric import Fabric, Origin, Port
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 
@@ -85,10 +86,10 @@ class Side(Port):
         super().__init__(fabric, f"core://{name}", name)
         identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
         self.node = RankCore(identity, config)
-        self.inbox: deque[tuple[Address | ReplyTo, bytes]] = deque()
+        self.inbox: deque[tuple[Origin, bytes]] = deque()
         self.open()
 
-    def hear(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def hear(self, origin: Origin, packet: bytes) -> None:
         """Keep a packet for the next turn."""
         self.inbox.append((origin, packet))
 

@@ -25,15 +25,16 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.rank import Identity, RankCore
-from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
+from asynckv.core.types import Address, Endpoint, Params, Reason, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables
 from asynckv.scheduler import PrefillGroup
-from asynckv.testing.fabric import Fabric, Nic, Port
+from asynckv.testing.fabric import Fabric, Nic, Origin, Port
 
 NUM_BLOCKS = 12
 BLOCK = 4
@@ -168,7 +169,7 @@ class Letter:
 
     sender: Port
     receiver: Port
-    origin: Address | ReplyTo
+    origin: Origin
     data: bytes
 
     @property
@@ -203,7 +204,7 @@ class World(Fabric):
         rank = self.ranks[name] = Rank(self, name, RankCore(identity, config), Buffers(layout, seed), rate, epoch)
         return rank
 
-    def carry(self, sender: Port, receiver: Port, origin: Address | ReplyTo, packet: bytes) -> None:
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
         self.letters.append(Letter(sender, receiver, origin, packet))
 
     def time(self, rank: Rank) -> float:
@@ -362,7 +363,7 @@ class World(Fabric):
 
     def check(self) -> None:
         for rank in self.ranks.values():
-            assert rank.node.check_integrity() == []
+            assert rank.node.inspect.check_integrity() == []
 
 
 def reason(pull: Pull) -> Reason | None:

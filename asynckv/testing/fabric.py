@@ -35,11 +35,11 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
 
-__all__ = ["Bytes", "Fabric", "Nic", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
+__all__ = ["Bytes", "Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
 
 Bytes = npt.NDArray[np.uint8]
 Origin = Address | ReplyTo
-"""The way a packet came: from an address that was asked, or along a route by which it can be answered."""
+"""The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
 
 
 class Violation(AssertionError):
@@ -59,7 +59,7 @@ class Fabric:
         self.nics: dict[str, Nic] = {}
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
-        """Have a packet heard; here at once, and in its driver's time elsewhere."""
+        """Have a packet heard: at once, unless a driver decides otherwise."""
         receiver.hear(origin, packet)
 
 
@@ -94,7 +94,7 @@ class Port:
         self.open()
 
     def send(self, to: Origin, packet: bytes) -> bool:
-        """Hand a packet to the fabric; False if nobody can hear it any more."""
+        """Hand a packet to the fabric; False if it cannot arrive: we are closed, or whoever asked has hung up."""
         if not self.is_open:
             return False
         receiver = self.fabric.ports.get(to)
@@ -139,7 +139,7 @@ class Port:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """One read that was posted, or is about to be.
+    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep.
 
     Attributes:
         owner: Whose memory it reads.

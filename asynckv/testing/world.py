@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVarTuple
 
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.core.types import ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
-from asynckv.testing.fabric import Bytes, Fabric, Nic, Port, Transfer, Violation
+from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
 
@@ -230,7 +230,7 @@ class World(Fabric):
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
 
-    def carry(self, sender: Port, receiver: Port, origin: Address | ReplyTo, packet: bytes) -> None:
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
         """Let fate decide when a packet arrives, and how often."""
         source, target = self.processes[sender.name], self.processes[receiver.name]
         if isinstance(origin, bytes):
@@ -334,14 +334,14 @@ class WorldControl(Port):
         super().__init__(process.world, address, process.name)
         self.process = process
 
-    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
+    def send(self, to: Origin, packet: bytes) -> bool:
         """Hand a packet to the wire."""
         self.process.spend()
         if self.is_open and isinstance(to, str):
             self.process.world.on_sent(self.process, to, packet)
         return super().send(to, packet)
 
-    def hear(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def hear(self, origin: Origin, packet: bytes) -> None:
         """Take a packet, in the process's loop."""
         if not self.is_open or (isinstance(origin, str) and origin not in self.links):
             return
