@@ -203,3 +203,40 @@ def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, objec
     assert pull.reason is Reason.GEOMETRY
     assert message in pull.detail
     assert "its layout cannot be used" in pull.detail
+
+
+def unchecked(message: m.Refused | m.Unwelcome, reason: Reason) -> m.Refused | m.Unwelcome:
+    """A message with a reason that none of ours would give."""
+    msgspec.structs.force_setattr(message, "reason", reason)
+    return message
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
+    """That an attempt is complete, was cancelled or ran out of time, say, is for its own side to find out."""
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
+
+    def answer(message: m.Refused | m.Unwelcome) -> None:
+        data = m.encode_packet(prefill.node.identity.incarnation, "", [unchecked(message, reason)])
+        decode.node.receive(prefill.address, data, world.time(decode))
+        world.settle(decode)
+
+    welcomes = {Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED}
+    if reason not in welcomes:
+        (hello,) = m.decode_packet(world.letters[0].data).messages
+        assert isinstance(hello, m.Hello)
+        answer(m.Unwelcome(hello.nonce, Reason.PROTOCOL, ""))
+        assert pull.failure is None
+    world.deliver_all()
+    (source,) = pull.sources
+    answer(m.Refused(pull.params.key, pull.pull_id, next(iter(source.nonces)), Reason.UNKNOWN))
+    own = {Reason.COMPLETE, Reason.CANCELLED, Reason.TIMEOUT, Reason.NOT_LENT_YET, Reason.GEOMETRY, Reason.UNPLANNABLE}
+    own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
+    own |= {Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
+    assert (pull.failure is None) is (reason in own)
+    assert decode.node.outbox.counters["dropped.malformed"] == (reason in own) + (reason not in welcomes)
+    world.lend(prefill, pull.params)
+    world.run(3.0)
+    assert (pull.reason is Reason.COMPLETE) is (reason in own)

@@ -16,7 +16,7 @@ successor. A claim and a renewal carry a `nonce`, the answer returns it, so that
 question. Durations are told, points in time never are: clocks are not compared.
 
 **The door is `decode_packet`.** Whatever a stranger's packet says to an engine comes in by it, and by nothing else. The
-messages are a closed union, their bounds stand in their types, so that decoding is validation: what comes out is a
+messages are a closed union, their bounds stand with their types, so that decoding is validation: what comes out is a
 value of which all of the core may believe the types and the ranges (not that its sender means well), or a
 `RemoteProtocolError`. Only the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at
 its length first. (Params are no message: they come through a router, in the caller's hands, and `decode_params` checks
@@ -90,6 +90,33 @@ Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
+UNWELCOME = frozenset({Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED})
+REFUSED = frozenset(
+    {
+        Reason.UNKNOWN,
+        Reason.CONSUMED,
+        Reason.EXPIRED,
+        Reason.REVOKED,
+        Reason.WITHDRAWN,
+        Reason.RESTARTED,
+        Reason.STALE_MEMORY,
+        Reason.BLOCKS_DIFFER,
+        Reason.WRONG_REQUEST,
+        Reason.WRONG_COHORT,
+        Reason.NOT_OWED,
+        Reason.RELEASED_ALREADY,
+        Reason.FOREIGN_PULL,
+        Reason.OVERLOADED,
+        Reason.ENGINE_CLOSED,
+    }
+)
+"""What a rank may give as its reason. All others are for the reader to find out: nobody tells it that it is through."""
+
+
+def _check_reason(reason: Reason, sayable: frozenset[Reason]) -> None:
+    if reason not in sayable:  # in a packet, msgspec makes this an error of its own
+        raise ValueError(f"reason {reason.value!r} is not for a peer to give")
+
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Ask a rank who it is and what it holds. Names whom the asker expects to find."""
@@ -127,6 +154,9 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
     nonce: Nonce
     reason: Reason
     detail: Detail
+
+    def __post_init__(self) -> None:
+        _check_reason(self.reason, UNWELCOME)
 
 
 class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
@@ -183,6 +213,9 @@ class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
     nonce: Nonce
     reason: Reason
     detail: Detail = ""
+
+    def __post_init__(self) -> None:
+        _check_reason(self.reason, REFUSED)
 
 
 class Release(Struct, frozen=True, array_like=True, tag=9, gc=False):
