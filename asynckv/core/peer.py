@@ -314,8 +314,9 @@ class Peer:
     def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
         ping_at = self._ping_at(config)
         if now > ping_at + config.heartbeat_s:
-            # We were away (stopped, asleep, busy): that is no silence of theirs. What they said may wait unread.
-            self.watched_at = now - config.heartbeat_s
+            # We were away (stopped, asleep, busy) since then: that is no silence of theirs, and what they said may wait
+            # unread. What was silence before stays so, or who is always late would never miss anybody.
+            self.watched_at = max(self.heard_at, self.watched_at) + now - ping_at
             ping_at = self._ping_at(config)
         silent_s = self.silent_s(now)
         if silent_s >= config.gone_s:
