@@ -436,11 +436,12 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
     await check_reads(reader, "owner3", owners[3].arrays)
 
 
+@pytest.mark.parametrize("bound", [("MAX_LISTS", 3), ("MAX_KEPT_ROWS", TABLES[0].num_rows + 2)])
 @pytest.mark.parametrize("doubt", [False, True])
 async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
-    linked: tuple[Side, Side], doubt: bool, monkeypatch: pytest.MonkeyPatch
+    linked: tuple[Side, Side], doubt: bool, bound: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_LISTS", 3)
+    monkeypatch.setattr(nixl_agent, *bound)
     reader, owner = linked
     await check_reads(reader, "owner", owner.arrays)
     agent = reader.plane._agent

@@ -37,6 +37,7 @@ from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
 __all__ = ["Agent", "make_epoll"]
@@ -44,7 +45,7 @@ __all__ = ["Agent", "make_epoll"]
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use."""
+"""Tables of one remote agent whose descriptor lists are kept, besides those in use; their rows are bounded as well."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -258,18 +259,22 @@ class Agent:
             self._release_lists(*made)
             made.clear()
             raise BackendError(refused)
-        self._make_room(remote)
+        self._make_room(remote, table.num_rows)
         lists = remote.lists[id(table)] = _Lists(table, *made)
         return lists
 
-    def _make_room(self, remote: _Remote) -> None:
+    def _make_room(self, remote: _Remote, num_rows: int) -> None:
         """Release the oldest lists beyond so many, but none that a transfer uses."""
-        excess = len(remote.lists) + 1 - MAX_LISTS
-        if excess > 0:
-            in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
-            for key in [key for key in remote.lists if key not in in_use][:excess]:
-                lists = remote.lists.pop(key)
-                self._release_lists(lists.local, lists.remote)
+        num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
+        if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
+            return
+        in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+        for key in [key for key in remote.lists if key not in in_use]:
+            if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
+                break
+            lists = remote.lists.pop(key)
+            num_rows -= lists.table.num_rows
+            self._release_lists(lists.local, lists.remote)
 
     def _release_lists(self, *handles: Any) -> None:
         for handle in handles:
