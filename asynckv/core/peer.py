@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.flow import Line
 from asynckv.core.types import Address, Cohort, PullId, Reason, TransferId, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
@@ -281,10 +282,11 @@ class Peer:
         if not self.line.in_flight:
             self.moved_at = now
 
-    def transfer_ended(self, transfer_id: TransferId, in_doubt: bool, now: float) -> None:
-        """A transfer of it ended, or fell in doubt and may still write."""
-        self.moved_at = now
-        if not in_doubt:
+    def transfer_ended(self, transfer_id: TransferId, ending: Ending, now: float) -> None:
+        """A transfer of it ended, or fell in doubt and may still write; only one that is done shows that it moves."""
+        if ending is Ending.DONE:
+            self.moved_at = now
+        if ending is not Ending.IN_DOUBT:
             self.transfers.discard(transfer_id)
 
     def removed(self) -> None:
