@@ -307,8 +307,8 @@ class Peer:
             case S.READY | S.SUSPECT:
                 return [Due.IDLE] if now >= self.unused_at + config.idle_s else []
             case S.NEW:
-                # It was only released, or could not be met.
-                return [Due.FORGET] if not self.pulls and not self.is_loading and now >= self.not_before else []
+                unused = not self.pulls and not self.is_loading
+                return [Due.FORGET] if unused and now >= self._forget_at(config) else []
             case _:
                 over = now >= self.gone_at + TOMBSTONE_S and not self.transfers and not self.pulls
                 return [Due.FORGET] if over else []
@@ -345,6 +345,10 @@ class Peer:
         # One expression for the wish and the check: with two, rounding could wake it for ever.
         return max(self.heard_at, self.watched_at, self.pinged_at) + config.heartbeat_s
 
+    def _forget_at(self, config: PullConfig) -> float:
+        # It could not be met, or was only released: then the link is kept, for whoever hits the same prefix again.
+        return self.not_before if self.failures else max(self.not_before, self.unused_at + config.idle_s)
+
     def wake_at(self, config: PullConfig) -> float:
         """When `due` has something to say."""
         match self.state:
@@ -357,7 +361,7 @@ class Peer:
             case S.READY | S.SUSPECT:
                 return self.unused_at + config.idle_s
             case S.NEW if not self.pulls and not self.is_loading:
-                return max(self.not_before, self.unused_at)
+                return self._forget_at(config)
             case S.GONE if not self.pulls and not self.transfers:
                 # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
                 return self.gone_at + TOMBSTONE_S
