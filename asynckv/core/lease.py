@@ -96,7 +96,9 @@ WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] =
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts."""
+"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts. They are
+looked at after an event, not before: a claim or a renewal that comes late, but before anybody has looked, is granted,
+for the blocks are still what they were."""
 
 
 class Lent(Struct, frozen=True, kw_only=True, gc=False):
