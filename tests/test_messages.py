@@ -137,6 +137,24 @@ def test_another_major_version_is_named() -> None:
         m.decode_packet(msgspec.msgpack.encode([2, "something", {"new": 1}]))
 
 
+def test_a_packet_that_speaks_of_versions_is_not_of_another_one() -> None:
+    """What is wrong with a packet is told in its own words too: they decide nothing."""
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
+    (hello,) = m.decode_packet(world.letters[0].data).messages
+    assert isinstance(hello, m.Hello)
+    said = [m.MAJOR, prefill.node.identity.incarnation, "", [[3, hello.nonce, "protocol version", ""]]]
+    data = msgspec.msgpack.encode(said)
+    with pytest.raises(RemoteProtocolError, match="protocol version"):
+        m.decode_packet(data)
+    decode.node.receive(prefill.address, data, world.time(decode))
+    assert pull.failure is None
+    decode.node.receive(prefill.address, msgspec.msgpack.encode([m.MAJOR + 1, *said[1:]]), world.time(decode))
+    assert pull.failure is not None
+    assert pull.failure[0] is Reason.PROTOCOL
+
+
 def test_a_newer_minor_version_may_add_fields() -> None:
     body = msgspec.msgpack.decode(m.encode_packet("s", "t", [m.Ping(4)]))
     body[3][0].append("added later")

@@ -53,6 +53,7 @@ __all__ = [
     "Hello",
     "Message",
     "NotYet",
+    "OtherVersion",
     "Packet",
     "Ping",
     "Pong",
@@ -305,6 +306,10 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
 
 
+class OtherVersion(RemoteProtocolError):
+    """A packet of another major version of the protocol."""
+
+
 class _Header(Struct, frozen=True, array_like=True, gc=False):
     """The first field of any packet of any major version."""
 
@@ -325,14 +330,17 @@ def decode_packet(data: bytes) -> Packet:
     """Decode bytes from outside: the only door.
 
     Raises:
-        RemoteProtocolError: Whatever is wrong with them; nothing else is ever raised.
+        OtherVersion: They are of another major version.
+        RemoteProtocolError: Whatever else is wrong with them; nothing else is ever raised.
     """
     try:
         packet = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RemoteProtocolError(f"{_other_major(data)}malformed packet of {len(data)} bytes: {exc}") from exc
+        other = _other_major(data)
+        kind = OtherVersion if other else RemoteProtocolError
+        raise kind(f"{other}malformed packet of {len(data)} bytes: {exc}") from exc
     if packet.major != MAJOR:
-        raise RemoteProtocolError(f"protocol version {packet.major} is not {MAJOR}; upgrade the older side")
+        raise OtherVersion(f"protocol version {packet.major} is not {MAJOR}; upgrade the older side")
     return packet
 
 
