@@ -243,6 +243,13 @@ def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it
     assert lease.tick(AT + 15.0).has_ended
 
 
+def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
+    for seconds in (0.0, 0.0009):
+        answer = Reading(lend()).claim(0.0, seconds).answer
+        assert isinstance(answer, Refused)
+        assert answer.detail == f"{seconds:g} s were asked for, and a grant is of milliseconds"
+
+
 def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:
     """Time is looked at after an event: until it was seen to be up, the blocks are what they were, and may stay so."""
     lease = lend()
