@@ -58,7 +58,7 @@ TESTS: dict[str, str] = {
     "asynckv/core": "tables ledger limits spent messages requests admission machine lifecycle races engine",
     "asynckv/edges": "keys sharing conformance posters nixl_edge zmq_edge process",
     "asynckv/scheduler.py": "lifecycle engine",
-    "asynckv/engine": "engine lifecycle races threads",
+    "asynckv/engine": "engine lifecycle races threads arguments held",
 }
 """File, or folder, to the tests that cover it, the quickest first: most mutants end at the first failure."""
 

@@ -35,6 +35,7 @@ CORE_MAY_IMPORT = {
     "numpy",
     "operator",
     "re",
+    "types",
     "typing",
 }
 DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}

@@ -33,11 +33,11 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
-from asynckv.core.pull import Effect, Pull, PullState
+from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
-from asynckv.core.source import ReleaseState, Role, Source
+from asynckv.core.source import RELEASE, ROLE, Source
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId
+from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
     Ack,
@@ -58,7 +58,7 @@ from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
 __all__ = ["DecodeSide"]
 
-S = PeerState
+S, P = members(PeerState), members(PullState)
 
 
 @dataclass(slots=True)
@@ -150,7 +150,6 @@ class DecodeSide:
             self.peers.attach(peer, pull.pull_id, now)
         effects = pull.start(lists, deadline, now)
         effects += pull.routed(ready.tables, now)
-        effects.remove(Effect.EXPECT)
         self._carry_out(pull, effects, now, at_once=True)
 
     def _register(self, pull: Pull) -> None:
@@ -169,7 +168,7 @@ class DecodeSide:
         for source in pull.sources:
             self._attach(pull, source, now)
         for source in pull.sources:
-            if source.role is Role.READ and pull.failure is None:
+            if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
 
     def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
@@ -177,7 +176,7 @@ class DecodeSide:
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.arrival = next(self._arrivals)
         self.started.add(pull.pull_id)
-        could_not_meet = [s for s in pull.sources if s.role is Role.RELEASE_ONLY and s.tables is None]
+        could_not_meet = [s for s in pull.sources if s.role is ROLE.RELEASE_ONLY and s.tables is None]
         self._carry_out(pull, pull.start(lists, deadline, now), now)
         for source in could_not_meet if not lists.is_empty else ():
             if pull.failure is None:
@@ -375,7 +374,8 @@ class DecodeSide:
             self._outbox.commands.append(BlocksRetired(pull))
             for source in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                self.peers.detach(source.rank.place, pull.pull_id, now)
+                if source.release is RELEASE.SETTLED:
+                    self.peers.detach(source.rank.place, pull.pull_id, now)
         if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
@@ -410,7 +410,7 @@ class DecodeSide:
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
-            if source.role is Role.READ and not source.proven:  # what is proven is not read again
+            if source.role is ROLE.READ and not source.proven:  # what is proven is not read again
                 peer = self.peers.by_place.get(source.rank.place)
                 if peer is None or not peer.line.is_open:
                     return False
@@ -441,7 +441,7 @@ class DecodeSide:
         if self.started != {p.pull_id for p in unfinished if p.lists is not None}:
             wrong.append(f"{len(self.started)} pulls count as started without an outcome, which is not so")
         queued = {p.pull_id for p in unfinished if p.is_queued and self.can_read(p)}
-        moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+        moving = (P.CONNECTING, P.READING, P.DRAINING)
         reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
         wrong += self.admission.audit(queued, reading)
         wrong += self.in_flight.audit(self.transfers)
@@ -462,35 +462,36 @@ class DecodeSide:
         """
         for effect in effects:
             match effect:
-                case Effect.SEND:
+                case DO.SEND:
                     for source, message in pull.due(self._nonces, now):
                         self._outbox.send(*source.rank.place, message)
-                case Effect.POST:
+                case DO.POST:
                     for source in pull.sources:
                         if source.next_read is not None:
                             self.posting.offer(self.peers.by_place[source.rank.place].line, source)
-                case Effect.QUEUE:
+                case DO.QUEUE:
                     if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
                         self._read(pull, now)
                     else:
                         self._queue(pull)
-                case Effect.LEAVE:
+                case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
-                case Effect.EXPECT:
-                    self.admission.expect(pull.route.flow, pull.pull_id)
-                case Effect.TELL:
+                case DO.EXPECT:
+                    if not at_once:  # else it asks in the same breath
+                        self.admission.expect(pull.route.flow, pull.pull_id)
+                case DO.TELL:
                     self._tell(pull, now)
-                case Effect.RETURN:
+                case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
-                case Effect.FINISH:
+                case DO.FINISH:
                     self._finish(pull, now)
                 case _:
                     assert_never(effect)
         if self._outbox.trace and len(pull.history) > pull.num_traced:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
-        if pull.state is not PullState.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
+        if pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
@@ -510,9 +511,9 @@ class DecodeSide:
     def _plans(self, pull: Pull, now: float) -> list[tuple[Source, Plan]] | None:
         """Decide which descriptors are read of every rank; None if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
-        plans = list[tuple[Source, Plan]]()
+        plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
-            if source.role is not Role.READ or source.plan is not None:
+            if source.role is not ROLE.READ or source.plan is not None:
                 continue
             assert source.tables is not None
             try:
@@ -541,7 +542,7 @@ class DecodeSide:
         self._outbox.commands.append(PullEnded(pull))
         for source in pull.sources:
             peer = self.peers.by_place.get(source.rank.place)
-            if (peer is None or peer.state is S.GONE) and source.release is not ReleaseState.SETTLED:
+            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.release_of(source, now))
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
@@ -567,7 +568,7 @@ class DecodeSide:
     def _is_gone(self, source: Source) -> bool:
         """A rank that was not told yet will not hear anything any more."""
         peer = self.peers.by_place.get(source.rank.place)
-        return source.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
+        return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
     def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
@@ -581,7 +582,7 @@ class DecodeSide:
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is ReleaseState.SENT)
+            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is RELEASE.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
@@ -601,7 +602,7 @@ class DecodeSide:
             pull is None
             or source is None
             or source.rank.place[1] != sender
-            or source.release is ReleaseState.UNSENT
+            or source.release is RELEASE.UNSENT
             or answer.key != pull.params.key
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
@@ -612,8 +613,8 @@ class DecodeSide:
 
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Once every rank that may be read is ready: decide what is read of which, and claim."""
-        while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
-            sources = [source for source in pull.sources if source.role is Role.READ]
+        while pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
+            sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
                 if pull.is_hit:
                     break
@@ -623,7 +624,7 @@ class DecodeSide:
             known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
                 pull.want_claim(source, now)
-            if pull.lists is None or pull.state is not PullState.CONNECTING:
+            if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
                 # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
@@ -652,7 +653,7 @@ class DecodeSide:
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
-        ready = list[Peer]()
+        ready: list[Peer] = []
         for source, read in zip(pull.sources, tables, strict=True):
             peer = self.peers.by_place[source.rank.place]
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
@@ -663,7 +664,7 @@ class DecodeSide:
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""
-        others = [source for source in pull.sources if source.role is Role.UNKNOWN]
+        others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
             source.wanted()
         for source in others:
@@ -740,7 +741,7 @@ class DecodeSide:
                 if pull.is_published:
                     if self._is_gone(source):
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
-                elif source.role is Role.READ:
+                elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.
                     self._unmet(pull, source, reason, detail, now)
                     self._route(pull, now)
@@ -752,7 +753,8 @@ class DecodeSide:
             self._outbox.counters["peers.set_aside"] += 1
             self.posting.set_aside(peer.line, peer.transfers)
             for pull_id in peer.pulls:
-                self.admission.discount(pull_id)
+                if self._is_aside(self.pulls[pull_id]):  # not who only releases there, or has its bytes
+                    self.admission.discount(pull_id)
 
     def _take_back(self, peer: Peer) -> None:
         """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""
@@ -772,7 +774,7 @@ class DecodeSide:
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""
         for source in pull.sources:
-            if source.role is Role.READ and not source.proven:
+            if source.role is ROLE.READ and not source.proven:
                 peer = self.peers.by_place.get(source.rank.place)
                 if peer is not None and peer.line.is_set_aside:
                     return True

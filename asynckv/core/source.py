@@ -28,11 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.types import Address, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
 from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
 
-__all__ = ["RATE_MARGIN", "ReleaseState", "RemoteRank", "Role", "Source"]
+__all__ = ["RATE_MARGIN", "RELEASE", "ROLE", "ReleaseState", "RemoteRank", "Role", "Source"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -70,6 +70,9 @@ class ReleaseState(enum.StrEnum):
     UNSENT = "unsent"
     SENT = "sent"
     SETTLED = "settled"
+
+
+ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
@@ -138,7 +141,7 @@ class Source:
     claims: int = 0
     """Sent since the last answer."""
 
-    release: ReleaseState = ReleaseState.UNSENT
+    release: ReleaseState = RELEASE.UNSENT
     release_at: float = math.inf
     releases: int = 0
 
@@ -147,7 +150,7 @@ class Source:
     @property
     def reads(self) -> bool:
         """It is read, as far as is known."""
-        return self.role is Role.READ
+        return self.role is ROLE.READ
 
     @property
     def address(self) -> Address:
@@ -177,7 +180,7 @@ class Source:
     @property
     def is_settled(self) -> bool:
         """The rank was told, or need not be."""
-        return self.release is ReleaseState.SETTLED
+        return self.release is RELEASE.SETTLED
 
     @property
     def is_early(self) -> bool:
@@ -186,11 +189,11 @@ class Source:
 
     def wanted(self) -> None:
         """It may hold something of ours: it is to be met."""
-        self.role = Role.READ
+        self.role = ROLE.READ
 
     def not_wanted(self) -> None:
         """Nothing is read of it."""
-        self.role, self.tables = Role.RELEASE_ONLY, None
+        self.role, self.tables = ROLE.RELEASE_ONLY, None
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -293,7 +296,7 @@ class Source:
             self.covered_until, self.confirmed, self.claim_at = NEVER, False, now
             return None
         self.claim_at = math.inf
-        if self.proven or self.role is not Role.READ:
+        if self.proven or self.role is not ROLE.READ:
             return None
         reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
         text = f"{self.where} refused: {answer.reason}"
@@ -305,15 +308,15 @@ class Source:
         """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
         self.has_landed = not self.running and not self.doubtful
-        if self.release is not ReleaseState.SETTLED:
+        if self.release is not RELEASE.SETTLED:
             self.release_at = now
 
     def released(self, retry_s: float, now: float) -> None:
         """A release is about to be sent."""
-        self.release = ReleaseState.SENT
+        self.release = RELEASE.SENT
         self.releases += 1
         self.release_at = now + min(retry_s * 2 ** min(self.releases - 1, 6), MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
         """The rank needs no release any more: acknowledged, refused, or gone."""
-        self.release, self.release_at, self.claim_at = ReleaseState.SETTLED, math.inf, math.inf
+        self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf
