@@ -82,7 +82,8 @@ class Peers:
             is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
             if again and not peer.is_loading:
-                # Transfers that may never end keep the old one in the data plane; the new one is loaded beside it.
+                # Transfers that may never end keep the old one in the data plane, which then reads over the same
+                # connection for the new one, or makes another if that one broke.
                 self._timers.forget(peer)
                 peer = None
         if peer is None:

@@ -216,9 +216,27 @@ class Agent:
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
         self._remotes[name] = _Remote(memories)
 
-    def knows(self, name: str) -> bool:
-        """Say whether a remote agent is loaded."""
-        return name in self._remotes
+    def is_connected(self, name: str) -> bool:
+        """Say whether a remote agent is loaded, and its connection has not broken."""
+        return name in self._remotes and name not in self._gone
+
+    def forget_broken(self, name: str) -> None:
+        """Forget a connection that broke, so that the remote agent can be loaded anew; harmless if it did not.
+
+        Transfers in doubt stay: they are asked as ever, and NIXL does not know most of them any more (measured: new
+        reads work all the same). Their lists are never released.
+
+        Raises:
+            BackendError: A transfer runs there still; its end would not be known any more.
+        """
+        if name not in self._gone:
+            return
+        if any(transfer.name == name for transfer in self.running.values()):
+            raise BackendError(f"the connection to {name} has broken, and a transfer over it has not ended yet")
+        for transfer in self.doubtful.values():
+            if transfer.name == name:
+                self._remotes[name].lists.pop(id(transfer.lists.table), None)
+        self.drop(name)
 
     def drop_lists(self, name: str) -> None:
         """Release the descriptor lists of a remote agent which nothing reads from now; harmless if there are none."""
