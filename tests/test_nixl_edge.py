@@ -309,6 +309,41 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     assert (found["running"], found["in_doubt"]) == (0, 1)
 
 
+@pytest.mark.parametrize("posting_threads", [0, 1])
+async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is_in_doubt(
+    sides: list[Side], posting_threads: int
+) -> None:
+    """Who is met again is read again: what may never end must not keep a process that lives from ever being read."""
+    config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
+    reader, owner = Side("reader", 1, config), Side("owner", 2)
+    sides += [reader, owner]
+    owner.plane.watch(True)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    agent = reader.plane._posters[0].agent if posting_threads else reader.plane._agent
+    assert agent is not None
+    raw, handles = agent._raw, list[int]()
+
+    def status(handle: int) -> Any:
+        handles.append(handle)
+        raise agent._lost("broken") if handle != handles[0] else RuntimeError("unheard of")
+
+    agent._raw = Meddler(raw, getXferStatus=status, postXferReq=lambda handle, _: 1)
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(11, "owner", TABLES[0], local, remote)
+    assert endings(await reader.heard(1)) == [(11, "in_doubt")]
+    reader.read(12, "owner", TABLES[1], *pairs(TABLES[1], 0))
+    (lost,) = await reader.heard(1)
+    assert (lost.transfer_id, lost.ending, lost.peer_lost) == (12, Ending.FAILED, True)
+    agent._raw = raw
+    # The peer is gone, and met again, while what is in doubt keeps it loaded.
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane.statistics()["in_doubt"] == 1
+    reader.plane.remove_remote_agent("owner")
+    assert reader.plane.statistics()["peers"] == 1
+    await check_reads(reader, "owner", owner.arrays)
+
+
 async def test_a_handle_that_nixl_keeps_is_released_later(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
     refused, released = list[int](), list[int]()
@@ -439,7 +474,7 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
         assert reader.plane.statistics()["peers"] == sum(want)
         for agent in (reader.plane._agent, *(poster.agent for poster in reader.plane._posters)):
             assert agent is not None
-            known, names = agent.knows, [owner.agent.name for owner in owners]
+            known, names = agent.is_connected, [owner.agent.name for owner in owners]
             await until(lambda: [known(name) for name in names] == list(want))  # noqa: B023
             assert [agent._agent.check_remote_metadata(name) for name in names] == list(want)
             # Of those that nothing is read from now, nothing is prepared.
@@ -454,11 +489,12 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
     await check_reads(reader, "owner3", owners[3].arrays)
 
 
+@pytest.mark.parametrize("bound", [("MAX_LISTS", 3), ("MAX_KEPT_ROWS", TABLES[0].num_rows + 2)])
 @pytest.mark.parametrize("doubt", [False, True])
 async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
-    linked: tuple[Side, Side], doubt: bool, monkeypatch: pytest.MonkeyPatch
+    linked: tuple[Side, Side], doubt: bool, bound: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_LISTS", 3)
+    monkeypatch.setattr(nixl_agent, *bound)
     reader, owner = linked
     await check_reads(reader, "owner", owner.arrays)
     agent = reader.plane._agent

@@ -468,9 +468,9 @@ async def test_what_is_dropped_is_dropped_by_every_thread(sides: list[Side]) -> 
     for _ in range(2):
         await check_reads(reader, "owner", owner.arrays)
     agents = [poster.agent for poster in reader.plane._posters]
-    assert [agent.knows("owner") for agent in agents] == [True, True]
+    assert [agent.is_connected("owner") for agent in agents] == [True, True]
     reader.plane.remove_remote_agent("owner")
-    await until(lambda: not any(agent.knows("owner") for agent in agents))
+    await until(lambda: not any(agent.is_connected("owner") for agent in agents))
     assert not any(agent._agent.check_remote_metadata("owner") for agent in agents)
     # What comes too late fails there, and whoever is met again is loaded again by all.
     local, remote = pairs(TABLES[0], 0)

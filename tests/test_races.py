@@ -13,6 +13,8 @@ import pytest
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
 from asynckv.core.decode import DecodeSide
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
@@ -303,6 +305,27 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.deliver_all()
     assert reason(pull) is Reason.COMPLETE
     world.check()
+
+
+@pytest.mark.parametrize("ending", [Ending.IN_DOUBT, Ending.FAILED])
+def test_a_transfer_that_brings_nothing_is_no_sign_that_a_peer_moves(ending: Ending) -> None:
+    """Nothing arrives from it, whatever becomes of its transfers one by one."""
+    world, (prefill,), decode = world_of(total_requests=8, window_requests=8)
+    for i in range(8):
+        ask(world, prefill, decode, i)
+    world.deliver_all()
+    (peer,) = decode.node.decode.peers.by_place.values()
+    for turn in range(8):
+        assert not peer.line.is_set_aside or turn >= 4
+        world.deliver_all()
+        world.advance(0.25)
+        if turn % 2:  # never as long as `suspect_s` without an end
+            first = next(iter(decode.reads))
+            world.tell(decode, TransferEnded(first, ending, "no disconnect"))
+            decode.reads.pop(first, None)
+    assert (peer.state, peer.line.is_set_aside) == (PeerState.READY, True)
+    world.complete(decode, next(iter(decode.reads)))
+    assert not peer.line.is_set_aside
 
 
 def test_after_a_silence_there_is_no_more_room_than_before() -> None:

@@ -738,6 +738,7 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is not None or self.reason is not None:
             return
+        assert reason is not Reason.COMPLETE  # that is for whom nothing failed
         self.failure = (reason, detail)
         self.failed_at, self.failed_in = now, self._phase
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
