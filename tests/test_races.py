@@ -409,18 +409,20 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
     assert request.state is (RequestState.PAUSING if begins < 50.0 else RequestState.OVER)
 
 
-def test_pauses_between_attempts_have_a_bound() -> None:
+def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_have_a_bound() -> None:
     world, (prefill,), decode = world_of()
     request = Request(PullRequest("d0", [(0, [0])], ask(world, prefill, decode, 0).params), 8, 0.1, 1e6, False, 0.0)
     pauses = []
-    for number in range(8):
-        pull = ask(world, prefill, decode, 10 + number)
+    while request.state is not RequestState.OVER:
+        pull = ask(world, prefill, decode, request.attempts)
         decode.node.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
         request.tried(pull)
         request.ended(0.0)
-        pauses.append(request.next_at)
-        request.time()
+        if request.state is RequestState.PAUSING:
+            pauses.append(request.next_at)
+            request.time()
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    assert request.attempts == 9
 
 
 async def test_pauses_between_attempts_grow(sim: Bench) -> None:
