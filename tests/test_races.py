@@ -489,7 +489,7 @@ def test_who_greets_a_draining_engine_is_told_so() -> None:
     pull = world.pull(decode, "d", [3], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert [peer.is_draining for peer in decode.node.decode.peers.values()] == [True]
+    assert [peer.is_draining for peer in decode.node.decode.peers.by_place.values()] == [True]
 
 
 def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:

@@ -28,11 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.types import Address, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
 from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
 
-__all__ = ["RATE_MARGIN", "ReleaseState", "RemoteRank", "Role", "Source"]
+__all__ = ["RATE_MARGIN", "RELEASE", "ROLE", "ReleaseState", "RemoteRank", "Role", "Source"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -70,6 +70,9 @@ class ReleaseState(enum.StrEnum):
     UNSENT = "unsent"
     SENT = "sent"
     SETTLED = "settled"
+
+
+ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
@@ -129,8 +132,6 @@ class Source:
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
     """When it said so last."""
-    confirmed: bool = False
-    """A claim sent after the last read was granted."""
     proven: bool = False
     """The bytes are what was lent."""
     claim_at: float = math.inf
@@ -138,7 +139,7 @@ class Source:
     claims: int = 0
     """Sent since the last answer."""
 
-    release: ReleaseState = ReleaseState.UNSENT
+    release: ReleaseState = RELEASE.UNSENT
     release_at: float = math.inf
     releases: int = 0
 
@@ -147,7 +148,7 @@ class Source:
     @property
     def reads(self) -> bool:
         """It is read, as far as is known."""
-        return self.role is Role.READ
+        return self.role is ROLE.READ
 
     @property
     def address(self) -> Address:
@@ -177,7 +178,7 @@ class Source:
     @property
     def is_settled(self) -> bool:
         """The rank was told, or need not be."""
-        return self.release is ReleaseState.SETTLED
+        return self.release is RELEASE.SETTLED
 
     @property
     def is_early(self) -> bool:
@@ -186,11 +187,11 @@ class Source:
 
     def wanted(self) -> None:
         """It may hold something of ours: it is to be met."""
-        self.role = Role.READ
+        self.role = ROLE.READ
 
     def not_wanted(self) -> None:
         """Nothing is read of it."""
-        self.role, self.tables = Role.RELEASE_ONLY, None
+        self.role, self.tables = ROLE.RELEASE_ONLY, None
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class Source:
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
         """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
-        self.first_posted_at, self.done_at, self.confirmed, self.bytes_read = math.inf, NEVER, False, 0
+        self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_before = NEVER  # granted by now, so whatever begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
@@ -245,8 +246,9 @@ class Source:
     def prove(self) -> None:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
-            timely = self.lent_before < math.inf and not self.is_early
-            covered = self.confirmed or self.done_at < self.covered_until
+            timely = self.lent_before < self.first_posted_at
+            # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
+            covered = self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
     # -- claims ------------------------------------------------------------------------------------
@@ -274,8 +276,6 @@ class Source:
             self.lent_before = NEVER
         else:
             self.lent_before = min(self.lent_before, now - answer.lent_for_s * (1 - RATE_MARGIN))
-        if answer.nonce > self.nonce_when_done and self.has_landed:
-            self.confirmed = True
         if deadline > now or answer.nonce == next(reversed(self.nonces)):
             self.claims = 0
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
@@ -290,10 +290,10 @@ class Source:
             return None
         if answer.reason is Reason.EXPIRED and self.nonces[answer.nonce] < self.covered_until:
             # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
-            self.covered_until, self.confirmed, self.claim_at = NEVER, False, now
+            self.covered_until, self.claim_at = NEVER, now
             return None
         self.claim_at = math.inf
-        if self.proven or self.role is not Role.READ:
+        if self.proven or self.role is not ROLE.READ:
             return None
         reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
         text = f"{self.where} refused: {answer.reason}"
@@ -304,16 +304,15 @@ class Source:
     def ended(self, now: float) -> None:
         """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
-        self.has_landed = not self.running and not self.doubtful
-        if self.release is not ReleaseState.SETTLED:
+        if self.release is not RELEASE.SETTLED:
             self.release_at = now
 
     def released(self, retry_s: float, now: float) -> None:
         """A release is about to be sent."""
-        self.release = ReleaseState.SENT
+        self.release = RELEASE.SENT
         self.releases += 1
         self.release_at = now + min(retry_s * 2 ** min(self.releases - 1, 6), MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
         """The rank needs no release any more: acknowledged, refused, or gone."""
-        self.release, self.release_at, self.claim_at = ReleaseState.SETTLED, math.inf, math.inf
+        self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Key, ReplyTo
+from asynckv.core.types import Address, Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
@@ -210,12 +210,12 @@ class _Rank:
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
-        owner = transfer.owner.process.name.split("#")[0]
+        owner = transfer.owner.host.split("#")[0]
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
         if self.service.is_counted:
             self._fits(transfer)
-        for other in self.data.transfers.values():
+        for other in self.data.running.values():
             theirs = posted.get(other.transfer_id)
             if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
                 continue
@@ -232,7 +232,7 @@ class _Rank:
     def _fits(self, transfer: Transfer) -> None:
         """No more is in flight than may be, from each rank and in all."""
         posted = self.engine._core.decode.transfers
-        known = [t for t in self.data.transfers.values() if not t.is_over and t.transfer_id in posted]
+        known = [t for t in self.data.running.values() if not t.is_over and t.transfer_id in posted]
         running = [t for t in known if posted[t.transfer_id].pull.reason is None]
         same = [t for t in running if t.owner is transfer.owner]
         for others, most in ((same, PULL.window_bytes), (running, PULL.total_bytes)):
@@ -393,8 +393,8 @@ class Service:
             return (usual, usual + rng.random() ** 2 * 4.0)
         return (usual,)
 
-    def _transfer_fate(self, reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
-        names = reader.process.name.split("#")[0], owner.process.name.split("#")[0]
+    def _transfer_fate(self, reader: str, owner: str, rng: random.Random) -> TransferFate:
+        names = reader.split("#")[0], owner.split("#")[0]
         r = [rng.random() for _ in range(6)]
         usual = TransferFate((2e-5 + r[0] ** 3 * 2e-3) * self.script.data, inline=r[1] < 0.3)
         if r[2] < self._active("stuck", *names):
@@ -458,7 +458,7 @@ class Service:
 
     def _begin_hostile(self, fault: Fault) -> None:
         for rank in self._met(fault):
-            if not rank.process.is_dead and rank.engine._core_or_none is not None:
+            if not rank.process.is_dead and rank.engine._is_started:
                 rng = self.world.random_of("hostile", rank.name, self.world.now)
                 attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
                 attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
@@ -566,7 +566,7 @@ class Service:
 
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead or rank.is_moving or engine._core_or_none is None:
+        if process.is_dead or rank.is_moving or not engine._is_started:
             return
         rank.is_moving = True
 
@@ -615,7 +615,7 @@ class Service:
             (r.process, r.engine._core)
             for e in self.decode
             for r in e
-            if not r.process.is_dead and r.engine._core_or_none is not None
+            if not r.process.is_dead and r.engine._is_started
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
         now = self.world.now
@@ -642,11 +642,11 @@ class Service:
             for _ in range(rng.randint(1, 4)):
                 bad[rng.randrange(len(bad))] = rng.randrange(256)
             packets += [bytes(bad), packet]
-        control = self.world.listeners.get(f"sim://{rank.name}")
+        control = self.world.ports.get(Address(f"sim://{rank.name}"))
         if control is not None:
             for packet in packets:
                 when = self.world.now + rng.random() * 0.01
-                rank.process.call_at(when, control.deliver, ReplyTo(b"stranger"), packet)
+                rank.process.call_at(when, control.hear, ReplyTo(b"stranger"), packet)
 
     def _cancel(self, number: int) -> None:
         for attempt, task in self.tasks.get(number, ()):
@@ -913,10 +913,10 @@ class Service:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
-            if rank.process.is_dead or rank.engine._core_or_none is None or rank.data.is_closed:
+            if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
                 continue
             node = rank.engine._core
-            if wrong := node.check_integrity():
+            if wrong := node.inspect.check_integrity():
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
             if node.outbox.counters["internal_errors"]:
@@ -929,9 +929,9 @@ class Service:
             if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
                 return
-            stuck = [t for t in rank.data.transfers.values() if not t.is_over]
+            stuck = [t for t in rank.data.running.values() if not t.is_over]
             if not stuck and not node.is_idle:
-                world.violate(f"{rank.name} is not idle: {node.gauges()}")
+                world.violate(f"{rank.name} is not idle: {node.inspect.gauges()}")
                 return
             holds = [h for h in node.ledger if h.kind == "lent"]
             if holds or (len(node.ledger) and not stuck):
@@ -941,11 +941,11 @@ class Service:
             if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
-            if node.prefill.num_parked or (self.script.is_long and node.decode.peers and not stuck):
-                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.values()]
+            if node.prefill.num_parked or (self.script.is_long and node.decode.peers.by_place and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.by_place.values()]
                 world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
-            for peer in node.decode.peers.values():
+            for peer in node.decode.peers.by_place.values():
                 if not stuck and (peer.line.in_flight or peer.line.readers):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
