@@ -167,3 +167,15 @@ def test_answers_count_to_the_last_eight_claims() -> None:
     for nonce in range(1, 12):
         source.claimed(nonce, 0.1, float(nonce))
     assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    pauses: list[list[float]] = [[], []]
+    for number in range(9):
+        source.claimed(number, 0.25, 100.0)
+        source.released(0.25, 100.0)
+        pauses[0].append(source.claim_at - 100.0)
+        pauses[1].append(source.release_at - 100.0)
+    assert pauses == [[0.25, 0.5, 1, 2, 2, 2, 2, 2, 2], [0.25, 0.5, 1, 2, 4, 5, 5, 5, 5]]
