@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
-    from asynckv.core.rank import HeldBlocks
-    from asynckv.core.requests import RankStatus, RequestStatus
+    from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
@@ -62,8 +61,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
     "asynckv.scheduler": "PrefillGroup",
-    "asynckv.core.rank": "HeldBlocks",
-    "asynckv.core.requests": "RankStatus RequestStatus",
+    "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.sharing": "shared_memory",

@@ -96,6 +96,8 @@ def is_text(value: Any, most: int = MAX_TEXT, least: int = 0) -> bool:
 
 def text(name: str, value: Any, most: int = MAX_TEXT, least: int = 0, error: Refusal = LocalProtocolError) -> str:
     """Check text of `least` to `most` characters of valid Unicode."""
+    if type(value) is str and least <= len(value) <= most and value.isascii():
+        return value
     if is_text(value, most, least):
         return str(value)
     length = f" ({len(value)} characters)" if isinstance(value, str) else ""

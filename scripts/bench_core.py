@@ -1,19 +1,14 @@
-"""What the pure core costs, alone: no sockets, no NIXL, no event loop. `python -m scripts.bench_core --help`.
+"""What the pure core costs, alone: no sockets, no NIXL, no event loop.
 
 Two kinds of figures. *Time* is CPU time of this process (median over the rounds, with the quartiles), both sides of
 every pull together, each message encoded and decoded. *Instructions* are what one operation takes in user space
 (`perf stat`, else `valgrind`), found as the difference between a longer and a shorter run, so that start-up drops out.
-They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower. Everything takes
-three minutes.
-
-    python -m scripts.bench_core --json old.json           # before a change
-    python -m scripts.bench_core --compare old.json        # after it; status 1 if anything takes 5 % more
-    python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import fnmatch
 import gc
 import itertools
@@ -31,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -42,9 +38,11 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
-from asynckv.core.rank import Identity, RankCore
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Layout
@@ -53,6 +51,7 @@ from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
+from scripts.command import check, listed, output, script
 
 SCHEMA = 1
 TURN = 32
@@ -418,7 +417,7 @@ def measure(case: Case, number: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def child(name: str, prepared: int, number: int) -> None:
+def run_child(name: str, prepared: int, number: int) -> None:
     """Do some operations of a case and nothing else: what an outer counter looks at."""
     case = next(c for c in CASES if c.name == name)
     work = case.make(prepared)
@@ -495,72 +494,90 @@ def worse(report: Mapping[str, Any], old: Mapping[str, Any], percent: float) -> 
     return found
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what is wrong with it ends with status 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="*", metavar="GLOBS", help="which, comma-separated: 'pull/*,ledger/1' (all)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each (%(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of each case's operations (%(default)s)")
-    parser.add_argument("--no-instructions", action="store_true", help="only the time")
-    parser.add_argument("--json", metavar="PATH", help="write the report; '-' is stdout, without the table")
-    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show ratios to an earlier report")
-    parser.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help="of --compare (%(default)s)")
-    parser.add_argument("--child", nargs=3, metavar=("CASE", "PREPARED", "NUMBER"), help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.rounds < 1:
-        parser.error(f"--rounds {given.rounds} must be 1 or more")
-    if not 0 < given.scale <= 100:
-        parser.error(f"--scale {given.scale:g} is outside (0, 100]")
-    if not _chosen(given.cases):
-        parser.error(f"--cases {given.cases!r} matches none of {', '.join(c.name for c in CASES)}")
-    if given.compare is not None:
-        try:
-            given.compare = json.loads(given.compare.read_text())
-            if given.compare["schema"] != SCHEMA or not isinstance(given.compare["cases"], dict):
-                parser.error("--compare: the report is of another version; measure the old tree anew")
-            if given.compare["scale"] != given.scale:
-                parser.error(f"--compare: the report was made with --scale {given.compare['scale']:g}; give the same")
-        except (OSError, ValueError, TypeError, KeyError) as exc:
-            parser.error(f"--compare: this is no report of bench_core: {exc!r}")
-    return given
+def earlier(path: Path, scale: float) -> dict[str, Any]:
+    """Read the report to compare with.
+
+    Raises:
+        ConfigError: It is none, or was made otherwise.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        is_ours, was = found["schema"] == SCHEMA and isinstance(found["cases"], dict), float(found["scale"])
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ConfigError(f"--compare: this is no report of bench_core: {exc!r}") from exc
+    check(is_ours, "--compare: the report is of another version; measure the old tree anew")
+    check(was == scale, f"--compare: the report was made with --scale {was:g}; give the same")
+    return found
 
 
-def _chosen(globs: str) -> list[Case]:
-    return [c for c in CASES if any(fnmatch.fnmatchcase(c.name, g.strip()) for g in globs.split(","))]
+def bench(
+    cases: Annotated[str, typer.Option(metavar="GLOBS", help="Which, comma-separated: 'pull/*,ledger/1'.")] = "*",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds of each.")] = 5,
+    scale: Annotated[float, typer.Option(metavar="SHARE", help="Share of each case's operations.")] = 1.0,
+    no_instructions: Annotated[bool, typer.Option("--no-instructions", help="Only the time.")] = False,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="Write the report; - is stdout, without the table.")
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(metavar="OLD.json", help="Show ratios to an earlier report.")] = None,
+    tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Of --compare.")] = 5.0,
+    child: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None,
+) -> int:
+    """Measure what the pure core costs: CPU time, and instructions where perf or valgrind can count them.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, report, compare."""
-    given = parse(argv)
-    if given.child:
-        child(given.child[0], int(given.child[1]), int(given.child[2]))
+    Both sides of every pull together, every message encoded and decoded. Instructions repeat to a tenth of a percent on
+    however busy a host: compare those. Everything takes three minutes.
+    """
+    if child:
+        run_child(*child)
         return 0
+    check(rounds >= 1, f"--rounds {rounds} must be 1 or more")
+    check(0 < scale <= 100, f"--scale {scale:g} is outside (0, 100]")
+    chosen = [c for c in CASES if any(fnmatch.fnmatchcase(c.name, g.strip()) for g in cases.split(","))]
+    check(bool(chosen), f"--cases {cases!r} matches none of {', '.join(c.name for c in CASES)}")
+    old = earlier(compare, scale) if compare else None
     errors = Console(stderr=True)
     console = Console() if sys.stdout.isatty() else Console(width=200)  # nothing is cut off in a pipe
-    tool = "" if given.no_instructions else counter()
+    tool = "" if no_instructions else counter()
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "scale": given.scale,
+        "scale": scale,
         "counter": tool,
         "python": sys.version.split()[0],
         "cases": {},
     }
-    for case in _chosen(given.cases):
-        errors.print(f"{case.name} ...", style="dim", highlight=False)
-        number = max(64, int(case.number * given.scale))
-        row = measure(case, number, given.rounds) | {"what": case.what, "number": number}
-        row["instructions"] = instructions(tool, case, number) if tool else None
-        report["cases"][case.name] = row
-    if given.json == "-":
-        print(json.dumps(report, indent=2))
-    elif given.json:
-        Path(given.json).write_text(json.dumps(report, indent=2) + "\n")
-    if given.json != "-":
-        show(report, given.compare, console)
-    slower = worse(report, given.compare, given.tolerance) if given.compare else []
+    with output(json_to) if json_to else contextlib.nullcontext() as out:
+        for case in chosen:
+            errors.print(f"{case.name} ...", style="dim", highlight=False)
+            number = max(64, int(case.number * scale))
+            row = measure(case, number, rounds) | {"what": case.what, "number": number}
+            row["instructions"] = instructions(tool, case, number) if tool else None
+            report["cases"][case.name] = row
+        if out:
+            print(json.dumps(report, indent=2), file=out)
+    if json_to != "-":
+        show(report, old, console)
+    slower = worse(report, old, tolerance) if old else []
     for text in slower:
         errors.print(text, style="red", highlight=False)
     return 1 if slower else 0
+
+
+EPILOG = f"""
+[bold]Cases[/bold]
+
+{listed({case.name: case.what for case in CASES})}
+
+[bold]Examples[/bold]
+
+  python -m scripts.bench_core --json old.json
+
+  python -m scripts.bench_core --compare old.json
+
+  python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+
+[bold]Exit status[/bold]  0 measured, 1 something takes more instructions than --tolerance, 2 bad input, 130 Ctrl-C
+"""
+main = script(bench, "bench_core", EPILOG)
 
 
 if __name__ == "__main__":

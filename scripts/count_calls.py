@@ -51,7 +51,7 @@ class Calls:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             code = frame.f_code
-            owner = frame.f_locals.get("self") if code.co_filename.endswith("/engine.py") else None
+            owner = frame.f_locals.get("self")
             side = self._names.get(id(owner)) or (self._stack[-1] if self._stack else "")
             self._stack.append(side)
             if side and code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(BELOW):
@@ -74,16 +74,16 @@ def memory() -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
 async def count(warm: int, pulls: int) -> Calls:
     """Pull one block after the other, and count the calls of the last ones."""
     network = SimNetwork()
-    engines, arrays = [], []
+    sides, arrays = dict[str, Engine](), []
     for name in ("prefill", "decode"):
         registration, array = memory()
         arrays.append(array)
         data, control = SimData(network, name), SimControl(network)
-        engines.append(Engine(EngineConfig(engine_id=name), registration, data=data, control=control))
-    prefill, decode = engines
+        sides[name] = Engine(EngineConfig(engine_id=name), registration, data=data, control=control)
+    prefill, decode = sides.values()
     async with prefill, decode:
         group = PrefillGroup("prefill", [prefill.endpoint])
-        calls = Calls({id(prefill): "prefill", id(decode): "decode"})
+        calls = Calls({id(x): side for side, engine in sides.items() for x in (engine, engine._driver, engine._home)})
         for number in range(warm + pulls):
             params = group.make_params(f"p{number}", [(0, [1])], 16, written=True)
             if number == warm:

@@ -94,7 +94,7 @@ TESTS: dict[str, str] = {
     "asynckv/edges/posters.py": "conformance nixl_edge posters",
     "asynckv/edges": "conformance nixl_edge process | posters sharing",
     "asynckv/scheduler.py": "lifecycle engine",
-    "asynckv/engine.py": "engine lifecycle races threads",
+    "asynckv/engine": "engine lifecycle races threads arguments held",
 }
 """File, or folder, to the tests that cover it, the quickest first: most mutants end at the first failure.
 

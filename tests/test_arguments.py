@@ -396,7 +396,14 @@ def quiet(engine: Engine) -> tuple[Any, ...]:
     engine.check_integrity()
     statistics, node = engine.statistics(), engine._core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
-    return gauges, engine.holds(), dict(engine._waiting), dict(engine._retrying), node.is_closed, engine._moving
+    return (
+        gauges,
+        engine.holds(),
+        dict(engine._driver.waiting),
+        dict(engine._retrying),
+        node.is_closed,
+        engine._ending._suspending,
+    )
 
 
 def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
@@ -578,5 +585,5 @@ def test_an_engine_may_have_as_long_a_name_as_is_said_and_one_of_numpys() -> Non
 
 def test_params_that_hold_numpys_text_are_refused_by_name() -> None:
     params = asynckv.PrefillGroup("p", [asynckv.Endpoint(0, "tcp://127.0.0.1:1", "i")]).make_params("r", [(0, [1])], 16)
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(asynckv.RemoteProtocolError, match="what cannot be sent"):
         decode_params(params | {"engine_id": np.str_("p")})

@@ -285,7 +285,7 @@ async def test_one_bad_event_takes_no_others_along(
         # What was lost by the bug is found by its age.
         (lost,) = decode.engine._core.decode.transfers
         decode.engine._core.decode.ended(TransferEnded(lost, Ending.DONE), 0.0, sim.clock.now())
-        decode.engine._soon()
+        decode.engine._driver.soon()
 
 
 @pytest.mark.nixl
@@ -321,7 +321,9 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
             await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
             assert decode.blocks([10 + i]) == prefill.blocks([i])
             await lent.wait_released()
-            await until(lambda: all(p.state.value == "gone" for p in decode.engine._core.decode.peers.values()))
+            await until(
+                lambda: all(p.state.value == "gone" for p in decode.engine._core.decode.peers.by_place.values())
+            )
             fds.append(len(os.listdir("/proc/self/fd")))
             # A tombstone of an idle peer stops nobody: it is met anew.
         assert fds[2] == fds[-1]

@@ -80,8 +80,8 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     world.settle(decode)
     world.deliver_all()
     running(world, 60.0)
-    assert decode.node.holds(world.time(decode)) == ()
-    (request,) = decode.node.requests(world.time(decode))
+    assert decode.node.inspect.holds(world.time(decode)) == ()
+    (request,) = decode.node.inspect.requests(world.time(decode))
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
     assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
     assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
@@ -94,7 +94,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert rank.granted_s is not None
     assert 5 < rank.granted_s < 10
     # And the other side says who it is that renews.
-    (lease,) = prefill.node.requests(world.time(prefill))
+    (lease,) = prefill.node.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
     assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
     (reader,) = lease.ranks
@@ -109,7 +109,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     pull = world.pull(decode, "d", [9], params, timeout=100)
 
     def state() -> tuple[str, str, int]:
-        (request,) = decode.node.requests(world.time(decode))
+        (request,) = decode.node.inspect.requests(world.time(decode))
         return request.state, request.ranks[0].state, request.ranks[0].bytes_read
 
     assert state() == ("connecting", "connecting", 0)
@@ -119,19 +119,20 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
         world.complete(decode, transfer_id)
     state_then, rank_then, landed = state()
     assert (state_then, rank_then, landed > 0) == ("confirming", "landed", True)
-    (request,) = decode.node.requests(world.time(decode))
+    (request,) = decode.node.inspect.requests(world.time(decode))
     assert request.ranks[0].bytes_planned == landed
     world.lend(prefill, params)
     world.deliver_all()
     world.advance(0)
     assert state() == ("reading", "granted", 0)  # it had begun too early
-    (request,) = decode.node.requests(world.time(decode))
+    (request,) = decode.node.inspect.requests(world.time(decode))
     assert (request.kind, request.blocks, request.ranks[0].transfers) == ("pull", 1, len(decode.reads))
     world.complete(decode, next(iter(decode.reads)))
     assert 0 < state()[2] < landed
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert decode.node.requests(world.time(decode)) == prefill.node.requests(world.time(prefill)) == ()
+    for rank in (decode, prefill):
+        assert rank.node.inspect.requests(world.time(rank)) == ()
 
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
@@ -142,7 +143,7 @@ def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> Non
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(25.0)
-    (request,) = prefill.node.requests(world.time(prefill))
+    (request,) = prefill.node.inspect.requests(world.time(prefill))
     gone, nobody = request.ranks
     assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
     assert gone.heard_s == pytest.approx(25.0)
@@ -490,7 +491,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
             decode.engine.announce("e", other)
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
         prefill.engine._core.say_goodbye()
-        prefill.engine._soon()
+        prefill.engine._driver.soon()
         await until(lambda: any(e.get("state") == "gone" for e in events))
         assert decode.engine.statistics().gauges["pulls_waiting"] == 0
         assert [r.state for r in decode.engine.requests()] == []

@@ -194,7 +194,7 @@ async def test_a_restarted_prefill_rank_is_read_again_with_new_params(bench: Ben
         address = prefill.engine.endpoint.address
         again = bench.side("prefill", 7, lease=QUICK, **({"bind": address} if bench.real else {}))
         if not bench.real:
-            again.engine._control._address = address  # type: ignore[attr-defined]
+            again.engine._driver.control._address = address  # type: ignore[attr-defined]
         async with again.engine:
             asked: list[PullError] = []
 
@@ -267,7 +267,7 @@ async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) ->
         with pytest.raises(PullError) as caught:
             await asyncio.wait_for(task, 5)
         assert caught.value.reason == "engine_closed"
-        (peer,) = decode.engine._core.decode.peers.values()
+        (peer,) = decode.engine._core.decode.peers.by_place.values()
         assert peer.is_draining
         await decode.engine.pull("e", [(0, [7])], other)
         assert await passing(sim, draining) == ()

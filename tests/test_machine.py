@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
     def every_request_can_be_listed(self) -> None:
         for rank in (*self.prefill, *self.decode):
             node = rank.node
-            requests = node.requests(self.world.time(rank))
+            requests = node.inspect.requests(self.world.time(rank))
             listed = [r.pull_id or (r.request_id, r.sequence) for r in requests]
             known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in node.prefill.leases.values()]
             assert sorted(listed, key=str) == sorted([*known, *node.decode.pulls], key=str)
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
             self.world.advance(1.0)
         self.world.check()
         for rank in (*self.prefill, *self.decode):
-            assert rank.node.is_idle, rank.node.gauges()
+            assert rank.node.is_idle, rank.node.inspect.gauges()
             assert len(rank.node.ledger) == 0
         for rank, pull, _, _ in self.pulls:
             assert pull.reason is not None

@@ -173,7 +173,7 @@ def test_params_are_validated() -> None:
     assert decode_params(plain) == params
     assert decode_params(msgspec.json.decode(msgspec.json.encode(plain))) == params
     for field, value in [("num_tokens", -1), ("endpoints", []), ("lease_s", math.nan), ("groups", [[0, [[-2, 2]]]])]:
-        with pytest.raises(msgspec.ValidationError, match=field):
+        with pytest.raises(RemoteProtocolError, match=field):
             decode_params({**plain, field: value})
     assert isinstance(params, Params)
 
@@ -211,7 +211,7 @@ def test_a_layout_is_no_more_than_bytes_until_its_length_is_known() -> None:
 def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, object], message: str) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    prefill.node._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
+    prefill.node.readers._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
     params = world.params([prefill], "req", [3], 4, written=True)
     world.lend(prefill, params)
     pull = world.pull(decode, "d", [5], params)

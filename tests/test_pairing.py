@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig
 from asynckv.core import routes
-from asynckv.core.rank import Identity, RankCore
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import Endpoint, Key, Params
 from asynckv.errors import PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import NULL, BlockRuns

@@ -564,7 +564,7 @@ async def stuck_pull(gate: Gate) -> AsyncIterator[tuple[Engine, Poster, asyncio.
         pulled = asyncio.create_task(decode.engine.pull("d", [(0, [4, 5, 6])], params))
         with anyio.fail_after(10):
             await anyio.to_thread.run_sync(gate.entered.wait)
-        plane = decode.engine._data
+        plane = decode.engine._driver.data
         assert isinstance(plane, nixl.NixlPlane)
         yield decode.engine, plane._posters[0], pulled
 

@@ -83,7 +83,7 @@ def says_release(packet: bytes) -> bool:
 
 
 def state(side: Side) -> str:
-    (peer,) = side.engine._core.decode.peers.values()
+    (peer,) = side.engine._core.decode.peers.by_place.values()
     return peer.state.value
 
 
@@ -309,7 +309,7 @@ class Real:
 
     @property
     def plane(self) -> ProcessPlane | ServingPlane:
-        plane = self.engine._data
+        plane = self.engine._driver.data
         assert isinstance(plane, ProcessPlane | ServingPlane)
         return plane
 

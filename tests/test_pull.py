@@ -145,7 +145,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     ended = world.now
 
     def left() -> tuple[str, float | None]:
-        (status,) = decode.node.requests(world.time(decode))
+        (status,) = decode.node.inspect.requests(world.time(decode))
         return status.state, status.left_s
 
     assert left() == ("notifying", 20.0)

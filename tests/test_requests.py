@@ -20,9 +20,9 @@ from asynckv.core import wire as m
 from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
-from asynckv.core.outbox import Timers
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.spent import SpentKeys
+from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, Outcome, Params, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillGroup
@@ -229,15 +229,15 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
         world.pull(flood, f"f{i}", [i], group[i])
     world.deliver_all()
     # Half of the room for 8 is for whoever comes first; the others are told to come again.
-    assert prefill.node.gauges()["parked"] == 4
+    assert prefill.node.inspect.gauges()["parked"] == 4
     assert prefill.node.outbox.counters["parked.refused"] == 4
     pull = world.pull(other, "o", [1], group[0])
     world.deliver_all()
-    assert prefill.node.gauges()["parked"] == 5
+    assert prefill.node.inspect.gauges()["parked"] == 5
     world.lend(prefill, group[0], readers=2)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert prefill.node.gauges()["parked"] == 3
+    assert prefill.node.inspect.gauges()["parked"] == 3
 
 
 def test_a_closed_engine_parks_nothing() -> None:
@@ -248,7 +248,7 @@ def test_a_closed_engine_parks_nothing() -> None:
     prefill.node.shut()
     world.run()
     assert pull.reason is Reason.ENGINE_CLOSED
-    assert prefill.node.gauges()["parked"] == 0
+    assert prefill.node.inspect.gauges()["parked"] == 0
 
 
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
@@ -432,7 +432,8 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    prefill.node._readers.update(dict.fromkeys(prefill.node._readers, 1))
+    spoken = prefill.node.readers.minor_versions
+    spoken.update(dict.fromkeys(spoken, 1))
     prefill.node.withdraw(params, world.time(prefill))
     world.settle(prefill)
     world.run()
@@ -547,7 +548,7 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
     assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.QUARANTINED, False)
-    assert decode.node.gauges()["blocks_quarantined"] == 1
+    assert decode.node.inspect.gauges()["blocks_quarantined"] == 1
     decode.reads.clear()
     world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     assert it.is_returned
@@ -742,7 +743,7 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
     assert decode.node.next_at > world.time(decode)
     world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     world.advance(100.0)
-    assert not decode.node.decode.peers
+    assert not decode.node.decode.peers.by_place
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:

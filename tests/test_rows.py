@@ -83,8 +83,7 @@ class Attempt:
         self.pull.start(lists_of(2), 100.0, self.later())
         if state is S.CONNECTING:
             return self
-        self.pull.chosen([TABLES, *[None] * len(self.others)], self.later())
-        self.pull.routed(self.now)
+        self.pull.routed([TABLES, *[None] * len(self.others)], self.later())
         list(self.pull.due(itertools.count(1), self.later()))
         if state is S.QUEUED:
             return self
@@ -154,13 +153,12 @@ def check_pull() -> None:
     # The usual way.
     it = Attempt()
     assert it.pull.start(lists_of(2), 100.0, it.later()) == [Effect.EXPECT]
-    it.pull.chosen([TABLES], it.later())
-    assert it.pull.routed(it.now) == [Effect.SEND, Effect.QUEUE]
+    assert it.pull.routed([TABLES], it.later()) == [Effect.SEND, Effect.QUEUE]
     list(it.pull.due(itertools.count(1), it.later()))
     assert it.pull.admitted([(it.source, plan_read(TABLES, lists_of(2)))], it.later()) == [Effect.POST]
     it.pull.posted(it.source, TransferId(1), it.later())
     assert it.end(Ending.DONE) == [Effect.LEAVE]
-    assert it.grant() == [Effect.LEAVE, Effect.RETURN, Effect.TELL, Effect.SEND]
+    assert it.grant() == [Effect.RETURN, Effect.TELL, Effect.SEND], "it left when all had landed"
     assert (it.pull.state, it.pull.reason) == (S.NOTIFYING, Reason.COMPLETE)
     it.settle()
     assert it.states == [

@@ -89,7 +89,7 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     assert all(r.node.is_idle for r in (*it.prefill, *it.decode))
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
-        met = {p.tp_rank for p in rank.node.decode.peers.values()}
+        met = {p.tp_rank for p in rank.node.decode.peers.by_place.values()}
         assert met == {source.tp_rank for source in row.sources if source.reads}
 
 
@@ -402,7 +402,7 @@ def test_peers_that_could_not_be_met_are_forgotten_with_their_links() -> None:
     for _ in range(100):
         it.world.run(40.0)
     assert it.decode[0].node.is_idle
-    assert not it.decode[0].node.decode.peers
+    assert not it.decode[0].node.decode.peers.by_place
 
 
 def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
@@ -415,7 +415,7 @@ def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
         assert len(it.decode[0].peers) == 2
         for _ in range(14):
             it.world.run(50.0)
-        assert not it.decode[0].node.decode.peers
+        assert not it.decode[0].node.decode.peers.by_place
         assert not it.decode[0].peers
 
 
@@ -480,7 +480,7 @@ def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again(
     world.lend(second, params)
     world.run(3)
     assert pull.reason == "complete"
-    assert decode.node.check_integrity() == []
+    assert decode.node.inspect.check_integrity() == []
 
 
 def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> None:

@@ -146,8 +146,9 @@ def state(engine: Engine) -> tuple[Any, ...]:
         bool(outbox.messages),
         len(outbox.commands),
     )
-    own = engine._is_due, dict(engine._waiting), dict(engine._retrying), dict(engine._lent), set(engine._tasks)
-    return known, own, engine._closing, engine._moving
+    driver = engine._driver
+    own = driver._is_due, dict(driver.waiting), dict(engine._retrying), dict(driver.lent), set(driver._loading)
+    return known, own, engine._ending._closing, engine._ending._suspending
 
 
 @pytest.mark.anyio

@@ -28,7 +28,8 @@ from asynckv.core.outbox import (
 )
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.rank import Identity, RankCore
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
@@ -389,7 +390,7 @@ class World:
 
     def check(self) -> None:
         for rank in self.ranks.values():
-            assert rank.node.check_integrity() == []
+            assert rank.node.inspect.check_integrity() == []
 
 
 def reason(pull: Pull) -> Reason | None:

@@ -57,12 +57,12 @@ Where to look
 
 - `rank` is one rank put together, and the only entrance: calls and packets in, outbox out.
 - Lending: `prefill` (all leases, what came early, what has ended), `lease` (one lent request), `spent` (which keys were
-  used).
+  used), `readers` (who shook hands with us).
 - Reading: `decode` (the side put together), `attempts` (one request over its attempts), `pull` (one attempt), `source`
-  (one remote rank of one attempt), `routes` (which those are), `peer` (one start of a remote process), `flow` (who
-  reads next).
+  (one remote rank of one attempt), `routes` (which those are), `peers` (all that were met), `peer` (one start of one
+  remote process), `flow` (who reads next).
 - Both: `ledger` (who holds which block), `limits` (how often), `timers` (when to wake whom), `lifecycle` (the engine's
-  own states), `inspect` (who holds what; what does not add up).
+  own states), `inspect` (who holds what; what does not add up), `watch` (what has been held for long).
 - At the door: `types` (names, keys, reasons), `wire` (what ranks say, and the one decoder), `outbox` (what is to be
   done).
 

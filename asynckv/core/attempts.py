@@ -22,8 +22,9 @@ from dataclasses import replace
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Params, Reason
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.bounds import NULL
 
-__all__ = ["RETRYABLE", "RETRYABLE_ELSEWHERE", "Request", "RequestEvent", "RequestState"]
+__all__ = ["RETRYABLE", "RETRYABLE_ELSEWHERE", "Request", "RequestEvent", "RequestState", "blocks_of"]
 
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """What the same params may get over: the lease may still stand, and another connection serve."""
@@ -105,6 +106,12 @@ WHEN: Mapping[RequestState, Mapping[Callable[[Request], bool], RequestState]] = 
 """What is acted upon at once: the first condition that holds, until none does."""
 
 
+def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
+    """Name the blocks that a pull fills, by group."""
+    lists = pull.lists.local if pull.lists else ()
+    return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
+
+
 class Request:
     """The attempts at one request.
 
@@ -147,6 +154,11 @@ class Request:
         """The prefill ranks were told that another attempt follows the last."""
         return self.pull is not None and self.pull.reason in self.pull.retryable
 
+    @property
+    def is_cancelled_between(self) -> bool:
+        """It was cancelled where another attempt would have followed."""
+        return self.stopped is Reason.CANCELLED and self.was_promised
+
     def discharges(self) -> list[tuple[PullRequest, Reason]]:
         """Return of which requests the prefill ranks are to be told that no attempt follows after all, and why."""
         found, self._discharges = self._discharges, []
@@ -188,8 +200,12 @@ class Request:
         self._enter(after)
 
     def time(self) -> None:
-        """The pause is over."""
-        self._enter(self._allow(E.TIME))
+        """The pause is over, or was cut short."""
+        after = self._allow(E.TIME)
+        if self.stopped is not None:
+            self.give_up()
+        else:
+            self._enter(after)
 
     def returned(self) -> None:
         """Nothing can write the blocks of the last attempt any more."""

@@ -10,42 +10,36 @@ cover what we hold, all ranks that we answer for are met, and may be missing.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.flow import Admission, InFlight, Line, Posting
+from asynckv.core.flow import Admission, InFlight, Posting
 from asynckv.core.ledger import Int64s, Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
-    Disconnect,
-    LoadPeer,
     Outbox,
-    PeerChanged,
     PeerDraining,
     PostRead,
     PullEnded,
     PullOver,
-    RemovePeer,
     SlowGeometry,
     TableRefused,
-    Timers,
     Traced,
 )
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
-from asynckv.core.pull import Effect, Pull, PullState
+from asynckv.core.peers import Peers
+from asynckv.core.pull import DO, Effect, Pull, PullState
 from asynckv.core.routes import Ready, Routes
-from asynckv.core.source import ReleaseState, RemoteRank, Role, Source
-from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, rank_name
+from asynckv.core.source import RELEASE, ROLE, Source
+from asynckv.core.timers import Timers
+from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
-    MAJOR,
     Ack,
     Draining,
     Goodbye,
@@ -59,17 +53,12 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
-from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Layout
-from asynckv.geometry.match import compare
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
 __all__ = ["DecodeSide"]
 
-S = PeerState
-
-Place = tuple[Address, str]
-"""Address and incarnation of a rank."""
+S, P = members(PeerState), members(PullState)
 
 
 @dataclass(slots=True)
@@ -108,18 +97,14 @@ class DecodeSide:
         """Pulls without an outcome, by the caller's id."""
         self.started: set[PullId] = set()
         """Those of them whose blocks are to be filled."""
-        self.peers: dict[Place, Peer] = {}
         self.transfers: dict[TransferId, _Transfer] = {}
         self.admission = Admission(config.total_requests, config.window_requests)
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made)
-        self._layout, self._cohort, self._config = layout, cohort, config
+        self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
+        self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
         self._watch = watch
-        self._hellos: dict[int, Peer] = {}
-        """Handshakes under way, by nonce."""
-        self._num_changes = 0
-        """Changes of any peer."""
         self._arrivals = itertools.count()
         self._transfer_ids = itertools.count(1)
 
@@ -141,7 +126,7 @@ class DecodeSide:
             now: The time.
         """
         ready = pull.route.ready.get(lists.wanted)
-        if ready is not None and ready.num_changes == self._num_changes and not lists.is_empty:
+        if ready is not None and ready.num_changes == self.peers.num_changes and not lists.is_empty:
             self._begin_at_once(pull, lists, blocks, deadline, ready, now)
             return
         self._add(pull, now)
@@ -162,13 +147,9 @@ class DecodeSide:
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         self.started.add(pull.pull_id)
         for peer in ready.peers:
-            peer.attach(pull.pull_id, now)
-            if now + self._config.heartbeat_s < peer.scheduled_at:
-                self._wake(peer)
+            self.peers.attach(peer, pull.pull_id, now)
         effects = pull.start(lists, deadline, now)
-        pull.chosen(ready.tables, now)
-        effects += pull.routed(now)
-        effects.remove(Effect.EXPECT)
+        effects += pull.routed(ready.tables, now)
         self._carry_out(pull, effects, now, at_once=True)
 
     def _register(self, pull: Pull) -> None:
@@ -187,7 +168,7 @@ class DecodeSide:
         for source in pull.sources:
             self._attach(pull, source, now)
         for source in pull.sources:
-            if source.role is Role.READ and pull.failure is None:
+            if source.role is ROLE.READ and pull.failure is None:
                 self._meet(pull, source, now)
 
     def start(self, pull: Pull, lists: BlockLists, blocks: Mapping[int, Int64s], deadline: float, now: float) -> None:
@@ -195,7 +176,7 @@ class DecodeSide:
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
         pull.arrival = next(self._arrivals)
         self.started.add(pull.pull_id)
-        could_not_meet = [s for s in pull.sources if s.role is Role.RELEASE_ONLY and s.tables is None]
+        could_not_meet = [s for s in pull.sources if s.role is ROLE.RELEASE_ONLY and s.tables is None]
         self._carry_out(pull, pull.start(lists, deadline, now), now)
         for source in could_not_meet if not lists.is_empty else ():
             if pull.failure is None:
@@ -232,7 +213,7 @@ class DecodeSide:
         if source is None:
             return None
         assert isinstance(source, Source)
-        pull, peer = self.pulls[source.pull_id], self.peers[source.rank.place]
+        pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
         transfer_id = TransferId(next(self._transfer_ids))
         read = pull.posted(source, transfer_id, now)
         self.transfers[transfer_id] = _Transfer(pull, source, peer, read.num_bytes, read.num_descriptors, now)
@@ -280,53 +261,36 @@ class DecodeSide:
         if peer.line.readers:
             self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
-            self._reap(peer)
+            self.peers.reap(peer)
 
     # -- what the data plane and the control plane say -------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> None:
         """The data plane knows the peer."""
-        peer.load_ended()
-        if peer.state is not S.LOADING:
-            # Lost, or given up, while it was being loaded.
-            self._outbox.commands.append(RemovePeer(peer))
-            self._wake(peer)
+        if not self.peers.loaded(peer, now):
             return
-        peer.loaded(now)
-        self._changed(peer, S.LOADING)
-        for other in list(self.peers.values()):
+        for other in self.peers.at(peer.address):
             # One address serves one start of a process at a time.
-            if other.address == peer.address and other is not peer and other.state in (S.READY, S.SUSPECT):
+            if other is not peer and other.state in (S.READY, S.SUSPECT):
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now)
         self._ready(peer, now)
 
     def load_failed(self, peer: Peer, cause: str, now: float) -> None:
         """The data plane could not load the peer."""
-        peer.load_ended()
-        if peer.state is S.LOADING:
+        if self.peers.load_ended(peer):
             self._failed(peer, Reason.UNREACHABLE, cause, now)
-        self._wake(peer)
 
     def unloaded(self, cause: str, now: float) -> None:
         """Our own data plane has lost all that it had loaded, after the end of every transfer: all is met anew.
 
         The remote processes live, so what they are owed is still said to them.
         """
-        known = [p for p in self.peers.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
-        detail = f"this side's data plane has lost its connections: {cause}"
-        # What was to be done with what is lost must not be done with what follows.
-        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
-        self.routes.clear()
-        for peer in known:
-            if peer.line.is_set_aside:
+        for peer in self.peers.by_place.values():
+            if peer.line.is_set_aside and peer.state is not S.GONE:
                 self._take_back(peer)
-            before = peer.state
-            peer.unloaded(Reason.READ_FAILED, detail, now)
-            self._changed(peer, before)
-            peer.line.clear()
-        for peer in known:
+        detail = f"this side's data plane has lost its connections: {cause}"
+        for peer in self.peers.unloaded(detail, now):
             self._fail_readers(peer, Reason.READ_FAILED, detail, now)
-            self._wake(peer)
 
     def destroyed(self, now: float) -> None:
         """The data plane is gone: whatever was posted can write nothing any more."""
@@ -335,7 +299,7 @@ class DecodeSide:
 
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
-        for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
+        for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             # With keys an address names its key after a mark; a router may know only what is before it.
             if address in (peer.address, peer.address.partition("#")[0]):
                 peer.is_orderly = True
@@ -343,28 +307,24 @@ class DecodeSide:
 
     def leave(self, now: float) -> None:
         """Part from everybody: our memory, or our process, is going."""
-        for peer in [p for p in self.peers.values() if p.state is not S.GONE]:
+        for peer in [p for p in self.peers.by_place.values() if p.state is not S.GONE]:
             peer.is_orderly = True
             self._lose(peer, Reason.ENGINE_CLOSED, "this side has closed its connections", now)
 
     def hint(self, address: Address, text: str) -> None:
         """Something may keep an address from answering."""
-        for peer in self._greeted(address):
+        for peer in self.peers.greeted(address):
             peer.hint = text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
         """The control plane may not talk to an address at all."""
-        for peer in self._greeted(address):
+        for peer in self.peers.greeted(address):
             self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
         """The listener at an address speaks another protocol version."""
-        for peer in self._greeted(address):
+        for peer in self.peers.greeted(address):
             self._lose(peer, Reason.PROTOCOL, detail, now)
-
-    def _greeted(self, address: Address) -> list[Peer]:
-        """Return whom we are shaking hands with at an address."""
-        return [p for p in self.peers.values() if p.address == address and p.state is S.CONNECTING]
 
     def receive(self, message: Message, address: Address, sender: str, now: float) -> None:
         """Take a message that came from a remote rank over our own link to it.
@@ -375,9 +335,9 @@ class DecodeSide:
             sender: The incarnation that the packet names as its own.
             now: Read after it was received.
         """
-        peer = self.peers.get((address, sender))
+        peer = self.peers.by_place.get((address, sender))
         if peer is not None and peer.heard(now):
-            self._changed(peer, S.SUSPECT)
+            self.peers.back(peer)
             self._take_back(peer)
             self._ready(peer, now)
         match message:
@@ -386,7 +346,10 @@ class DecodeSide:
             case Ack():
                 self._acked(message, address, sender, "acknowledged", now)
             case Welcome() | Unwelcome():
-                self._hello_answered(message, address, sender, now)
+                if (refused := self.peers.hello_answered(message, address, sender)) is not None:
+                    peer, reason, detail = refused
+                    serve_no_more = self._lose if reason in FINAL else self._failed
+                    serve_no_more(peer, reason, detail, now)
             case Pong() | Status():
                 pass
             case Goodbye():
@@ -411,7 +374,8 @@ class DecodeSide:
             self._outbox.commands.append(BlocksRetired(pull))
             for source in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                self._part(pull, source, now)
+                if source.release is RELEASE.SETTLED:
+                    self.peers.detach(source.rank.place, pull.pull_id, now)
         if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
@@ -419,10 +383,8 @@ class DecodeSide:
     def tick_peer(self, peer: Peer, now: float) -> None:
         """Let time pass for a peer."""
         config = self._config
-        for due in peer.due(config, now):
+        for due in self.peers.tick(peer, now):
             match due:
-                case Due.HELLO:
-                    self._send(peer, peer.hello(self._cohort, config.hello_retry_s, now))
                 case Due.UNREACHABLE:
                     text = f"{peer.where} did not answer within {config.handshake_s:g} s"
                     text += f"; {peer.hint}" if peer.hint else ""
@@ -430,13 +392,7 @@ class DecodeSide:
                 case Due.NOT_LOADED:
                     text = f"the metadata of {peer.where} was not loaded within {config.handshake_s:g} s"
                     self._failed(peer, Reason.UNREACHABLE, text, now)
-                case Due.PING:
-                    self._send(peer, peer.ping(next(self._nonces), now))
-                case Due.SILENT:
-                    peer.fell_silent()
-                    self._changed(peer, S.READY)
-                    self._set_aside(peer)
-                case Due.STALLED:
+                case Due.SILENT | Due.STALLED:
                     self._set_aside(peer)
                 case Due.LOST:
                     text = f"{peer.where} was silent for {peer.silent_s(now):.1f} s"
@@ -445,27 +401,24 @@ class DecodeSide:
                     peer.keep_connected = peer.is_orderly = True
                     text = f"nothing was read from {peer.where} for {config.idle_s:g} s"
                     self._lose(peer, Reason.UNREACHABLE, text, now, pause_s=0.0)
-                case Due.FORGET:
-                    self._drop(peer)
-                    return
                 case _:
-                    assert_never(due)
-        self._wake(peer)
+                    raise AssertionError(due)
+            self.peers.wake(peer)
 
     # -- questions -----------------------------------------------------------------------------------
 
     def can_read(self, pull: Pull) -> bool:
         """None of the ranks that a pull reads has fallen silent."""
         for source in pull.sources:
-            if source.role is Role.READ and not source.proven:  # what is proven is not read again
-                peer = self.peers.get(source.rank.place)
+            if source.role is ROLE.READ and not source.proven:  # what is proven is not read again
+                peer = self.peers.by_place.get(source.rank.place)
                 if peer is None or not peer.line.is_open:
                     return False
         return True
 
     def peer_of(self, source: Source) -> Peer | None:
         """The rank that a source is, if it is known still."""
-        return self.peers.get(source.rank.place)
+        return self.peers.by_place.get(source.rank.place)
 
     @property
     def in_flight(self) -> InFlight:
@@ -488,11 +441,11 @@ class DecodeSide:
         if self.started != {p.pull_id for p in unfinished if p.lists is not None}:
             wrong.append(f"{len(self.started)} pulls count as started without an outcome, which is not so")
         queued = {p.pull_id for p in unfinished if p.is_queued and self.can_read(p)}
-        moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+        moving = (P.CONNECTING, P.READING, P.DRAINING)
         reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
         wrong += self.admission.audit(queued, reading)
         wrong += self.in_flight.audit(self.transfers)
-        for peer in self.peers.values():
+        for peer in self.peers.by_place.values():
             wrong += peer.line.in_flight.audit(peer.transfers)
         return wrong
 
@@ -509,35 +462,36 @@ class DecodeSide:
         """
         for effect in effects:
             match effect:
-                case Effect.SEND:
+                case DO.SEND:
                     for source, message in pull.due(self._nonces, now):
                         self._outbox.send(*source.rank.place, message)
-                case Effect.POST:
+                case DO.POST:
                     for source in pull.sources:
                         if source.next_read is not None:
-                            self.posting.offer(self.peers[source.rank.place].line, source)
-                case Effect.QUEUE:
+                            self.posting.offer(self.peers.by_place[source.rank.place].line, source)
+                case DO.QUEUE:
                     if at_once and self.can_read(pull) and self.admission.enter(pull.route.flow, pull.pull_id):
                         self._read(pull, now)
                     else:
                         self._queue(pull)
-                case Effect.LEAVE:
+                case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
-                case Effect.EXPECT:
-                    self.admission.expect(pull.route.flow, pull.pull_id)
-                case Effect.TELL:
+                case DO.EXPECT:
+                    if not at_once:  # else it asks in the same breath
+                        self.admission.expect(pull.route.flow, pull.pull_id)
+                case DO.TELL:
                     self._tell(pull, now)
-                case Effect.RETURN:
+                case DO.RETURN:
                     self._ledger.drop(pull.pull_id)
                     self._outbox.commands.append(BlocksReturned(pull))
-                case Effect.FINISH:
+                case DO.FINISH:
                     self._finish(pull, now)
                 case _:
                     assert_never(effect)
         if self._outbox.trace and len(pull.history) > pull.num_traced:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
-        if pull.state is not PullState.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
+        if pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
@@ -557,9 +511,9 @@ class DecodeSide:
     def _plans(self, pull: Pull, now: float) -> list[tuple[Source, Plan]] | None:
         """Decide which descriptors are read of every rank; None if it cannot be done, and the pull has failed."""
         assert pull.lists is not None
-        plans = list[tuple[Source, Plan]]()
+        plans: list[tuple[Source, Plan]] = []
         for source in pull.sources:
-            if source.role is not Role.READ or source.plan is not None:
+            if source.role is not ROLE.READ or source.plan is not None:
                 continue
             assert source.tables is not None
             try:
@@ -587,8 +541,8 @@ class DecodeSide:
             self._outbox.counters[f"pulls.{pull.reason}"] += 1
         self._outbox.commands.append(PullEnded(pull))
         for source in pull.sources:
-            peer = self.peers.get(source.rank.place)
-            if (peer is None or peer.state is S.GONE) and source.release is not ReleaseState.SETTLED:
+            peer = self.peers.by_place.get(source.rank.place)
+            if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.release_of(source, now))
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
@@ -599,7 +553,7 @@ class DecodeSide:
         """What still runs for a pull that has its outcome may never end: it must not take room from others."""
         for transfer_id in source.running:
             self.posting.left(self.transfers[transfer_id].peer.line, transfer_id)
-        if (peer := self.peers.get(source.rank.place)) is not None:
+        if (peer := self.peers.by_place.get(source.rank.place)) is not None:
             self.posting.take_turn(peer.line)
 
     def _finish(self, pull: Pull, now: float) -> None:
@@ -608,26 +562,13 @@ class DecodeSide:
             return
         self._timers.forget(pull)
         for source in pull.sources:
-            self._part(pull, source, now)
+            self.peers.detach(source.rank.place, pull.pull_id, now)
         self._outbox.commands.append(PullOver(pull))
-
-    def _part(self, pull: Pull, source: Source, now: float) -> None:
-        """A pull and a peer have nothing to do with each other any more."""
-        peer = self.peers.get(source.rank.place)
-        if peer is None:
-            return
-        peer.detach(pull.pull_id, now)
-        if not peer.pulls and peer.state is S.NEW and not peer.is_loading and now >= peer.not_before:
-            self._drop(peer)
-        elif peer.state is S.GONE:
-            self._reap(peer)
-        elif not peer.pulls and peer.scheduled_at == math.inf:
-            self._wake(peer)  # else it is woken earlier, and finds out
 
     def _is_gone(self, source: Source) -> bool:
         """A rank that was not told yet will not hear anything any more."""
-        peer = self.peers.get(source.rank.place)
-        return source.release is not ReleaseState.SETTLED and (peer is None or peer.state is S.GONE)
+        peer = self.peers.by_place.get(source.rank.place)
+        return source.release is not RELEASE.SETTLED and (peer is None or peer.state is S.GONE)
 
     def _claim_answered(self, answer: Granted | NotYet | Refused, address: Address, sender: str, now: float) -> None:
         pull = self.pulls.get(PullId(answer.pull_id))
@@ -640,8 +581,8 @@ class DecodeSide:
             self._outbox.counters["dropped.foreign_answer"] += 1
             return
         if restarted:
-            peer = self.peers.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is ReleaseState.SENT)
+            peer = self.peers.by_place.get(source.rank.place)
+            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is RELEASE.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
@@ -661,7 +602,7 @@ class DecodeSide:
             pull is None
             or source is None
             or source.rank.place[1] != sender
-            or source.release is ReleaseState.UNSENT
+            or source.release is RELEASE.UNSENT
             or answer.key != pull.params.key
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
@@ -672,18 +613,18 @@ class DecodeSide:
 
     def _route(self, pull: Pull, now: float, *, at_once: bool = False) -> None:
         """Once every rank that may be read is ready: decide what is read of which, and claim."""
-        while pull.failure is None and pull.state in (PullState.ANNOUNCED, PullState.CONNECTING):
-            sources = [source for source in pull.sources if source.role is Role.READ]
+        while pull.failure is None and pull.state in (P.ANNOUNCED, P.CONNECTING):
+            sources = [source for source in pull.sources if source.role is ROLE.READ]
             if not sources:
                 if pull.is_hit:
                     break
                 if not self._widen(pull, now):
                     self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, "no rank holds anything of ours")), now)
                 continue
-            known = [source for source in sources if self.peers[source.rank.place].is_loaded]
+            known = [source for source in sources if self.peers.by_place[source.rank.place].is_loaded]
             for source in known:
                 pull.want_claim(source, now)
-            if pull.lists is None or pull.state is not PullState.CONNECTING:
+            if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
                 # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
@@ -693,7 +634,7 @@ class DecodeSide:
                     whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
                     if whole and len(stages) < pull.params.pp_size:
                         break
-                peers = [self.peers[source.rank.place] for source in known]
+                peers = [self.peers.by_place[source.rank.place] for source in known]
                 chosen = self.routes.choose_sources(peers, pull.lists.wanted) if known else ""
                 if isinstance(chosen, str):
                     if len(known) < len(sources):
@@ -702,26 +643,28 @@ class DecodeSide:
                         self.fail(pull, *(pull.unmet or (Reason.GEOMETRY, f"layouts differ: {chosen}")), now)
                     continue
                 read_of = dict(zip([source.rank.place for source in known], chosen, strict=True))
-                pull.chosen([read_of.get(source.rank.place) for source in pull.sources], now)
-                self._remember(pull, pull.lists.wanted)
-            self._carry_out(pull, pull.routed(now), now, at_once=at_once)
+                tables = [read_of.get(source.rank.place) for source in pull.sources]
+                self._remember(pull, pull.lists.wanted, tables)
+            else:
+                tables = [source.tables for source in pull.sources]
+            self._carry_out(pull, pull.routed(tables, now), now, at_once=at_once)
             return
         self._carry_out(pull, pull.effects(), now)
 
-    def _remember(self, pull: Pull, wanted: tuple[int, ...]) -> None:
+    def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
-        ready = list[Peer]()
-        for source in pull.sources:
-            peer = self.peers[source.rank.place]
+        ready: list[Peer] = []
+        for source, read in zip(pull.sources, tables, strict=True):
+            peer = self.peers.by_place[source.rank.place]
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
-            if not is_same or peer.state is S.GONE or (source.tables is not None and not peer.line.is_open):
+            if not is_same or peer.state is S.GONE or (read is not None and not peer.line.is_open):
                 return
             ready.append(peer)
-        pull.route.ready[wanted] = Ready(self._num_changes, ready, [source.tables for source in pull.sources])
+        pull.route.ready[wanted] = Ready(self.peers.num_changes, ready, tables)
 
     def _widen(self, pull: Pull, now: float) -> bool:
         """Meet all ranks that were not met yet; False if there are none."""
-        others = [source for source in pull.sources if source.role is Role.UNKNOWN]
+        others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
             source.wanted()
         for source in others:
@@ -733,126 +676,35 @@ class DecodeSide:
         for warning in tables.warnings:
             self._outbox.commands.append(SlowGeometry(peer, warning))
 
-    # -- inside: handshakes --------------------------------------------------------------------------
-
-    def _peer(self, pull: Pull, rank: RemoteRank, now: float) -> Peer:
-        """Return the peer at a rank's place; a new one if there is none that may be met again."""
-        identity = (pull.params.engine_id, rank.pp_stage, rank.tp_rank)
-        peer = self.peers.get(rank.place)
-        if peer is not None and peer.state is S.GONE:
-            # The connection broke, but the process may live; or other params named it wrongly.
-            again = peer.identity != identity or (peer.reason not in FINAL and now >= peer.not_before)
-            if again and not peer.is_loading:
-                # Transfers that may never end keep the old one in the data plane; the new one is loaded beside it.
-                self._timers.forget(peer)
-                peer = None
-        if peer is None:
-            line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
-            peer = Peer(pull.params.engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
-            self.peers[rank.place] = peer
-            self._num_changes += 1
-        return peer
+    # -- inside: peers -------------------------------------------------------------------------------
 
     def _attach(self, pull: Pull, source: Source, now: float) -> Peer:
         """Return the peer that a source is, attached to its pull."""
-        peer = self.peers.get(source.rank.place)
+        peer = self.peers.by_place.get(source.rank.place)
         if peer is None or peer.state is S.GONE:
-            peer = self._peer(pull, source.rank, now)
+            peer = self.peers.find(pull.params.engine_id, source.rank, now)
         if pull.pull_id not in peer.pulls:
-            peer.attach(pull.pull_id, now)
-            if now + self._config.heartbeat_s < peer.scheduled_at:
-                self._wake(peer)
+            self.peers.attach(peer, pull.pull_id, now)
         return peer
 
     def _meet(self, pull: Pull, source: Source, now: float) -> None:
         """Make sure that a rank to read from is, or is becoming, ready."""
         # Since the pull began, the peer may have been lost, and met anew for another.
         peer = self._attach(pull, source, now)
-        if peer.identity != (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank):
-            text = f"{peer.address} is {peer.name}, but the params name {source.name}; correct the endpoints"
-            self._unmet(pull, source, Reason.WRONG_TARGET, text, now)
-        elif peer.may_be_met and now >= peer.not_before:
-            peer.greet(next(self._nonces), self._config.handshake_s, now)
-            self._changed(peer, S.NEW)
-            self._hellos[peer.nonce] = peer
-            self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
-        elif peer.state in (S.NEW, S.GONE):
-            wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
-            self._unmet(pull, source, peer.reason, peer.detail + wait, now)
-        if peer.state is not S.READY:
-            self._wake(peer)
+        if (failure := self.peers.meet(peer, pull.params.engine_id, source.rank, now)) is not None:
+            self._unmet(pull, source, *failure, now)
 
     def _unmet(self, pull: Pull, source: Source, reason: Reason, detail: str, now: float) -> None:
         """A rank that was to be read cannot be: the end of the pull, unless others hold the same.
 
         Another geometry is the end whoever answers first: the engines do not fit.
         """
-        peer = self.peers.get(source.rank.place)
+        peer = self.peers.by_place.get(source.rank.place)
         pull.could_not_meet(peer.not_before if peer is not None else now)
         if source.tables is None and reason is not Reason.GEOMETRY:
             pull.goes_without(source, reason, detail)
         elif not source.proven:
             self.fail(pull, reason, detail, now)
-
-    def _hello_answered(self, message: Welcome | Unwelcome, address: Address, sender: str, now: float) -> None:
-        peer = self._hellos.get(message.nonce)
-        if peer is None or peer.state is not S.CONNECTING or peer.address != address:
-            self._outbox.counters["dropped.stale_answer"] += 1
-            return
-        if isinstance(message, Unwelcome):
-            text = f"{peer.where} refused the handshake: {message.detail or message.reason}"
-            if message.reason in FINAL:
-                self._lose(peer, message.reason, text, now)
-            else:
-                self._failed(peer, message.reason, text, now)
-            return
-        layout = self._inspect(peer, message, sender)
-        if not isinstance(layout, Layout):
-            reason, why = layout
-            self._lose(peer, reason, f"{peer.where}: {why}", now)
-            return
-        self._hellos.pop(peer.nonce, None)
-        peer.welcomed(message.agent_name, layout)
-        self._changed(peer, S.CONNECTING)
-        self._wake(peer)
-        self._outbox.commands.append(LoadPeer(peer, message.metadata))
-
-    def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
-        """Return what a remote rank holds, or why it is refused."""
-        if sender != peer.incarnation:
-            there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
-            return Reason.RESTARTED, f"{there} answers there now"
-        if welcome.major != MAJOR:
-            return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
-        try:
-            layout = decode_layout(memoryview(welcome.layout))
-        except LayoutError as exc:
-            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
-        if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
-            there = rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, sender)
-            return Reason.WRONG_TARGET, f"{there} answers there; correct the endpoints"
-        if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
-            return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
-        try:
-            check_layout(layout)
-        except LayoutError as exc:
-            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
-        if differences := compare(self._layout, layout):
-            return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
-        return layout
-
-    # -- inside: peers -------------------------------------------------------------------------------
-
-    def _send(self, peer: Peer, message: Message) -> None:
-        self._outbox.send(peer.address, peer.incarnation, message)
-
-    def _changed(self, peer: Peer, before: PeerState) -> None:
-        if peer.state is not before:
-            self._num_changes += 1
-            self._outbox.commands.append(PeerChanged(peer, before, peer.state))
-
-    def _wake(self, peer: Peer) -> None:
-        self._timers.wake(peer, peer.wake_at(self._config))
 
     def _pulls_of(self, peer: Peer) -> list[Pull]:
         """Return who has something owed or held at a peer, in order of arrival."""
@@ -860,7 +712,6 @@ class DecodeSide:
 
     def _ready(self, peer: Peer, now: float) -> None:
         """It may be read: whoever waited for it goes on."""
-        self._wake(peer)
         self.posting.take_turn(peer.line)
         for pull in self._pulls_of(peer):
             self._route(pull, now)
@@ -869,24 +720,16 @@ class DecodeSide:
 
     def _failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         """A handshake failed: everyone who waited for it fails with its cause, then there is a pause."""
-        self._hellos.pop(peer.nonce, None)
-        before = peer.state
-        peer.failed(reason, detail, self._config, now)
-        self._changed(peer, before)
+        self.peers.failed(peer, reason, detail, now)
         self._fail_readers(peer, reason, detail, now)
 
     def _lose(self, peer: Peer, reason: Reason, detail: str, now: float, *, pause_s: float | None = None) -> None:
         """A peer serves us no more: everyone who reads from it fails with the cause."""
-        if peer.state is S.GONE:
-            return
-        self._hellos.pop(peer.nonce, None)
-        before = peer.state
-        peer.lost(reason, detail, self._config.backoff_s if pause_s is None else pause_s, now)
-        self._changed(peer, before)
-        self._fail_readers(peer, reason, detail, now)
-        peer.line.clear()
-        self._reap(peer)
-        self._wake(peer)
+        pause_s = self._config.backoff_s if pause_s is None else pause_s
+        if self.peers.lost(peer, reason, detail, pause_s, now):
+            self._fail_readers(peer, reason, detail, now)
+            peer.line.clear()
+            self.peers.reap(peer)
 
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         peer.num_failed = 0
@@ -898,28 +741,11 @@ class DecodeSide:
                 if pull.is_published:
                     if self._is_gone(source):
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
-                elif source.role is Role.READ:
+                elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.
                     self._unmet(pull, source, reason, detail, now)
                     self._route(pull, now)
             peer.num_failed += was_well and pull.failure is not None
-
-    def _reap(self, peer: Peer) -> None:
-        """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
-        if peer.is_loaded and not peer.transfers:
-            peer.removed()
-            self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
-        peer.tables.clear()
-        self.routes.forget(peer.place)
-        self._wake(peer)
-
-    def _drop(self, peer: Peer) -> None:
-        """Forget a peer."""
-        self._timers.forget(peer)
-        self._num_changes += 1
-        self.peers.pop(peer.place, None)
-        if not any(p.address == peer.address for p in self.peers.values()):
-            self._outbox.commands.append(Disconnect(peer.address))
 
     def _set_aside(self, peer: Peer) -> None:
         """Nothing comes from a peer: what waits for it takes no room from others."""
@@ -927,7 +753,8 @@ class DecodeSide:
             self._outbox.counters["peers.set_aside"] += 1
             self.posting.set_aside(peer.line, peer.transfers)
             for pull_id in peer.pulls:
-                self.admission.discount(pull_id)
+                if self._is_aside(self.pulls[pull_id]):  # not who only releases there, or has its bytes
+                    self.admission.discount(pull_id)
 
     def _take_back(self, peer: Peer) -> None:
         """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""
@@ -947,8 +774,8 @@ class DecodeSide:
     def _is_aside(self, pull: Pull) -> bool:
         """It waits for a rank from which nothing comes."""
         for source in pull.sources:
-            if source.role is Role.READ and not source.proven:
-                peer = self.peers.get(source.rank.place)
+            if source.role is ROLE.READ and not source.proven:
+                peer = self.peers.by_place.get(source.rank.place)
                 if peer is not None and peer.line.is_set_aside:
                     return True
         return False

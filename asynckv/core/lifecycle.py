@@ -77,6 +77,10 @@ class Lifecycle:
         self.is_shut = False
         """No turn is taken any more."""
 
+    def takes(self, event: LifeEvent) -> bool:
+        """Whether an event is possible here."""
+        return event in ON_EVENT[self.state]
+
     def receive(self, event: LifeEvent) -> None:
         """Take an event.
 

@@ -26,8 +26,9 @@ from msgspec import Struct
 from asynckv.config import LeaseConfig
 from asynckv.core.lease import Effects, Lease, LeaseState, Lent
 from asynckv.core.ledger import FEW, Int64s, Ledger
-from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Timers, Traced
+from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Traced
 from asynckv.core.spent import SpentKeys
+from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError

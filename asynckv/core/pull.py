@@ -27,13 +27,13 @@ from typing import assert_never
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.routes import Route
-from asynckv.core.source import MAX_CLAIM_PAUSE_S, ReleaseState, Role, Source
-from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId
+from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
+from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
-__all__ = ["Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
+__all__ = ["DO", "Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
 
 MAX_ASKED_S = 86_400.0
 """No claim asks for more at once, however far the deadline is; renewals ask again."""
@@ -100,7 +100,7 @@ class Effect(enum.Enum):
     """It is over: every rank was told, every block returned."""
 
 
-S, E = PullState, PullEvent
+S, E, DO = members(PullState), members(PullEvent), members(Effect)
 
 _FAILS = dict.fromkeys((E.FAILED, E.CANCELLED, E.TIME_UP), S.DRAINING)
 
@@ -126,7 +126,7 @@ def has_nothing_to_read(pull: Pull, now: float) -> bool:
 def has_landed(pull: Pull, now: float) -> bool:
     """Every read has landed."""
     for source in pull.sources:
-        if source.role is Role.READ and not source.has_landed:
+        if source.role is ROLE.READ and not source.has_landed:
             return False
     return True
 
@@ -138,14 +138,14 @@ def waits_to_be_lent(pull: Pull, now: float) -> bool:
     for source in pull.sources:
         if source.running:
             return False
-        waits = waits or (source.not_lent_yet and source.role is Role.READ)
+        waits = waits or (source.not_lent_yet and source.role is ROLE.READ)
     return waits
 
 
 def is_proven(pull: Pull, now: float) -> bool:
     """Every read is proven."""
     for source in pull.sources:
-        if source.role is Role.READ and not source.proven:
+        if source.role is ROLE.READ and not source.proven:
             return False
     return True
 
@@ -153,7 +153,7 @@ def is_proven(pull: Pull, now: float) -> bool:
 def read_too_early(pull: Pull, now: float) -> bool:
     """A read began before the request was lent."""
     for source in pull.sources:
-        if source.role is Role.READ and not source.proven and source.is_early:
+        if source.role is ROLE.READ and not source.proven and source.is_early:
             return True
     return False
 
@@ -166,7 +166,7 @@ def has_drained(pull: Pull, now: float) -> bool:
 def is_everybody_told(pull: Pull, now: float) -> bool:
     """Every rank is told."""
     for source in pull.sources:
-        if source.release is not ReleaseState.SETTLED:
+        if source.release is not RELEASE.SETTLED:
             return False
     return True
 
@@ -174,7 +174,7 @@ def is_everybody_told(pull: Pull, now: float) -> bool:
 def is_all_over(pull: Pull, now: float) -> bool:
     """Every rank is told, and nothing can write the blocks."""
     for source in pull.sources:
-        if source.release is not ReleaseState.SETTLED or source.running or source.doubtful:
+        if source.release is not RELEASE.SETTLED or source.running or source.doubtful:
             return False
     return True
 
@@ -342,7 +342,7 @@ class Pull:
     def not_lent_yet(self) -> bool:
         """A rank has said that the request is not lent yet: reading now would be in vain."""
         for source in self.sources:  # asked often: no generator
-            if source.not_lent_yet and source.role is Role.READ:
+            if source.not_lent_yet and source.role is ROLE.READ:
                 return True
         return False
 
@@ -369,7 +369,8 @@ class Pull:
             case S.QUARANTINED:
                 return min(when, self.retire_at)
             case S.NOTIFYING:
-                when = min(when, self.published_at + self.limits.release_timeout_s)
+                if (over := self.published_at + self.limits.release_timeout_s) < when:
+                    when = over
                 if not self.is_returned:
                     when = min(when, self.retire_at)
                 for source in self.sources:
@@ -379,7 +380,8 @@ class Pull:
             case S.DRAINING:
                 when = min(when, self.drain_by, self.deadline)
             case _:
-                when = min(when, self.deadline)
+                if self.deadline < when:
+                    when = self.deadline
         for source in self.sources:
             if source.claim_at < when:
                 when = source.claim_at
@@ -443,20 +445,18 @@ class Pull:
                 source.not_wanted()
         return self._settle(after, now)
 
-    def routed(self, now: float) -> list[Effect]:
-        """Every rank to read is ready, and it is known what is read of which."""
+    def routed(self, tables: Sequence[PeerTables | None], now: float) -> list[Effect]:
+        """It is known what is read of each source, None of some; those are ready, and claimed beside the read."""
         after = ON_EVENT[self.state].get(E.ROUTED) or self._impossible(E.ROUTED)
-        self.ready_at = min(self.ready_at, now)
-        return self._settle(after, now)
-
-    def chosen(self, tables: Sequence[PeerTables | None], now: float) -> None:
-        """It has been decided what is read of each of its sources: these are claimed at once, beside the read."""
+        if now < self.ready_at:
+            self.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
-                source.role, source.tables = Role.READ, read
+                source.role, source.tables = ROLE.READ, read
                 self.want_claim(source, now)
-            elif source.role is Role.READ:
+            elif source.role is ROLE.READ:
                 source.not_wanted()
+        return self._settle(after, now)
 
     def could_not_meet(self, not_before: float) -> None:
         """A rank could not be met, and not before a certain time again."""
@@ -494,7 +494,7 @@ class Pull:
         """A rank that will be read is ready: claim at once, beside the read. See `effects`."""
         if source.claim_at == math.inf and not source.nonces and self.state in _CLAIMS:
             source.claim_at = now
-            self._effects.append(Effect.SEND)
+            self._effects.append(DO.SEND)
 
     def effects(self) -> list[Effect]:
         """Return what has been brought about and not been returned yet."""
@@ -524,12 +524,12 @@ class Pull:
             case _:
                 assert_never(answer)
         if source.claim_at <= now:
-            self._effects.append(Effect.SEND)
-        if waited is not source.not_lent_yet and source.role is Role.READ:
+            self._effects.append(DO.SEND)
+        if waited is not source.not_lent_yet and source.role is ROLE.READ:
             if self.state is S.QUEUED:
-                self._effects.append(Effect.LEAVE if self.not_lent_yet else Effect.QUEUE)
+                self._effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
             elif self.state is S.READING and waited:
-                self._effects.append(Effect.POST)
+                self._effects.append(DO.POST)
         return self._settle(after, now)
 
     def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
@@ -592,7 +592,7 @@ class Pull:
     def settled(self, source: Source, note: str, now: float) -> list[Effect]:
         """One rank needs no release any more: acknowledged, refused, or gone."""
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
-        if source.release is not ReleaseState.SETTLED:
+        if source.release is not RELEASE.SETTLED:
             self._note(now, f"release {source.rank.name}: {note}")
         source.settled()
         return self._settle(after, now)
@@ -604,7 +604,7 @@ class Pull:
             self._note(now, "blocks retired")
         if self.state is S.NOTIFYING and now >= self.published_at + self.limits.release_timeout_s:
             for source in self.sources:
-                if source.release is not ReleaseState.SETTLED:
+                if source.release is not RELEASE.SETTLED:
                     self._note(now, f"release {source.name}: given up, the lease will expire")
                     source.settled()
         after = self.state
@@ -612,7 +612,7 @@ class Pull:
             after = ON_EVENT[self.state].get(E.TIME_UP) or self._impossible(E.TIME_UP)
             reason, waiting = self._waiting_for(now)
             self._fail(reason, f"{waiting} when the deadline passed", now)
-        self._effects.append(Effect.SEND)
+        self._effects.append(DO.SEND)
         return self._settle(after, now)
 
     # -- messages ----------------------------------------------------------------------------------
@@ -622,7 +622,7 @@ class Pull:
         out: list[tuple[Source, Message]] = []
         for source in self.sources:
             if now >= source.claim_at:
-                if source.role is Role.READ and self.reason is None:
+                if source.role is ROLE.READ and self.reason is None:
                     out.append((source, self._claim(source, next(nonces), now)))
                 else:
                     source.claim_at = math.inf
@@ -691,24 +691,26 @@ class Pull:
                 source.may_post = False
         match after:
             case S.CONNECTING:
-                self._effects.append(Effect.EXPECT)
+                self._effects.append(DO.EXPECT)
             case S.QUEUED:
                 if before is S.CONFIRMING:
                     self._read_again(now)
-                self._effects.append(Effect.LEAVE if self.not_lent_yet else Effect.QUEUE)
+                self._effects.append(DO.LEAVE if self.not_lent_yet else DO.QUEUE)
             case S.READING:
                 for source in self.sources:
                     source.may_post = True
-                self._effects.append(Effect.POST)
+                self._effects.append(DO.POST)
             case S.CONFIRMING:
-                self._effects.append(Effect.LEAVE)
+                self._effects.append(DO.LEAVE)
             case S.NOTIFYING:
+                if before is not S.CONFIRMING:  # else it has left
+                    self._effects.append(DO.LEAVE)
                 self._publish(now)
             case S.QUARANTINED:
                 self.released_at = now
             case S.RELEASED:
                 self.released_at = min(self.released_at, now)
-                self._effects.append(Effect.FINISH)
+                self._effects.append(DO.FINISH)
             case S.DRAINING | S.ANNOUNCED:
                 pass
             case _:
@@ -721,14 +723,13 @@ class Pull:
         self.warn_at = now + self.warn_s
         for source in self.sources:
             source.ended(now)
-        self._effects.append(Effect.LEAVE)
         self._return()
-        self._effects += (Effect.TELL, Effect.SEND)
+        self._effects += (DO.TELL, DO.SEND)
 
     def _return(self) -> None:
         if not self.is_returned and not self.holds_blocks:
             self.is_returned = True
-            self._effects.append(Effect.RETURN)
+            self._effects.append(DO.RETURN)
 
     def _note(self, now: float, text: str) -> None:
         if len(self.history) < MAX_HISTORY:
@@ -754,12 +755,12 @@ class Pull:
     def _ask_for_proof(self, now: float) -> None:
         """It is too late for every promise so far: claim once more, now that everything has landed."""
         for source in self.sources:
-            if source.role is not Role.READ or source.proven:
+            if source.role is not ROLE.READ or source.proven:
                 continue
             asked = bool(source.nonces) and next(reversed(source.nonces)) > source.nonce_when_done
             if not asked and (source.claims == 0 or source.covered_until > -math.inf) and now < source.claim_at:
                 source.claim_at = now
-                self._effects.append(Effect.SEND)
+                self._effects.append(DO.SEND)
 
     def waits(self, now: float) -> str:
         """What this waits for, in words."""
@@ -781,7 +782,7 @@ class Pull:
     @property
     def _phase(self) -> str:
         """What this is at, or was when it began to drain, by the names of `asynckv.observe.log.phases`."""
-        states = (text for _, text in reversed(self.history) if isinstance(text, S) and text is not S.DRAINING)
+        states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text is not S.DRAINING)
         match next(states, S.ANNOUNCED):
             case S.ANNOUNCED:
                 return "announced"

@@ -1,50 +1,53 @@
-"""One engine rank as a pure machine: everything that decides, with nothing that acts.
+"""One engine rank put together, and the only entrance to it: calls and packets in, messages and commands out.
 
-A node takes calls, packets, news of transfers and the passing of time, always with `now`, and leaves
-messages and commands on its desk. The engine drives it with real planes, a simulator with simulated
-ones; neither decides anything.
+Everything comes with `now`: calls of the engine, packets, ends of transfers, the passing of time. What is to be done
+is left in the outbox. The engine drives a rank with real planes, a simulation with simulated ones; neither decides
+anything.
+
+    calls     lend, withdraw                   -> prefill side
+              announce, pull, cancel, discharge -> decode side
+              shut, close, say_goodbye          -> both, and whoever shook hands
+    packets   from who reads from us            -> prefill side, readers
+              from whom we read                 -> decode side
+    time      tick                              -> whoever asked to be woken
+    questions inspect                           -> who holds what
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
 
 import msgspec
 
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.decode import DecodeSide
+from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease, Lent
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter
-from asynckv.core.outbox import Outbox, Timers
+from asynckv.core.outbox import Outbox
 from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
-from asynckv.core.requests import RequestStatus, lease_status, pull_status
-from asynckv.core.source import Role, Source
-from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId, rank_name
+from asynckv.core.readers import Identity, Readers
+from asynckv.core.source import ROLE, Source
+from asynckv.core.timers import Timers
+from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
 from asynckv.core.wire import (
-    MAJOR,
-    MINOR,
     Claim,
-    Draining,
-    Goodbye,
     Hello,
     Message,
     Ping,
     Pong,
-    Refused,
     Release,
     Renew,
     Status,
     StatusRequest,
     Unwelcome,
-    Welcome,
     blocks_digest,
     decode_packet,
 )
@@ -58,64 +61,18 @@ from asynckv.errors import (
 )
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import Layout
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.pairing import common_prefix
 from asynckv.geometry.plan import BlockLists
 
-__all__ = ["HeldBlocks", "Identity", "RankCore"]
+__all__ = ["RankCore"]
 
-MAX_READERS = 65_536
-MAX_GREETERS = 4096
-"""Hellos that are kept while there is no agent."""
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who this rank is, once its data plane is up.
-
-    Attributes:
-        incarnation: Random per process start.
-        agent_name: The data plane's.
-        metadata: With which remote data planes reach our memory.
-        first_nonce: Where nonces start; random, so that they are not guessed from an older run.
-        memory_epoch: How often the memory was registered anew.
-    """
-
-    engine_id: str
-    incarnation: str
-    agent_name: str
-    metadata: bytes
-    layout: Layout
-    first_nonce: int = 1
-    memory_epoch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBlocks:
-    """Blocks that are not the engine's to use now, as an operator asks for them.
-
-    Attributes:
-        request_id: This side's id of the request.
-        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `quarantined` (the pull has failed,
-            something may still write) or `retired`.
-        blocks: Group -> block ids.
-        held_s: Since when.
-        left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
-        waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
-        pull_id: Of a pull, as in the logs.
-    """
-
-    request_id: str
-    reason: str
-    blocks: Mapping[int, tuple[int, ...]]
-    held_s: float
-    left_s: float
-    waits_for: tuple[str, ...]
-    pull_id: str = ""
+_RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 
 class RankCore:
@@ -134,15 +91,15 @@ class RankCore:
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
         self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        self._readers: dict[tuple[str, ReplyTo], int] = {}
-        """Process starts that shook hands with us and by which way, for saying goodbye, and their minor versions. (Who
-        shakes hands in the name of another hears what the other hears, and takes nothing from it.)"""
-        self.prefill = PrefillSide(layout, self.ledger, self.outbox, self.timers, config.lease, self._readers)
+        self.readers = Readers(identity, self.outbox)
+        spoken = self.readers.minor_versions
+        self.prefill = PrefillSide(layout, self.ledger, self.outbox, self.timers, config.lease, spoken)
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
         )
         self.prefill.memory_epoch = identity.memory_epoch
+        self.inspect = Inspector(self.ledger, self.prefill, self.decode)
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -158,17 +115,6 @@ class RankCore:
             pull.max_post_bytes,
             pull.max_post_descriptors,
         )
-        self._digest = hashlib.sha256(identity.metadata).digest()
-        self._layout = msgspec.Raw(msgspec.msgpack.encode(layout))
-        self._has_agent = True
-        self._greeters: dict[tuple[str, ReplyTo], Hello] = {}
-        """Hellos that came while there was no agent, the last of each."""
-
-    @property
-    def name(self) -> str:
-        """This rank, for people on either side."""
-        layout = self.identity.layout
-        return rank_name(self.identity.engine_id, layout.tp_rank, layout.pp_stage, self.identity.incarnation)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -260,7 +206,7 @@ class RankCore:
         route = self.decode.routes.answered_for(request.request_id, params)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        predicted, other = (Role.READ, Role.UNKNOWN) if reads else (Role.RELEASE_ONLY, Role.RELEASE_ONLY)
+        predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
@@ -414,37 +360,11 @@ class RankCore:
         was_open = not self.is_closed
         self.prefill.shut(how)
         if was_open:
-            for (source, route), minor in self._readers.items():
-                self._say_draining(route, source, minor)
-
-    def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
-        if minor >= 1:
-            self.outbox.send(route, source, Draining())
+            self.readers.say_draining()
 
     def say_goodbye(self) -> None:
         """Tell everyone who shook hands that this process start serves nobody any more."""
-        for source, route in self._readers:
-            self.outbox.send(route, source, Goodbye())
-        self._readers.clear()
-
-    def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
-        holds = self.holds(now)
-        known = {hold.pull_id for hold in holds}
-        others = [
-            HeldBlocks(
-                request_id=pull.request_id,
-                reason=pull.state.value,
-                blocks={},
-                held_s=now - pull.history[0][0],
-                left_s=max(pull.until - now, 0.0),
-                waits_for=tuple(source.where for source in pull.sources if not source.is_settled),
-                pull_id=pull.pull_id,
-            )
-            for pull in self.decode.pulls.values()
-            if pull.pull_id not in known
-        ]
-        return holds + tuple(others)
+        self.readers.say_goodbye()
 
     @property
     def is_closed(self) -> bool:
@@ -465,57 +385,6 @@ class RankCore:
     def is_serving(self) -> bool:
         """Remote data planes may need ours to make progress."""
         return bool(self.prefill.leases)
-
-    def holds(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Say who holds which blocks, the oldest first."""
-        leases = {key.token: lease for key, lease in self.prefill.leases.items()}
-        out = []
-        for hold in sorted(self.ledger, key=lambda h: h.since):
-            pull, lease = self.decode.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
-            reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
-            if pull is not None:
-                open_ones = (x for x in pull.sources if x.running or x.doubtful or (x.reads and not x.proven))
-                waits_for = tuple(x.where for x in open_ones)
-                reason, until = pull.held_as
-            elif lease is not None:
-                waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
-            out.append(
-                HeldBlocks(
-                    request_id=hold.request_id,
-                    reason=reason,
-                    blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
-                    held_s=now - hold.since,
-                    left_s=max(until - now, 0.0),
-                    waits_for=waits_for,
-                    pull_id=hold.holder if pull is not None else "",
-                )
-            )
-        return tuple(out)
-
-    def requests(self, now: float) -> tuple[RequestStatus, ...]:
-        """Say how every pull, announcement and lease stands, the oldest first."""
-        requests = [self.status(lease, now) for lease in self.prefill.leases.values()]
-        requests += [self.status(pull, now) for pull in self.decode.pulls.values()]
-        return tuple(sorted(requests, key=lambda request: -request.age_s))
-
-    def status(self, request: Lease | Pull, now: float) -> RequestStatus:
-        """Say how one of them stands."""
-        hold = self.ledger.get(request.lent.key.token if isinstance(request, Lease) else request.pull_id)
-        blocks = hold.num_blocks if hold is not None else 0
-        if isinstance(request, Lease):
-            return lease_status(request, blocks, now)
-        return pull_status(request, self.decode.peer_of, blocks, now)
-
-    def check_integrity(self) -> list[str]:
-        """List what does not add up; empty is right."""
-        wrong = self.ledger.audit()
-        holders = {hold.holder for hold in self.ledger}
-        expected = {key.token for key in self.prefill.leases}
-        expected |= {p.pull_id for p in self.decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
-        for holder in sorted(holders ^ expected):
-            wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
-        wrong += self.decode.audit()
-        return wrong
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -543,9 +412,10 @@ class RankCore:
                 self.decode.receive(message, Address(origin), packet.sender, now)
             return
         for message in packet.messages:
-            self.outbox.counters[f"received.{type(message).__name__.lower()}"] += 1
+            self.outbox.counters[_RECEIVED[type(message)]] += 1
             if misdirected:
-                self._misdirected(message, ReplyTo(origin), packet.sender)
+                self.outbox.counters["dropped.misdirected"] += 1
+                self.readers.misdirected(message, ReplyTo(origin), packet.sender)
             else:
                 self._serve(message, ReplyTo(origin), packet.sender, now)
 
@@ -554,19 +424,14 @@ class RankCore:
 
         `reads` says that our own reads have ended with it.
         """
-        self._has_agent = False
+        self.readers.agent_lost()
         self.outbox.counters["agents_lost"] += 1
         if reads:
             self.decode.unloaded(cause, now)
 
     def agent_replaced(self, agent_name: str, metadata: bytes) -> None:
         """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
-        self.identity = replace(self.identity, agent_name=agent_name, metadata=metadata)
-        self._digest = hashlib.sha256(metadata).digest()
-        self._has_agent = True
-        greeters, self._greeters = self._greeters, {}
-        for (source, route), hello in greeters.items():
-            self._greet(hello, route, source)
+        self.readers.agent_replaced(agent_name, metadata, self.prefill.closed_as, bool(self.prefill.leases))
 
     def tick(self, now: float, most: int = 256) -> None:
         """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
@@ -603,7 +468,7 @@ class RankCore:
                 self.prefill.receive(message, route, source, now)
             case Hello():
                 if self._hellos.take(route, now):
-                    self._greet(message, route, source)
+                    self.readers.greet(message, route, source, self.prefill.closed_as, bool(self.prefill.leases))
                 else:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
@@ -617,98 +482,9 @@ class RankCore:
             case _:
                 self.outbox.counters["dropped.unexpected"] += 1
 
-    def _misdirected(self, message: Message, route: ReplyTo, source: str) -> None:
-        """Answer what was meant for a process that is no more."""
-        detail = f"{self.name} listens here now"
-        match message:
-            case Claim() | Renew():
-                self.outbox.send(
-                    route, source, Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
-                )
-            case Release():
-                self.outbox.send(route, source, Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail))
-            case Hello():
-                if not self._is_meant(message):
-                    self.outbox.send(route, source, self._wrong_target(message))
-                else:
-                    self.outbox.send(route, source, Unwelcome(message.nonce, Reason.RESTARTED, detail))
-            case _:
-                pass
-        self.outbox.counters["dropped.misdirected"] += 1
-
-    def _is_meant(self, hello: Hello) -> bool:
-        layout = self.identity.layout
-        here = self.identity.engine_id, layout.pp_stage, layout.tp_rank
-        return here == (hello.engine_id, hello.pp_stage, hello.tp_rank)
-
-    def _wrong_target(self, hello: Hello) -> Unwelcome:
-        there = rank_name(hello.engine_id, hello.tp_rank, hello.pp_stage)
-        text = f"{self.name} listens here, not {there}; correct the endpoint's address"
-        return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
-
-    def _greet(self, hello: Hello, route: ReplyTo, source: str) -> None:
-        if not self._has_agent:
-            # It is answered when there is an agent to be told of; one that does not fit in is repeated.
-            if (source, route) in self._greeters or len(self._greeters) < MAX_GREETERS:
-                self._greeters[source, route] = hello
-            return
-        answer = self._welcome(hello, route, source)
-        self.outbox.send(route, source, answer)
-        if self.is_closed and isinstance(answer, Welcome):
-            self._say_draining(route, source, hello.minor)
-
-    def _welcome(self, hello: Hello, route: ReplyTo, source: str) -> Welcome | Unwelcome:
-        identity = self.identity
-        if hello.major != MAJOR:
-            text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
-            return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
-        if not self._is_meant(hello):
-            return self._wrong_target(hello)
-        if self.is_closed and not self.prefill.leases:
-            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {self.prefill.closed_as}")
-        self._readers.pop((source, route), None)
-        self._readers[source, route] = hello.minor
-        if len(self._readers) > MAX_READERS:
-            # Only for saying goodbye: who has not been heard of for longest does without.
-            del self._readers[next(iter(self._readers))]
-        return Welcome(
-            hello.nonce,
-            MAJOR,
-            MINOR,
-            identity.engine_id,
-            identity.agent_name,
-            identity.metadata,
-            self._digest,
-            self._layout,
-        )
-
     def _status(self, nonce: int) -> Status:
         layout = self.identity.layout
-        return Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.gauges())
-
-    def gauges(self) -> dict[str, int]:
-        """What is owed and held right now."""
-        pulls = self.decode.pulls.values()
-        return {
-            "leases": len(self.prefill.leases),
-            "parked": self.prefill.num_parked,
-            "pulls": len(pulls),
-            "pulls_waiting": len(self.decode.by_request),
-            "pulls_unanswered": sum(not pull.is_published and not pull.is_answered for pull in pulls),
-            "pulls_queued": self.decode.admission.num_waiting,
-            "pulls_admitted": self.decode.admission.num_admitted,
-            "bytes_in_flight": self.decode.in_flight.num_bytes,
-            "transfers": len(self.decode.transfers),
-            "transfers_in_doubt": sum(len(source.doubtful) for p in pulls for source in p.sources),
-            "peers": len(self.decode.peers),
-            "blocks_lent": self.ledger.num_held("lent"),
-            "blocks_writing": self.ledger.num_held("writing"),
-            "blocks_quarantined": sum(
-                hold.num_blocks
-                for hold in self.ledger
-                if hold.kind == "writing" and (p := self.decode.pulls.get(PullId(hold.holder))) and p.is_published
-            ),
-        }
+        return Status(nonce, self.identity.engine_id, layout.tp_rank, layout.tp_size, self.inspect.gauges())
 
     def _foreign_version(self, origin: Address | ReplyTo, detail: str, now: float) -> None:
         if isinstance(origin, str):

@@ -28,11 +28,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, PullId, Reason, TransferId
+from asynckv.core.types import Address, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
 from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
 
-__all__ = ["RATE_MARGIN", "ReleaseState", "RemoteRank", "Role", "Source"]
+__all__ = ["RATE_MARGIN", "RELEASE", "ROLE", "ReleaseState", "RemoteRank", "Role", "Source"]
 
 RATE_MARGIN = 1e-3
 """Two hosts' clocks may run at rates that differ by this much (NTP slews by at most 500 ppm)."""
@@ -70,6 +70,9 @@ class ReleaseState(enum.StrEnum):
     UNSENT = "unsent"
     SENT = "sent"
     SETTLED = "settled"
+
+
+ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
@@ -136,7 +139,7 @@ class Source:
     claims: int = 0
     """Sent since the last answer."""
 
-    release: ReleaseState = ReleaseState.UNSENT
+    release: ReleaseState = RELEASE.UNSENT
     release_at: float = math.inf
     releases: int = 0
 
@@ -145,7 +148,7 @@ class Source:
     @property
     def reads(self) -> bool:
         """It is read, as far as is known."""
-        return self.role is Role.READ
+        return self.role is ROLE.READ
 
     @property
     def address(self) -> Address:
@@ -175,7 +178,7 @@ class Source:
     @property
     def is_settled(self) -> bool:
         """The rank was told, or need not be."""
-        return self.release is ReleaseState.SETTLED
+        return self.release is RELEASE.SETTLED
 
     @property
     def is_early(self) -> bool:
@@ -184,11 +187,11 @@ class Source:
 
     def wanted(self) -> None:
         """It may hold something of ours: it is to be met."""
-        self.role = Role.READ
+        self.role = ROLE.READ
 
     def not_wanted(self) -> None:
         """Nothing is read of it."""
-        self.role, self.tables = Role.RELEASE_ONLY, None
+        self.role, self.tables = ROLE.RELEASE_ONLY, None
 
     # -- reads -------------------------------------------------------------------------------------
 
@@ -243,7 +246,7 @@ class Source:
     def prove(self) -> None:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
-            timely = self.lent_before < math.inf and not self.is_early
+            timely = self.lent_before < self.first_posted_at
             # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
             covered = self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
@@ -290,7 +293,7 @@ class Source:
             self.covered_until, self.claim_at = NEVER, now
             return None
         self.claim_at = math.inf
-        if self.proven or self.role is not Role.READ:
+        if self.proven or self.role is not ROLE.READ:
             return None
         reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
         text = f"{self.where} refused: {answer.reason}"
@@ -301,15 +304,15 @@ class Source:
     def ended(self, now: float) -> None:
         """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
-        if self.release is not ReleaseState.SETTLED:
+        if self.release is not RELEASE.SETTLED:
             self.release_at = now
 
     def released(self, retry_s: float, now: float) -> None:
         """A release is about to be sent."""
-        self.release = ReleaseState.SENT
+        self.release = RELEASE.SENT
         self.releases += 1
         self.release_at = now + min(retry_s * 2 ** min(self.releases - 1, 6), MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
         """The rank needs no release any more: acknowledged, refused, or gone."""
-        self.release, self.release_at, self.claim_at = ReleaseState.SETTLED, math.inf, math.inf
+        self.release, self.release_at, self.claim_at = RELEASE.SETTLED, math.inf, math.inf

@@ -13,11 +13,13 @@ said in `asynckv/geometry`.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, NewType, TypeVar
+from types import SimpleNamespace
+from typing import Annotated, NewType, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
 
 __all__ = [
@@ -185,6 +187,17 @@ class Reason(enum.StrEnum):
     RELEASED = "released"
 
 
+AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)
+
+
+def members(kind: type[AnyEnum]) -> type[AnyEnum]:
+    """Return what has the members of an enum for its attributes, and nothing else.
+
+    Until 3.12 Python takes 0.4 us to look a member up on its class, and 0.02 us here. That was a sixth of a small pull.
+    """
+    return cast("type[AnyEnum]", SimpleNamespace(**kind.__members__))
+
+
 def sendable(value: object, kind: type[T]) -> T:
     """Return a value as whoever it is sent to would see it: what a caller built himself had none of its fields checked.
 
@@ -217,16 +230,18 @@ def decode_params(value: object) -> Params:
     """Validate params that came through a router (a `Params` or what `json.loads` made of one).
 
     Raises:
-        msgspec.ValidationError: Naming the field that is wrong.
+        RemoteProtocolError: Naming the field that is wrong.
     """
-    if isinstance(value, Params):
-        return sendable(value, Params)
     try:
+        if isinstance(value, Params):
+            return sendable(value, Params)
         params = msgspec.convert(value, Params)
         msgspec.msgpack.encode(params)
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
-        raise msgspec.ValidationError(f"text that is not valid Unicode: {exc.reason}") from exc
+        raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc
+    except msgspec.ValidationError as exc:
+        raise RemoteProtocolError(f"params are malformed: {exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
-        raise msgspec.ValidationError(f"what cannot be sent: {exc}") from exc
+        raise RemoteProtocolError(f"params are malformed: what cannot be sent: {exc}") from exc
     return params

@@ -7,6 +7,7 @@ so a timer of theirs only wakes us, and this clock says whether the time has com
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 
@@ -43,9 +44,10 @@ class _Timer:
 class LoopClock:
     """Boot time, and timers on the running event loop."""
 
-    def now(self) -> float:
+    def __init__(self) -> None:
+        # Nothing lies between the caller and the system: the time is read several times for every request.
+        self.now: Callable[[], float] = functools.partial(time.clock_gettime, _CLOCK)
         """Return seconds since boot, time asleep included."""
-        return time.clock_gettime(_CLOCK)
 
     def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         """Call back once `now() >= when`."""

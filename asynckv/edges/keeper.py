@@ -26,7 +26,6 @@ from pathlib import Path
 
 import msgspec
 
-import asynckv
 from asynckv.config import NixlConfig
 from asynckv.edges import process_wire as wire
 from asynckv.edges.process_main import COLLISION
@@ -108,7 +107,7 @@ class _Process:
         """Since when it has not answered."""
         ours, theirs = socket.socketpair()
         # Like the modules of this process, wherever it found them; never those of the current folder.
-        home = str(Path(asynckv.__file__).parents[1])
+        home = str(Path(__file__).parents[2])
         path = os.pathsep.join([home, *(entry for entry in sys.path if entry)])
         out = 2 if _is_open(2) else subprocess.DEVNULL
         try:

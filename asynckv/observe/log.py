@@ -23,12 +23,12 @@ import structlog
 
 from asynckv.arguments import shown
 from asynckv.config import LogConfig
+from asynckv.core.inspect import RequestStatus
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.requests import RequestStatus
 from asynckv.core.types import Params, PullId, Reason
 from asynckv.errors import ConfigError
 

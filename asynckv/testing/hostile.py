@@ -199,7 +199,7 @@ class Hostile:
                 for _ in range(50)
             ]
             control.deliver(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
-        parked = self.node.gauges()["parked"]
+        parked = self.node.inspect.gauges()["parked"]
         for _ in range(CLAIMS // EACH):
             stranger = f"{rng.getrandbits(128):032x}"
             early: list[Message] = []
@@ -210,7 +210,7 @@ class Hostile:
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
             control.deliver(ROUTE, encode_packet(stranger, identity.incarnation, early))
-        taken, most = self.node.gauges()["parked"] - parked, self.node.config.lease.max_parked
+        taken, most = self.node.inspect.gauges()["parked"] - parked, self.node.config.lease.max_parked
         if taken > max(most // 2, 1):
             self.world.violate(f"one connection takes {taken} of {most} places at {self.process.name} for early claims")
 

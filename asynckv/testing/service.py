@@ -458,7 +458,7 @@ class Service:
 
     def _begin_hostile(self, fault: Fault) -> None:
         for rank in self._met(fault):
-            if not rank.process.is_dead and rank.engine._core_or_none is not None:
+            if not rank.process.is_dead and rank.engine._is_started:
                 rng = self.world.random_of("hostile", rank.name, self.world.now)
                 attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._core, rng)
                 attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
@@ -566,7 +566,7 @@ class Service:
 
     def _sleep(self, rank: _Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
-        if process.is_dead or rank.is_moving or engine._core_or_none is None:
+        if process.is_dead or rank.is_moving or not engine._is_started:
             return
         rank.is_moving = True
 
@@ -615,7 +615,7 @@ class Service:
             (r.process, r.engine._core)
             for e in self.decode
             for r in e
-            if not r.process.is_dead and r.engine._core_or_none is not None
+            if not r.process.is_dead and r.engine._is_started
         ]
         key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
         now = self.world.now
@@ -913,10 +913,10 @@ class Service:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} {lie}")
                 return
         for rank in self.ranks.values():
-            if rank.process.is_dead or rank.engine._core_or_none is None or rank.data.is_closed:
+            if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
                 continue
             node = rank.engine._core
-            if wrong := node.check_integrity():
+            if wrong := node.inspect.check_integrity():
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
             if node.outbox.counters["internal_errors"]:
@@ -931,7 +931,7 @@ class Service:
                 return
             stuck = [t for t in rank.data.transfers.values() if not t.is_over]
             if not stuck and not node.is_idle:
-                world.violate(f"{rank.name} is not idle: {node.gauges()}")
+                world.violate(f"{rank.name} is not idle: {node.inspect.gauges()}")
                 return
             holds = [h for h in node.ledger if h.kind == "lent"]
             if holds or (len(node.ledger) and not stuck):
@@ -941,11 +941,11 @@ class Service:
             if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
-            if node.prefill.num_parked or (self.script.is_long and node.decode.peers and not stuck):
-                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.values()]
+            if node.prefill.num_parked or (self.script.is_long and node.decode.peers.by_place and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.by_place.values()]
                 world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
-            for peer in node.decode.peers.values():
+            for peer in node.decode.peers.by_place.values():
                 if not stuck and (peer.line.in_flight or peer.line.readers):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")

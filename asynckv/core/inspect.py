@@ -1,0 +1,322 @@
+"""Who holds what, since when, and waiting for whom: plain values for operators, fit for JSON; and what does not add up.
+
+Nothing in here changes anything: it reads the sides of a rank, whose own modules say what the states mean. What is held
+has two lists: `holds` is about blocks (each of them has an entry in the ledger), `requests` is about requests (each of
+them is a lease, an announcement or a pull, with blocks or without).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from asynckv.core.attempts import Request, blocks_of
+from asynckv.core.decode import DecodeSide
+from asynckv.core.lease import Lease
+from asynckv.core.ledger import Ledger
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.prefill import PrefillSide
+from asynckv.core.pull import Pull
+from asynckv.core.source import ReleaseState, Source
+from asynckv.core.types import PullId
+
+__all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "retry_status"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """Blocks that are not the engine's to use now, as an operator asks for them.
+
+    Attributes:
+        request_id: This side's id of the request.
+        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `quarantined` (the pull has failed,
+            something may still write) or `retired`.
+        blocks: Group -> block ids.
+        held_s: Since when.
+        left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
+        waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
+        pull_id: Of a pull, as in the logs.
+    """
+
+    request_id: str
+    reason: str
+    blocks: Mapping[int, tuple[int, ...]]
+    held_s: float
+    left_s: float
+    waits_for: tuple[str, ...]
+    pull_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What one side knows of one rank of the other, in one request.
+
+    Attributes:
+        rank: Its name, as in the logs of both sides (`decode/tp0@5c3acdd9`); `*` for a decode engine that never spoke
+            up.
+        state: Of a prefill rank that is pulled from: `connecting`, `unreachable`, `silent`, `met`, `not_lent`,
+            `granted`, `landed` (all bytes are there), `proven`, `only_released` (nothing is read of it), `releasing`,
+            `released`. Of a reader: `unclaimed`, `granted`, `lapsed` (it let its promise run out), `retrying`, or how
+            it released: `complete`, `failed`, `cancelled`.
+        address: Of a prefill rank.
+        pull_id: Of a reader's newest attempt.
+        granted_s: How long the newest promise still runs, as this side counts; None if there is none.
+        heard_s: Since when nothing was heard: of a prefill rank at all, of a reader for this request; None if never.
+        bytes_read: Landed, of `bytes_planned`.
+        transfers: Under way, or in doubt.
+    """
+
+    rank: str
+    state: str
+    address: str = ""
+    pull_id: str = ""
+    granted_s: float | None = None
+    heard_s: float | None = None
+    bytes_read: int = 0
+    bytes_planned: int = 0
+    transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """One request: announced, pulled or lent here, and not over.
+
+    Attributes:
+        kind: `lease` (lent by this rank), `announced`, `pull`, or `retrying` (between two attempts).
+        request_id: This side's id.
+        prefill_request_id: The prefill side's.
+        state: Of the lease or the pull, see `docs/states.md`.
+        age_s: Since it was lent, announced or asked for.
+        state_s: Since when it is in this state.
+        left_s: How long this can last at most, if nobody asks for more; None if nothing bounds it.
+        blocks: How many blocks of this engine it holds.
+        waits: What it waits for, in words.
+        ranks: The ranks of the other side, by stage and rank.
+        pull_id: As in the logs.
+        attempt: Which attempt at the request this is.
+        sequence: Of the key under which it is lent; the same on all ranks of both sides.
+    """
+
+    kind: str
+    request_id: str
+    prefill_request_id: str
+    state: str
+    age_s: float
+    state_s: float
+    left_s: float | None
+    blocks: int
+    waits: str
+    ranks: tuple[RankStatus, ...]
+    pull_id: str = ""
+    attempt: int = 1
+    sequence: int | None = None
+
+
+class Inspector:
+    """What a rank holds and owes, as its ledger and its two sides know it."""
+
+    def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
+        self._ledger, self._prefill, self._decode = ledger, prefill, decode
+
+    def gauges(self) -> dict[str, int]:
+        """What is owed and held right now."""
+        pulls = self._decode.pulls.values()
+        return {
+            "leases": len(self._prefill.leases),
+            "parked": self._prefill.num_parked,
+            "pulls": len(pulls),
+            "pulls_waiting": len(self._decode.by_request),
+            "pulls_unanswered": sum(not pull.is_published and not pull.is_answered for pull in pulls),
+            "pulls_queued": self._decode.admission.num_waiting,
+            "pulls_admitted": self._decode.admission.num_admitted,
+            "bytes_in_flight": self._decode.in_flight.num_bytes,
+            "transfers": len(self._decode.transfers),
+            "transfers_in_doubt": sum(len(source.doubtful) for p in pulls for source in p.sources),
+            "peers": len(self._decode.peers.by_place),
+            "blocks_lent": self._ledger.num_held("lent"),
+            "blocks_writing": self._ledger.num_held("writing"),
+            "blocks_quarantined": sum(
+                hold.num_blocks
+                for hold in self._ledger
+                if hold.kind == "writing" and (p := self._decode.pulls.get(PullId(hold.holder))) and p.is_published
+            ),
+        }
+
+    def holds(self, now: float) -> tuple[HeldBlocks, ...]:
+        """Say who holds which blocks, the oldest first."""
+        leases = {key.token: lease for key, lease in self._prefill.leases.items()}
+        out = []
+        for hold in sorted(self._ledger, key=lambda h: h.since):
+            pull, lease = self._decode.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
+            reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
+            if pull is not None:
+                open_ones = (x for x in pull.sources if x.running or x.doubtful or (x.reads and not x.proven))
+                waits_for = tuple(x.where for x in open_ones)
+                reason, until = pull.held_as
+            elif lease is not None:
+                waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
+            out.append(
+                HeldBlocks(
+                    request_id=hold.request_id,
+                    reason=reason,
+                    blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
+                    held_s=now - hold.since,
+                    left_s=max(until - now, 0.0),
+                    waits_for=waits_for,
+                    pull_id=hold.holder if pull is not None else "",
+                )
+            )
+        return tuple(out)
+
+    def requests(self, now: float) -> tuple[RequestStatus, ...]:
+        """Say how every pull, announcement and lease stands, the oldest first."""
+        requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
+        requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
+        return tuple(sorted(requests, key=lambda request: -request.age_s))
+
+    def status(self, request: Lease | Pull, now: float) -> RequestStatus:
+        """Say how one of them stands."""
+        hold = self._ledger.get(request.lent.key.token if isinstance(request, Lease) else request.pull_id)
+        blocks = hold.num_blocks if hold is not None else 0
+        if isinstance(request, Lease):
+            return _lease_status(request, blocks, now)
+        return _pull_status(request, self._decode.peer_of, blocks, now)
+
+    def check_integrity(self) -> list[str]:
+        """List what does not add up; empty is right."""
+        wrong = self._ledger.audit()
+        holders = {hold.holder for hold in self._ledger}
+        expected = {key.token for key in self._prefill.leases}
+        expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
+        for holder in sorted(holders ^ expected):
+            wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
+        wrong += self._decode.audit()
+        return wrong
+
+    def stragglers(self, now: float) -> tuple[HeldBlocks, ...]:
+        """Say what is still under way: who holds blocks, and which pulls have yet to be begun or released."""
+        holds = self.holds(now)
+        known = {hold.pull_id for hold in holds}
+        others = [
+            HeldBlocks(
+                request_id=pull.request_id,
+                reason=pull.state.value,
+                blocks={},
+                held_s=now - pull.history[0][0],
+                left_s=max(pull.until - now, 0.0),
+                waits_for=tuple(source.where for source in pull.sources if not source.is_settled),
+                pull_id=pull.pull_id,
+            )
+            for pull in self._decode.pulls.values()
+            if pull.pull_id not in known
+        ]
+        return holds + tuple(others)
+
+    def between_attempts(self, requests: Iterable[Request], now: float) -> tuple[HeldBlocks, ...]:
+        """Say what those of some requests hold that wait for another attempt."""
+        return tuple(
+            HeldBlocks(
+                request_id=request.wanted.request_id,
+                reason="retrying",
+                blocks=blocks_of(request.pull) if request.pull is not None else {},
+                held_s=now - request.begun_at,
+                left_s=max(request.deadline - now, 0.0),
+                waits_for=(),
+            )
+            for request in requests
+            if request.wanted.request_id not in self._decode.by_request
+        )
+
+
+def retry_status(hold: HeldBlocks) -> RequestStatus:
+    """Say how a request stands that waits for another attempt."""
+    return RequestStatus(
+        kind="retrying",
+        request_id=hold.request_id,
+        prefill_request_id="",
+        state="retrying",
+        age_s=hold.held_s,
+        state_s=hold.held_s,
+        left_s=hold.left_s,
+        blocks=sum(map(len, hold.blocks.values())),
+        waits="another attempt follows",
+        ranks=(),
+    )
+
+
+def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
+    """Say how a lent request stands."""
+    ranks = []
+    for name, state, grant in lease.readers():
+        granted = grant.until - now if grant is not None and state == "granted" else None
+        heard = now - grant.asked_at if grant is not None else None
+        pull_id = grant.pull_id if grant is not None else ""
+        ranks.append(RankStatus(name, state, pull_id=pull_id, granted_s=granted, heard_s=heard))
+    return RequestStatus(
+        kind="lease",
+        request_id=lease.lent.request_id,
+        prefill_request_id=lease.lent.request_id,
+        state=lease.state.value,
+        age_s=now - lease.lent_at,
+        state_s=now - lease.since,
+        left_s=_finite(lease.until - now),
+        blocks=blocks,
+        waits=lease.waits(now),
+        ranks=tuple(ranks),
+        sequence=lease.lent.key.sequence,
+    )
+
+
+def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: int, now: float) -> RequestStatus:
+    """Say how a pull or an announcement stands."""
+    return RequestStatus(
+        kind="announced" if pull.is_announced else "pull",
+        request_id=pull.request_id,
+        prefill_request_id=pull.params.request_id,
+        state=pull.state.value,
+        age_s=now - pull.history[0][0],
+        state_s=now - pull.since,
+        left_s=_finite(pull.until - now),
+        blocks=blocks,
+        waits=pull.waits(now),
+        ranks=tuple(_rank_status(source, peer_of(source), now) for source in pull.sources),
+        pull_id=pull.pull_id,
+        attempt=pull.attempt,
+        sequence=pull.params.key.sequence,
+    )
+
+
+def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
+    return RankStatus(
+        rank=source.name,
+        state=_rank_state(source, peer, now),
+        address=source.address,
+        granted_s=source.covered_until - now if source.covered_until > now else None,
+        heard_s=now - peer.heard_at if peer is not None and peer.heard_at > -math.inf else None,
+        bytes_read=source.bytes_read,
+        bytes_planned=source.plan.num_bytes if source.plan is not None else 0,
+        transfers=len(source.running | source.doubtful),
+    )
+
+
+def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
+    """The last word that is true."""
+    met = peer.state if peer is not None else PeerState.NEW
+    words = [
+        (source.release is ReleaseState.SETTLED, "released"),
+        (source.release is ReleaseState.SENT, "releasing"),
+        (not source.reads, "only_released"),
+        (source.proven, "proven"),
+        (met is PeerState.SUSPECT, "silent"),
+        (met in (PeerState.CONNECTING, PeerState.LOADING), "connecting"),
+        (met in (PeerState.NEW, PeerState.GONE), "unreachable"),
+        (source.has_landed, "landed"),
+        (source.not_lent_yet, "not_lent"),
+        (source.covered_until > now, "granted"),
+    ]
+    return next((word for is_so, word in words if is_so), "met")
+
+
+def _finite(seconds: float) -> float | None:
+    return max(seconds, 0.0) if seconds < math.inf else None

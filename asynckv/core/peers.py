@@ -1,0 +1,296 @@
+"""All remote ranks that this rank has to do with: met once for everybody, watched while needed, forgotten in the end.
+
+A `Peer` (`core/peer.py`) is one start of one remote process and knows its own conversation. Here is what concerns them
+together: which of them answers at an address, whose handshake an answer belongs to, what is refused of what a stranger
+says it holds, and when the data plane and the control plane may forget it.
+
+    meet            Hello ->
+    hello_answered  <- Welcome: its layout is checked here, then the data plane loads its metadata
+    loaded          READY: it can be read
+    tick            the hello again, a ping; silence and idleness are for the caller to see to
+    lost, reap      GONE: out of the data plane once nothing of it can write, forgotten after a while
+
+Whoever calls sees to the pulls: a method that ends the service of a peer says so in what it returns.
+
+It refuses to know: pulls but for their ids, and whose turn it is to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+from asynckv.config import PullConfig
+from asynckv.core.flow import InFlight, Line
+from asynckv.core.outbox import Disconnect, LoadPeer, Outbox, PeerChanged, RemovePeer
+from asynckv.core.peer import FINAL, Due, Peer, PeerState
+from asynckv.core.routes import Routes
+from asynckv.core.source import RemoteRank
+from asynckv.core.timers import Timers
+from asynckv.core.types import Address, Cohort, PullId, Reason, rank_name
+from asynckv.core.wire import MAJOR, Message, Unwelcome, Welcome
+from asynckv.errors import LayoutError
+from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.match import compare
+
+__all__ = ["Peers"]
+
+S = PeerState
+
+Place = tuple[Address, str]
+"""Address and incarnation of a rank."""
+
+
+class Peers:
+    """The peers of one rank, by address and incarnation."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        cohort: Cohort,
+        config: PullConfig,
+        outbox: Outbox,
+        timers: Timers,
+        nonces: Iterator[int],
+        routes: Routes,
+    ) -> None:
+        self.by_place: dict[Place, Peer] = {}
+        self.num_changes = 0
+        """How often any of them came, went or changed its state: what was found out of them holds until the next."""
+        self._layout, self._cohort, self._config = layout, cohort, config
+        self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
+        self._hellos: dict[int, Peer] = {}
+        """Handshakes under way, by nonce."""
+
+    # -- who is where ------------------------------------------------------------------------------
+
+    def at(self, address: Address) -> list[Peer]:
+        """Return who has answered at an address, or is asked there, and is not gone."""
+        return [p for p in self.by_place.values() if p.address == address and p.state is not S.GONE]
+
+    def greeted(self, address: Address) -> list[Peer]:
+        """Return whom we are shaking hands with at an address."""
+        return [p for p in self.by_place.values() if p.address == address and p.state is S.CONNECTING]
+
+    def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
+        """Return the peer at a rank's place; a new one if there is none that may be met again."""
+        peer = self.by_place.get(rank.place)
+        if peer is not None and peer.state is S.GONE:
+            # The connection broke, but the process may live; or other params named it wrongly.
+            is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
+            again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
+            if again and not peer.is_loading:
+                # Transfers that may never end keep the old one in the data plane; the new one is loaded beside it.
+                self._timers.forget(peer)
+                peer = None
+        if peer is None:
+            line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
+            peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
+            self.by_place[rank.place] = peer
+            self.num_changes += 1
+        return peer
+
+    # -- who needs whom ----------------------------------------------------------------------------
+
+    def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
+        """A pull has something owed or held there: it is watched."""
+        peer.attach(pull_id, now)
+        if now + self._config.heartbeat_s < peer.scheduled_at:
+            self.wake(peer)
+
+    def detach(self, place: Place, pull_id: PullId, now: float) -> None:
+        """A pull and a peer have nothing to do with each other any more."""
+        peer = self.by_place.get(place)
+        if peer is None:
+            return
+        peer.detach(pull_id, now)
+        if not peer.pulls and peer.state is S.NEW and not peer.is_loading and now >= peer.not_before:
+            self._drop(peer)
+        elif peer.state is S.GONE:
+            self.reap(peer)
+        elif not peer.pulls and peer.scheduled_at == math.inf:
+            self.wake(peer)  # else it is woken earlier, and finds out
+
+    # -- handshakes --------------------------------------------------------------------------------
+
+    def meet(self, peer: Peer, engine_id: str, rank: RemoteRank, now: float) -> tuple[Reason, str] | None:
+        """Make sure that a rank to read from is, or is becoming, ready; return why it cannot be."""
+        failure: tuple[Reason, str] | None = None
+        if peer.identity != (engine_id, rank.pp_stage, rank.tp_rank):
+            text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
+            failure = Reason.WRONG_TARGET, text
+        elif peer.may_be_met and now >= peer.not_before:
+            peer.greet(next(self._nonces), self._config.handshake_s, now)
+            self._changed(peer, S.NEW)
+            self._hellos[peer.nonce] = peer
+            self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+        elif peer.state in (S.NEW, S.GONE):
+            wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
+            failure = peer.reason, peer.detail + wait
+        if peer.state is not S.READY:
+            self.wake(peer)
+        return failure
+
+    def hello_answered(
+        self, message: Welcome | Unwelcome, address: Address, sender: str
+    ) -> tuple[Peer, Reason, str] | None:
+        """Take the answer to a hello; return who serves us not, and why."""
+        peer = self._hellos.get(message.nonce)
+        if peer is None or peer.state is not S.CONNECTING or peer.address != address:
+            self._outbox.counters["dropped.stale_answer"] += 1
+            return None
+        if isinstance(message, Unwelcome):
+            text = f"{peer.where} refused the handshake: {message.detail or message.reason}"
+            return peer, message.reason, text
+        layout = self._inspect(peer, message, sender)
+        if not isinstance(layout, Layout):
+            reason, why = layout
+            return peer, reason, f"{peer.where}: {why}"
+        self._hellos.pop(peer.nonce, None)
+        peer.welcomed(message.agent_name, layout)
+        self._changed(peer, S.CONNECTING)
+        self.wake(peer)
+        self._outbox.commands.append(LoadPeer(peer, message.metadata))
+        return None
+
+    def _inspect(self, peer: Peer, welcome: Welcome, sender: str) -> Layout | tuple[Reason, str]:
+        """Return what a remote rank holds, or why it is refused; every reason is final."""
+        if sender != peer.incarnation:
+            there = rank_name(welcome.engine_id, peer.tp_rank, peer.pp_stage, sender)
+            return Reason.RESTARTED, f"{there} answers there now"
+        if welcome.major != MAJOR:
+            return Reason.PROTOCOL, f"speaks protocol {welcome.major}, this side {MAJOR}; upgrade the older side"
+        try:
+            layout = decode_layout(memoryview(welcome.layout))
+        except LayoutError as exc:
+            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
+        if (welcome.engine_id, layout.pp_stage, layout.tp_rank) != peer.identity:
+            there = rank_name(welcome.engine_id, layout.tp_rank, layout.pp_stage, sender)
+            return Reason.WRONG_TARGET, f"{there} answers there; correct the endpoints"
+        if hashlib.sha256(welcome.metadata).digest() != welcome.digest:
+            return Reason.PROTOCOL, "its NIXL metadata does not match the digest that came with it"
+        try:
+            check_layout(layout)
+        except LayoutError as exc:
+            return Reason.GEOMETRY, f"its layout cannot be used: {exc}"
+        if differences := compare(self._layout, layout):
+            return Reason.GEOMETRY, "layouts differ: " + "; ".join(map(str, differences))
+        return layout
+
+    # -- their states ------------------------------------------------------------------------------
+
+    def loaded(self, peer: Peer, now: float) -> bool:
+        """The data plane knows it; False if nobody wants that any more."""
+        peer.load_ended()
+        if peer.state is not S.LOADING:
+            # Lost, or given up, while it was being loaded.
+            self._outbox.commands.append(RemovePeer(peer))
+            self.wake(peer)
+            return False
+        peer.loaded(now)
+        self._changed(peer, S.LOADING)
+        self.wake(peer)
+        return True
+
+    def load_ended(self, peer: Peer) -> bool:
+        """The data plane could not load it; False if nobody waits for that any more."""
+        peer.load_ended()
+        if peer.state is S.LOADING:
+            return True
+        self.wake(peer)
+        return False
+
+    def unloaded(self, detail: str, now: float) -> list[Peer]:
+        """Our own data plane has lost all that it had loaded; return whom, for those who read from them."""
+        # What was to be done with what is lost must not be done with what follows.
+        self._outbox.commands[:] = [c for c in self._outbox.commands if not isinstance(c, RemovePeer)]
+        self._routes.clear()
+        known = [p for p in self.by_place.values() if p.state in (S.LOADING, S.READY, S.SUSPECT)]
+        for peer in known:
+            before = peer.state
+            peer.unloaded(Reason.READ_FAILED, detail, now)
+            self._changed(peer, before)
+            peer.line.clear()
+            self.wake(peer)
+        return known
+
+    def back(self, peer: Peer) -> None:
+        """It was taken for silent, and can be read again."""
+        self._changed(peer, S.SUSPECT)
+        self.wake(peer)
+
+    def failed(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
+        """A handshake failed; there is a pause before the next."""
+        self._hellos.pop(peer.nonce, None)
+        before = peer.state
+        peer.failed(reason, detail, self._config, now)
+        self._changed(peer, before)
+        self.wake(peer)
+
+    def lost(self, peer: Peer, reason: Reason, detail: str, pause_s: float, now: float) -> bool:
+        """It serves us no more; False if that is known. `reap` it when those who read from it have heard."""
+        if peer.state is S.GONE:
+            return False
+        self._hellos.pop(peer.nonce, None)
+        before = peer.state
+        peer.lost(reason, detail, pause_s, now)
+        self._changed(peer, before)
+        return True
+
+    def reap(self, peer: Peer) -> None:
+        """Take a peer that is gone out of the data plane, once nothing of it can write any more."""
+        if peer.is_loaded and not peer.transfers:
+            peer.removed()
+            self._outbox.commands.append(RemovePeer(peer, peer.keep_connected))
+        peer.tables.clear()
+        self._routes.forget(peer.place)
+        self.wake(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        """Forget a peer."""
+        self._timers.forget(peer)
+        self.num_changes += 1
+        if self.by_place.get(peer.place) is peer:  # else it was met anew, and this is what came before
+            del self.by_place[peer.place]
+        if not any(p.address == peer.address for p in self.by_place.values()):
+            self._outbox.commands.append(Disconnect(peer.address))
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def tick(self, peer: Peer, now: float) -> list[Due]:
+        """Let time pass for a peer; return what is for the caller to see to, in order, before it is woken again."""
+        left: list[Due] = []
+        for due in peer.due(self._config, now):
+            match due:
+                case Due.HELLO:
+                    self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+                case Due.PING:
+                    self._send(peer, peer.ping(next(self._nonces), now))
+                case Due.FORGET:
+                    self._drop(peer)
+                    return []
+                case Due.SILENT:
+                    peer.fell_silent()
+                    self._changed(peer, S.READY)
+                    left.append(due)
+                case _:
+                    left.append(due)
+        if not left:
+            self.wake(peer)
+        return left
+
+    def wake(self, peer: Peer) -> None:
+        """Tick it when something is due."""
+        self._timers.wake(peer, peer.wake_at(self._config))
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._outbox.send(peer.address, peer.incarnation, message)
+
+    def _changed(self, peer: Peer, before: PeerState) -> None:
+        if peer.state is not before:
+            self.num_changes += 1
+            self._outbox.commands.append(PeerChanged(peer, before, peer.state))

@@ -1,0 +1,179 @@
+"""Who reads from this rank: what they are told when they shake hands, and when nobody is served any more.
+
+The other half of a handshake is `core/peers.py`. Here a hello is answered: with who we are, how our memory is reached
+and what lies in it, or with why not. Every refusal names what was meant and what is here. While there is no agent that
+serves our memory, hellos wait.
+
+Whoever shook hands is remembered, for two words of courtesy: that nothing new is lent (`Draining`), and that this start
+of the process is over (`Goodbye`). Nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from asynckv.core.outbox import Outbox
+from asynckv.core.types import Reason, ReplyTo, rank_name
+from asynckv.core.wire import (
+    MAJOR,
+    MINOR,
+    Claim,
+    Draining,
+    Goodbye,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Renew,
+    Unwelcome,
+    Welcome,
+)
+from asynckv.geometry.layout import Layout
+
+__all__ = ["Identity", "Readers"]
+
+MAX_READERS = 65_536
+MAX_WAITING = 4096
+"""Hellos that are kept while there is no agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this rank is, once its data plane is up.
+
+    Attributes:
+        incarnation: Random per process start.
+        agent_name: The data plane's.
+        metadata: With which remote data planes reach our memory.
+        first_nonce: Where nonces start; random, so that they are not guessed from an older run.
+        memory_epoch: How often the memory was registered anew.
+    """
+
+    engine_id: str
+    incarnation: str
+    agent_name: str
+    metadata: bytes
+    layout: Layout
+    first_nonce: int = 1
+    memory_epoch: int = 0
+
+    @property
+    def name(self) -> str:
+        """This rank, for people on either side."""
+        return rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage, self.incarnation)
+
+
+class Readers:
+    """Process starts that shook hands with this rank."""
+
+    def __init__(self, identity: Identity, outbox: Outbox) -> None:
+        self.minor_versions: dict[tuple[str, ReplyTo], int] = {}
+        """Of the protocol, by process start and the way back to it; who was heard of last comes last. (Who shakes hands
+        in the name of another hears what the other hears, and takes nothing from it.)"""
+        self._identity, self._outbox = identity, outbox
+        self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
+        self._set_agent(identity.agent_name, identity.metadata)
+        self._waiting: dict[tuple[str, ReplyTo], Hello] = {}
+        """Hellos that came while there was no agent, the last of each."""
+
+    # -- our side ----------------------------------------------------------------------------------
+
+    def agent_lost(self) -> None:
+        """Nothing serves our memory for now."""
+        self._has_agent = False
+
+    def agent_replaced(self, agent_name: str, metadata: bytes, closed_as: str, lends: bool) -> None:
+        """Another agent serves the same memory: whoever shakes hands from now on reads through it."""
+        self._set_agent(agent_name, metadata)
+        waiting, self._waiting = self._waiting, {}
+        for (source, route), hello in waiting.items():
+            self.greet(hello, route, source, closed_as, lends)
+
+    def _set_agent(self, agent_name: str, metadata: bytes) -> None:
+        self._has_agent = True
+        self._agent = agent_name, metadata, hashlib.sha256(metadata).digest()
+
+    def say_draining(self) -> None:
+        """Tell everyone who shook hands that nothing new is lent."""
+        for (source, route), minor in self.minor_versions.items():
+            self._say_draining(route, source, minor)
+
+    def say_goodbye(self) -> None:
+        """Tell everyone who shook hands that this process start serves nobody any more."""
+        for source, route in self.minor_versions:
+            self._outbox.send(route, source, Goodbye())
+        self.minor_versions.clear()
+
+    # -- theirs ------------------------------------------------------------------------------------
+
+    def greet(self, hello: Hello, route: ReplyTo, source: str, closed_as: str, lends: bool) -> None:
+        """Answer a hello.
+
+        Args:
+            hello: A stranger's words.
+            route: The way back.
+            source: What its process start calls itself.
+            closed_as: How this rank takes nothing new, for people; empty while it does.
+            lends: Something is lent still.
+        """
+        if not self._has_agent:
+            # It is answered when there is an agent to be told of; one that does not fit in is repeated.
+            if (source, route) in self._waiting or len(self._waiting) < MAX_WAITING:
+                self._waiting[source, route] = hello
+            return
+        answer = self._answer(hello, closed_as, lends)
+        self._outbox.send(route, source, answer)
+        if isinstance(answer, Welcome):
+            self.minor_versions.pop((source, route), None)
+            self.minor_versions[source, route] = hello.minor
+            if len(self.minor_versions) > MAX_READERS:
+                # Only for courtesy: who has not been heard of for longest does without.
+                del self.minor_versions[next(iter(self.minor_versions))]
+            if closed_as:
+                self._say_draining(route, source, hello.minor)
+
+    def _answer(self, hello: Hello, closed_as: str, lends: bool) -> Welcome | Unwelcome:
+        if hello.major != MAJOR:
+            text = f"this side speaks protocol {MAJOR}, the reader {hello.major}; upgrade the older side"
+            return Unwelcome(hello.nonce, Reason.PROTOCOL, text)
+        if not self._is_meant(hello):
+            return self._wrong_target(hello)
+        if closed_as and not lends:
+            return Unwelcome(hello.nonce, Reason.ENGINE_CLOSED, f"the engine is {closed_as}")
+        return Welcome(hello.nonce, MAJOR, MINOR, self._identity.engine_id, *self._agent, self._layout)
+
+    def misdirected(self, message: Message, route: ReplyTo, source: str) -> None:
+        """Answer what was meant for a process that is no more."""
+        detail = f"{self._identity.name} listens here now"
+        answer: Refused | Unwelcome
+        match message:
+            case Claim() | Renew():
+                answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+            case Release():
+                answer = Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail)
+            case Hello() if not self._is_meant(message):
+                answer = self._wrong_target(message)
+            case Hello():
+                answer = Unwelcome(message.nonce, Reason.RESTARTED, detail)
+            case _:
+                return
+        self._outbox.send(route, source, answer)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _is_meant(self, hello: Hello) -> bool:
+        layout = self._identity.layout
+        here = self._identity.engine_id, layout.pp_stage, layout.tp_rank
+        return here == (hello.engine_id, hello.pp_stage, hello.tp_rank)
+
+    def _wrong_target(self, hello: Hello) -> Unwelcome:
+        there = rank_name(hello.engine_id, hello.tp_rank, hello.pp_stage)
+        text = f"{self._identity.name} listens here, not {there}; correct the endpoint's address"
+        return Unwelcome(hello.nonce, Reason.WRONG_TARGET, text)
+
+    def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
+        if minor >= 1:
+            self._outbox.send(route, source, Draining())

@@ -1,0 +1,63 @@
+"""When to wake whom: pulls, leases and peers say when time will have something to do with them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from typing import Protocol
+
+__all__ = ["Timers"]
+
+
+class Timed(Protocol):
+    """Something that wants to be woken."""
+
+    scheduled_at: float
+
+
+class Timers:
+    """A heap of wishes to be woken; an entry that was overtaken is skipped."""
+
+    def __init__(self) -> None:
+        self.earliest = math.inf
+        """Nobody wants to be woken before; `next_at` says when somebody really does."""
+        self._heap: list[tuple[float, int, Timed]] = []
+        self._order = itertools.count()
+        self._stale = 0
+        """Entries of forgotten items, at most."""
+
+    @property
+    def next_at(self) -> float:
+        """When `pop` will have something."""
+        while self._heap and self._heap[0][2].scheduled_at != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        self.earliest = self._heap[0][0] if self._heap else math.inf
+        return self.earliest
+
+    def wake(self, item: Timed, when: float) -> None:
+        """Wake the item at `when`, or earlier if it asked for that before."""
+        if when < item.scheduled_at:
+            item.scheduled_at = when
+            if when < self.earliest:
+                self.earliest = when
+            heapq.heappush(self._heap, (when, next(self._order), item))
+
+    def forget(self, item: Timed) -> None:
+        """Never wake the item again."""
+        if item.scheduled_at < math.inf:
+            item.scheduled_at = math.inf
+            self._stale += 1
+            if self._stale > 64 and 2 * self._stale > len(self._heap):
+                # What has ended would else be kept until its time comes: a lease's is far away.
+                self._heap = [entry for entry in self._heap if entry[2].scheduled_at == entry[0]]
+                heapq.heapify(self._heap)
+                self._stale = 0
+
+    def pop(self, now: float) -> Timed | None:
+        """Return an item whose time has come."""
+        if self.next_at > now:
+            return None
+        item = heapq.heappop(self._heap)[2]
+        item.scheduled_at = math.inf
+        return item

@@ -1,0 +1,260 @@
+"""How a caller waits for a pull: through one attempt or several, and what it is told in the end.
+
+An attempt is begun in the core and waited for here. Its caller may be cancelled at any moment, and is kept all the same
+until the pull has its outcome: NIXL may still be writing into its blocks. Whether another attempt follows, when, and
+with which params is the core's to say (`core/attempts.py`); what it waits for is waited for here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import anyio
+
+from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
+from asynckv.core.lifecycle import LifeState
+from asynckv.core.pull import Pull
+from asynckv.core.types import Params, Reason, decode_params
+from asynckv.engine.driver import Driver, Waiting
+from asynckv.errors import (
+    AsyncKVError,
+    BlocksRetired,
+    EngineClosed,
+    GeometryRefused,
+    LeaseLost,
+    LeaseRefused,
+    NotLentYet,
+    PeerLost,
+    PeerUnreachable,
+    PlanRefused,
+    PullCancelled,
+    PullError,
+    PullTimeout,
+    ReadFailed,
+    RemoteTooShort,
+)
+from asynckv.geometry.layout import Layout
+from asynckv.observe.log import phases
+from asynckv.results import PullResult
+
+__all__ = ["RenewParams", "Retries", "attempt", "error_of", "result_of"]
+
+T = TypeVar("T")
+RenewParams = Callable[[PullError], Awaitable[Params | Mapping[str, Any] | None]]
+
+ERRORS: Mapping[Reason, type[PullError]] = {
+    Reason.CANCELLED: PullCancelled,
+    Reason.ENGINE_CLOSED: PeerUnreachable,
+    Reason.TIMEOUT: PullTimeout,
+    Reason.NOT_LENT_YET: NotLentYet,
+    Reason.GEOMETRY: GeometryRefused,
+    Reason.UNPLANNABLE: PlanRefused,
+    Reason.REMOTE_TOO_SHORT: RemoteTooShort,
+    Reason.UNREACHABLE: PeerUnreachable,
+    Reason.WRONG_TARGET: PeerUnreachable,
+    Reason.PROTOCOL: PeerUnreachable,
+    Reason.PEER_LOST: PeerLost,
+    Reason.RESTARTED: PeerLost,
+    Reason.READ_FAILED: ReadFailed,
+    Reason.LEASE_LOST: LeaseLost,
+}
+"""What a failed pull raises; every other reason is a refusal of its claim."""
+
+
+# -- one attempt -----------------------------------------------------------------------------------------
+
+
+async def attempt(driver: Driver, request: Request, seconds: float, now: float) -> Waiting:
+    """Pull once, to its outcome.
+
+    Raises:
+        AsyncKVError: Nothing was begun.
+    """
+    core, clock = driver.core, driver.clock
+    driver.soon()  # also where it is refused: there may be something to say to somebody
+    pull = core.pull(request.wanted, seconds, now, attempt=request.attempts, retryable=request.retryable)
+    if pull.planned_at == pull.admitted_at < math.inf:
+        pull.plan_took(clock.now())  # the core cannot tell how long it took
+    request.tried(pull)
+    waiting = driver.waiting[pull.pull_id] = Waiting(pull, driver.home)
+    try:
+        while pull.reason is None:
+            await waiting.until_ended()
+    except asyncio.CancelledError:
+        core.decode.cancel(pull, clock.now())
+        driver.soon()
+        # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
+        while pull.reason is None and not driver.life.is_shut and driver.core is core:
+            with suppress(asyncio.CancelledError, EngineClosed), anyio.CancelScope(shield=True):
+                await waiting.until_ended()
+        if pull.reason is not None:
+            request.abandoned(clock.now())
+            discharge(driver, request)  # it had failed just before
+        raise
+    return waiting
+
+
+def result_of(pull: Pull, layout: Layout) -> PullResult:
+    """Return what an attempt that ended well has moved."""
+    assert pull.lists is not None
+    return PullResult(
+        request_id=pull.request_id,
+        pull_id=pull.pull_id,
+        num_bytes=pull.num_bytes,
+        num_posts=pull.num_posted,
+        descriptors_planned=pull.num_descriptors,
+        descriptors_posted=pull.num_descriptors_posted,
+        phases=phases(pull),
+        padding=tuple(pull.lists.padding(layout)),
+        num_tokens=pull.lists.num_tokens,
+        attempts=pull.attempt,
+    )
+
+
+def error_of(waiting: Waiting) -> PullError:
+    """Return what an attempt that failed raises."""
+    pull = waiting.pull
+    assert pull.reason is not None
+    return ERRORS.get(pull.reason, LeaseRefused)(
+        f"request {pull.request_id[:200]!r} failed in {pull.failed_in}: {pull.detail}",
+        request_id=pull.request_id,
+        pull_id=pull.pull_id,
+        failed_in=pull.failed_in,
+        reason=pull.reason.value,
+        held={} if pull.is_returned else blocks_of(pull),
+        wait_returned=None if pull.is_returned else waiting.until_returned,
+        is_retryable=pull.reason in RETRYABLE,
+        attempts=pull.attempt,
+    )
+
+
+def discharge(driver: Driver, request: Request) -> None:
+    """Tell the prefill ranks that no attempt follows, if they were told that one would."""
+    for wanted, reason in request.discharges():
+        if not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
+            with suppress(AsyncKVError):
+                driver.core.discharge(wanted, reason, driver.clock.now())
+            driver.soon()
+
+
+# -- several ---------------------------------------------------------------------------------------------
+
+
+class Retries:
+    """A request whose attempts follow each other, and its caller, who waits.
+
+    Args:
+        driver: Of the engine.
+        request: New.
+        renew_params: What to ask for other params before every retry.
+    """
+
+    def __init__(self, driver: Driver, request: Request, renew_params: RenewParams | None) -> None:
+        self.request = request
+        self._driver, self._renew_params = driver, renew_params
+        self._wake = asyncio.Event()
+        """Time is up, or no attempt may follow."""
+
+    def end(self, reason: Reason) -> None:
+        """No attempt may follow."""
+        self.request.stop(reason)
+        self._wake.set()
+
+    async def result(self, seconds: float, now: float) -> PullResult:
+        """Try until it is over; the first attempt may take so long.
+
+        Raises:
+            AsyncKVError: Of the last attempt.
+        """
+        driver, request = self._driver, self.request
+        while True:
+            try:
+                waiting = await attempt(driver, request, seconds, now)
+            except AsyncKVError:
+                request.refused()
+                discharge(driver, request)
+                raise
+            request.ended(driver.clock.now())
+            if waiting.pull.reason is Reason.COMPLETE:
+                return result_of(waiting.pull, driver.core.identity.layout)
+            error = error_of(waiting)
+            try:
+                await self._until_next(error)
+            finally:
+                if request.state not in (RequestState.OVER, RequestState.TRYING):
+                    request.give_up()
+                discharge(driver, request)
+            if request.state is RequestState.OVER:
+                if request.is_cancelled_between:
+                    raise _cancelled(error) from error
+                raise error
+            now = driver.clock.now()
+            seconds = max(request.deadline - now, 1e-3)
+
+    async def _until_next(self, error: PullError) -> None:
+        """Wait for what the request waits for, until its next attempt may begin, or none follows."""
+        driver, request, state = self._driver, self.request, RequestState
+        if request.state is state.PAUSING and request.pull is not None:
+            driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
+            with self._waking(request.next_at):
+                await self._wake.wait()
+            request.time()
+        with self._waking(request.deadline):
+            try:
+                if request.state is state.RECOVERING:
+                    found = await self._first(error.returned())
+                    request.give_up() if found is None else request.returned()
+                if request.state is state.RENEWING and self._renew_params is not None:
+                    given = await self._first(self._renew_params(error))
+                    params = None if given is None or given[0] is None else decode_params(given[0])
+                    request.give_up() if params is None else request.renewed(params)
+            except BlocksRetired:
+                request.give_up()
+            except Exception as exc:
+                raise error from exc  # `renew_params` failed, so there is nothing to go on with
+
+    @contextmanager
+    def _waking(self, when: float) -> Iterator[None]:
+        self._wake.clear()
+        if self.request.stopped is not None:
+            self._wake.set()
+        timer = self._driver.clock.call_at(when, self._wake.set)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def _first(self, work: Awaitable[T]) -> tuple[T] | None:
+        """Wait for some work, at most until woken; None if that came first."""
+        task, woken = asyncio.ensure_future(work), asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait({task, woken}, return_when=asyncio.FIRST_COMPLETED)
+            return (task.result(),) if task.done() and not task.cancelled() else None
+        finally:
+            # Not awaited: what does not let itself be cancelled must not keep the caller beyond his deadline.
+            task.add_done_callback(_swallow)
+            for each in (task, woken):
+                each.cancel()
+
+
+def _swallow(task: asyncio.Future[Any]) -> None:
+    """Nobody waits for this one any more, nor for what it may raise."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _cancelled(last: PullError) -> PullCancelled:
+    return PullCancelled(
+        f"request {last.request_id[:200]!r}: cancelled between two attempts; the last one: {last}",
+        request_id=last.request_id,
+        pull_id=last.pull_id,
+        reason=Reason.CANCELLED.value,
+        failed_in="retry",
+        held=last.held,
+        wait_returned=last.returned,
+        attempts=last.attempts,
+    )

@@ -1,0 +1,465 @@
+"""Drives the core on an event loop: what happens is handed to it, and what it wants is done.
+
+Everything that happens (a packet, the end of a transfer, a timer) is handed to the core with the time, read after it
+was observed. What the core leaves in its outbox is done once per turn of the loop, however much happened before:
+messages first, so that a claim leaves before its read is posted, then commands, then as many posts as fit into a short
+slice, so that the loop's other users get their turn.
+
+A bug that one event or command meets must not take the others with it: each is tried on its own, counted
+(`internal_errors`) and logged.
+
+There is one timer, set to the earliest moment at which the core wants to be woken, or to a beat of the driver's own, by
+which it notices that the loop was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVarTuple, assert_never
+
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.lease import Lease
+from asynckv.core.lifecycle import Lifecycle, LifeState
+from asynckv.core.outbox import (
+    BlocksRetired,
+    BlocksReturned,
+    Command,
+    Disconnect,
+    HeldForLong,
+    LeaseEnded,
+    LeaseGranted,
+    LoadPeer,
+    PeerChanged,
+    PeerDraining,
+    PullEnded,
+    PullOver,
+    RemovePeer,
+    SlowGeometry,
+    TableRefused,
+    Traced,
+)
+from asynckv.core.peer import Peer
+from asynckv.core.pull import Pull
+from asynckv.core.rank import RankCore
+from asynckv.core.types import Address, PullId, ReplyTo
+from asynckv.engine.home import Home
+from asynckv.engine.lag import LoopLag
+from asynckv.errors import BackendError, EngineClosed, PullError
+from asynckv.errors import BlocksRetired as Retired
+from asynckv.observe.log import Recorder
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
+
+__all__ = ["Driver", "Waiting"]
+
+TURNED_AWAY = (
+    "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
+    "authorized keys"
+)
+POST_SLICE_S = 0.001
+"""How long a turn may go on posting before the loop gets its turn."""
+
+BEAT_S = 0.25
+"""While anything is under way the timer runs at least this often, to notice that the loop was away."""
+
+IDLE_BEAT_S = 2.5
+"""And else this often: who comes for the first time gives up after `handshake_s`, and nobody here has a deadline."""
+
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Whoever waits for a pull's outcome, and for its blocks."""
+
+    pull: Pull
+    home: Home
+    outcome: asyncio.Future[None] | None = None
+    """What is waited on, if somebody does; a caller who is cancelled takes it along."""
+    returned: asyncio.Event = field(default_factory=asyncio.Event)
+    """The blocks are the caller's again, or were given up."""
+
+    def until_ended(self) -> asyncio.Future[None]:
+        """Return what to wait on, for a pull that has no outcome yet."""
+        self.outcome = asyncio.get_running_loop().create_future()
+        return self.outcome
+
+    async def until_returned(self) -> None:
+        """Wait for the blocks.
+
+        Raises:
+            BlocksRetired: They were given up.
+            WrongThread: This is not the engine's event loop.
+        """
+        self.home.here(PullError.returned)
+        await self.returned.wait()
+        if self.pull.is_retired and not self.pull.is_returned:
+            raise Retired("a transfer that does not end may still write these blocks; never use them again")
+
+
+class Driver:
+    """One rank's core on an event loop.
+
+    Args:
+        home: The loop.
+        life: What the engine is at; a driver takes no turn when the engine is shut.
+        data: Data plane.
+        control: Control plane.
+        clock: Clock.
+        recorder: Writes the log.
+        away_s: The loop was away if the timer fires so much later than asked.
+
+    Attributes:
+        core: What decides; there is one once the engine has started, and another after it was resumed.
+        waiting: Who waits for a pull that is not over.
+        lent: Leases that are not over, and who waits for that.
+        turned: Set by every turn, for whoever waits for something to be over.
+        release_s: How long the last releases took in the background.
+        lag: How late the timer fired.
+    """
+
+    core: RankCore
+
+    def __init__(
+        self,
+        home: Home,
+        life: Lifecycle,
+        data: DataPlane,
+        control: ControlPlane,
+        clock: Clock,
+        recorder: Recorder,
+        away_s: float,
+    ) -> None:
+        self.home, self.life, self.recorder = home, life, recorder
+        self.data, self.control, self.clock = data, control, clock
+        self.waiting: dict[PullId, Waiting] = {}
+        self.lent: dict[Lease, asyncio.Event] = {}
+        self.turned = asyncio.Event()
+        self.release_s: deque[float] = deque(maxlen=4096)
+        self.lag = LoopLag(away_s)
+        self._held: set[PullId] = set()
+        """Pulls that failed while something could still write their blocks."""
+        self._loading: set[asyncio.Task[None]] = set()
+        self._is_due = False
+        """A turn has been asked for."""
+        self._has_waited = False
+        """What is to be sent has waited a turn for more."""
+        self._is_serving = False
+        """The data plane was told that remote ranks may read."""
+        self._polled_at = -math.inf
+        self._timer: TimerHandle | None = None
+        self._timer_at = math.inf
+        self._beat_at = math.inf
+        """When the timer runs even if the core wants nothing."""
+        self._beats_fast = False
+        """Something is under way."""
+
+    # -- for the engine ------------------------------------------------------------------------------
+
+    def soon(self) -> None:
+        """Do what the core wants, once, in the loop's next turn."""
+        if not self._is_due:
+            # In this order: a turn that could not be had is asked for again by whatever happens next.
+            asyncio.get_running_loop().call_soon(self._turn)
+            self._is_due = True
+
+    def at_once(self) -> None:
+        """Do all that the core wants, outside of a turn."""
+        self._send()
+        self._obey()
+
+    def begin(self, core: RankCore) -> None:
+        """Drive a core: the engine's first, or that of its memory registered anew."""
+        self.core, self._is_serving = core, False
+        self._beat_at = self.clock.now() + IDLE_BEAT_S
+        core.outbox.trace = self.recorder.is_tracing
+
+    async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
+        """Wait until something is over, for so long at most."""
+        until = self.clock.now() + seconds
+        handle = self.clock.call_at(until, self.turned.set)
+        try:
+            while not is_over() and self.clock.now() < until:
+                self.turned.clear()
+                await self.turned.wait()
+        finally:
+            handle.cancel()
+
+    async def end_loading(self, timeout_s: float) -> None:
+        """Wait until no peer is being loaded."""
+        # A peer is loaded in a thread, which holds the agent: cancelling its task would not end it.
+        if self._loading:
+            await asyncio.wait(self._loading, timeout=timeout_s)
+        for task in list(self._loading):
+            task.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
+
+    def destroyed(self) -> None:
+        """The agent is gone: nothing of ours is read or written any more, and nobody waits for that."""
+        self.core.decode.destroyed(self.clock.now())
+        self._obey()
+        for waiting in self.waiting.values():
+            if waiting.outcome is not None and not waiting.outcome.done():
+                waiting.outcome.set_exception(EngineClosed("the engine was closed"))
+            waiting.returned.set()
+        for ended in self.lent.values():
+            ended.set()
+        self.waiting.clear()
+        self.lent.clear()
+        self._held.clear()
+
+    def stop(self) -> None:
+        """Wake nobody any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # -- events --------------------------------------------------------------------------------------
+
+    def on_packet(self, origin: Address | ReplyTo, data: bytes) -> None:
+        """Take a packet."""
+        try:
+            self.core.receive(origin, data, self.clock.now())
+        except Exception as exc:
+            self._internal_error(exc)
+        self.soon()
+
+    def on_refused(self, cause: str, who: str) -> None:
+        """The control plane let somebody not in, or may not talk to somebody."""
+        self.recorder.refused(cause, who, self.clock.now())
+        if cause == "turned_away":
+            self._safely(self.core.decode.hint, Address(who), TURNED_AWAY)
+
+    def on_data(self) -> None:
+        """The data plane may have news."""
+        before = self._polled_at
+        found = self.data.poll()
+        now = self._polled_at = self.clock.now()
+        for news in found:
+            match news:
+                case TransferEnded():
+                    self._safely(self.core.decode.ended, news, now - before, now)
+                case AgentLost():
+                    self._safely(self.core.agent_lost, news.cause, news.reads, now)
+                    if news.pause_s:
+                        self.recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
+                case AgentReplaced():
+                    self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
+                    self.recorder.event(
+                        "warning",
+                        "data_plane_restarted",
+                        cause=news.cause,
+                        agent=news.agent.name,
+                        seconds=round(news.seconds, 6),
+                        transfers_failed=news.transfers_failed,
+                    )
+                case _:
+                    assert_never(news)
+        if found:
+            self.soon()
+
+    def _on_timer(self) -> None:
+        due, self._timer, self._timer_at = self._timer_at, None, math.inf
+        self._safely(self._tick, due)
+        if self._timer is None:
+            self.soon()  # which arms it, as everybody's deadlines hang on it
+
+    def _tick(self, due: float) -> None:
+        now, core = self.clock.now(), self.core
+        if self.lag.take(now - due):
+            self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
+        self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
+        self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
+        if core.next_at <= now:
+            core.tick(now)
+            self.soon()
+        self._arm(min(core.next_at, self._beat_at))
+
+    def _arm(self, when: float) -> None:
+        if when >= self._timer_at and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if when < math.inf:
+            self._timer = self.clock.call_at(when, self._on_timer)
+        self._timer_at = when
+
+    def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Hand one event to the core."""
+        try:
+            take(*args)
+        except Exception as exc:
+            self._internal_error(exc)
+
+    def _internal_error(self, exc: Exception) -> None:
+        self.core.outbox.counters["internal_errors"] += 1
+        self.recorder.internal_error(exc)
+
+    # -- a turn --------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._is_due = False
+        if self.life.is_shut:
+            if self.life.state is LifeState.STUCK:
+                self._watch_held()
+            return
+        core = self.core
+        try:
+            self._work(core)
+            is_serving = bool(core.prefill.leases)
+            if is_serving is not self._is_serving:
+                self.data.watch(is_serving)
+                self._is_serving = is_serving
+            if not self._beats_fast and (is_serving or core.decode.pulls):
+                # Something has begun.
+                self._beats_fast, self._beat_at = True, min(self._beat_at, self.clock.now() + BEAT_S)
+        except Exception as exc:
+            self._internal_error(exc)
+        self.turned.set()
+        # Whatever happened: without its timer the engine would keep no deadline.
+        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, self._beat_at)
+        if when < self._timer_at or self._timer is None:
+            self._arm(when)
+
+    def _watch_held(self) -> None:
+        """Closing failed: nothing is sent or read any more, but blocks are given up in time."""
+        self.core.outbox.take_packets()
+        self._obey()
+        self._arm(self.core.next_at)
+
+    def _work(self, core: RankCore) -> None:
+        """Send what somebody waits for, obey, read for a short slice, and send the rest."""
+        outbox, decode = core.outbox, core.decode
+        has_waited, self._has_waited = self._has_waited, False
+        if outbox.is_urgent:
+            self._send()
+        if outbox.commands:
+            self._obey()
+        if decode.posting.turns or decode.admission.turns:
+            self._read()
+            if outbox.commands:
+                self._obey()
+        if outbox.messages:
+            # Nobody waits for a release, and who has just been told often asks for more: both go in one packet.
+            if has_waited or outbox.is_urgent:
+                self._send()
+            else:
+                self._has_waited = True
+                self.soon()
+
+    def _read(self) -> None:
+        """Plan and post as much as fits into a short slice of the loop's time."""
+        clock, decode = self.clock, self.core.decode
+        started = began = clock.now()
+        while True:
+            if decode.posting.turns and (post := decode.next_read(began)) is not None:
+                try:
+                    ended = self.data.post_read(post.transfer_id, post.agent_name, post.read)
+                except Exception as exc:  # a bug of the plane's, which may have posted it
+                    self._internal_error(exc)
+                    ended = TransferEnded(post.transfer_id, Ending.IN_DOUBT, f"posting it failed: {exc!r}")
+                now = clock.now()
+                decode.spent(post.transfer_id, now - began)
+                if ended is not None:
+                    decode.ended(ended, 0.0, now)
+            elif decode.admission.turns and (pull := decode.admit(began)) is not None:
+                now = clock.now()
+                pull.plan_took(now)
+            else:
+                break
+            began = now
+            if now - started > POST_SLICE_S:
+                self.soon()
+                break
+
+    def _send(self) -> None:
+        core, control = self.core, self.control
+        for to, packet in core.outbox.take_packets():
+            try:
+                if not control.send(to, packet):
+                    core.outbox.counters["dropped.not_sent"] += 1
+                    if isinstance(to, str) and (why := control.refusal(to)):
+                        core.decode.refused(to, why, self.clock.now())
+                        self.soon()
+            except Exception as exc:
+                self._internal_error(exc)
+
+    def _obey(self) -> None:
+        """Execute what the core wants done, and what comes of that."""
+        outbox = self.core.outbox
+        while outbox.commands:
+            commands, outbox.commands, now = outbox.commands, [], self.clock.now()
+            for command in commands:
+                try:
+                    self._execute(command, now)
+                except Exception as exc:
+                    self._internal_error(exc)
+
+    def _execute(self, command: Command, now: float) -> None:
+        recorder = self.recorder
+        match command:
+            case PullEnded(pull):
+                if not pull.is_returned:
+                    self._held.add(pull.pull_id)
+                waiting = self.waiting.get(pull.pull_id)
+                if waiting is not None and waiting.outcome is not None and not waiting.outcome.done():
+                    waiting.outcome.set_result(None)
+                if not pull.is_discharge:
+                    recorder.pull_ended(pull, now)
+            case BlocksReturned(pull):
+                if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                    waiting.returned.set()
+                if pull.pull_id in self._held:
+                    self._held.discard(pull.pull_id)
+                    recorder.blocks_returned(pull, now)
+            case PullOver(pull):
+                self.waiting.pop(pull.pull_id, None)
+                self.release_s.append(pull.released_at - pull.published_at)
+            case BlocksRetired(pull):
+                if (waiting := self.waiting.get(pull.pull_id)) is not None:
+                    waiting.returned.set()
+                recorder.blocks_retired(pull, now)
+            case LeaseGranted(lease, pull_id):
+                recorder.lease_granted(lease, pull_id, now)
+            case HeldForLong():
+                recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
+            case LeaseEnded(lease):
+                if (ended := self.lent.pop(lease, None)) is not None:
+                    ended.set()
+                recorder.lease_ended(lease, now)
+            case LoadPeer(peer, metadata):
+                task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
+                self._loading.add(task)
+                task.add_done_callback(self._loading.discard)
+            case TableRefused(peer, cause):
+                recorder.event("error", "table_refused", peer=peer.name, detail=cause)
+            case SlowGeometry(peer, detail):
+                recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
+            case RemovePeer(peer, keep):
+                self.data.remove_remote_agent(peer.agent_name, keep=keep)
+            case Disconnect(address):
+                self.control.disconnect(address)
+            case PeerChanged(peer, before, after):
+                recorder.peer_changed(peer, before, after)
+            case PeerDraining(peer):
+                recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
+            case Traced(subject, entries):
+                recorder.traced(subject, entries)
+            case _:
+                assert_never(command)
+
+    async def _load(self, peer: Peer, metadata: bytes) -> None:
+        core = self.core
+        assert peer.layout is not None
+        try:
+            await self.data.add_remote_agent(AgentInfo(peer.agent_name, metadata), peer.layout.memories)
+        except Exception as exc:  # whatever it is, who waits for this peer must hear of it
+            cause = str(exc) if isinstance(exc, BackendError) else repr(exc)
+            self._safely(core.decode.load_failed, peer, cause, self.clock.now())
+        else:
+            self._safely(core.decode.loaded, peer, self.clock.now())
+        self.soon()

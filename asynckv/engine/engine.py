@@ -1,0 +1,566 @@
+"""The engine, as its owner sees it: what can be called, and what can be asked.
+
+A call checks what it is given, asks for a turn of the loop, and is handed to the core with the time; the driver does
+what comes of it (`driver.py`). A question is answered as things stand. What an engine may do next is a table in the
+core (`core/lifecycle.py`); how it starts and resumes is said here, and how it ends in `ending.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import msgspec
+
+from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
+from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
+from asynckv.core.attempts import Request
+from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
+from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
+from asynckv.core.pull import PullRequest
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
+from asynckv.core.types import MAX_HASHES, Address, Endpoint, Params, Reason, decode_params, rank_name, sendable
+from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
+from asynckv.engine.driver import Driver, Waiting
+from asynckv.engine.ending import Ending
+from asynckv.engine.home import NOT_STARTED, Home
+from asynckv.engine.lent import LentRequest
+from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
+from asynckv.geometry.check import Registration
+from asynckv.geometry.layout import Layout, fingerprint
+from asynckv.observe.log import Recorder
+from asynckv.ports import Clock, ControlPlane, DataPlane
+from asynckv.results import PullResult, Statistics
+
+__all__ = ["Engine"]
+
+Groups = Sequence[tuple[int, Sequence[int | None]]]
+
+
+class Engine:
+    """One rank of an inference engine: lends its blocks, pulls others'.
+
+    Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop that `start` ran on:
+    every method raises `WrongThread` elsewhere, with nothing changed. `statistics`, `holds` and the other questions
+    may be asked on that loop's thread whatever runs there. `config`, `registration`, `incarnation`, `endpoint` and
+    `memory_epoch` may be read from any thread.
+
+    Args:
+        config: Checked configuration.
+        registration: The memory this rank holds (`register_memory`, `register_tensors`).
+        data: Data plane; NIXL if left out.
+        control: Control plane; ZMQ if left out.
+        clock: Clock; the system's if left out.
+        token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
+
+    Raises:
+        ConfigError: The configuration or the registration is something else.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        registration: Registration,
+        *,
+        data: DataPlane | None = None,
+        control: ControlPlane | None = None,
+        clock: Clock | None = None,
+        token_hex: Callable[[int], str] = secrets.token_hex,
+    ) -> None:
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(f"config is {shown(config)}; it must be an EngineConfig")
+        _check(registration, ConfigError)
+        self.config = config
+        self.registration = registration
+        self._token_hex = token_hex
+        self.incarnation = token_hex(16)
+        self._recorder = Recorder(
+            config.log,
+            engine_id=config.engine_id,
+            tp_rank=registration.layout.tp_rank,
+            incarnation=self.incarnation,
+            rank=self._rank,
+        )
+        self._home, self._life = Home(), Lifecycle()
+        self._is_data_given = data is not None
+        self._clock = clock if clock is not None else _loop_clock()
+        self._driver = Driver(
+            self._home,
+            self._life,
+            data if data is not None else self._choose_data(),
+            control if control is not None else _zmq(config),
+            self._clock,
+            self._recorder,
+            config.log.away_s,
+        )
+        self._retrying: dict[str, Retries] = {}
+        """Requests whose attempts follow each other."""
+        self._ending = Ending(self._driver, config, self._retrying)
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Bring both planes up and register the memory.
+
+        Raises:
+            BackendError: NIXL or the address is not to be had; nothing is left running.
+            LayoutError: The layout does not hold together.
+        """
+        self._home.here(self.start, is_first=True)
+        if self._ending.is_closing or self._life.is_shut:
+            raise EngineClosed("the engine was closed; make a new one")
+        if self._is_started:
+            raise LocalProtocolError("the engine was started before")
+        driver = self._driver
+        try:
+            self._begin()
+            self._home.settle()
+            await driver.control.start(driver.on_packet, driver.on_refused)
+            if self._ending.is_closing:
+                raise EngineClosed("the engine was closed while it started")
+            self._life.receive(LifeEvent.STARTED)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._ending.close_planes()
+            raise
+        self._recorder.event(
+            "info",
+            "engine_started",
+            address=driver.control.address,
+            layout=fingerprint(self.registration.layout),
+            bytes=sum(m.length for m in self.registration.layout.memories),
+            **driver.data.describe(),
+        )
+        driver.soon()
+
+    def _choose_data(self) -> DataPlane:
+        """Choose where NIXL runs: in this process, or in one of its own."""
+        from asynckv.edges.choice import choose_plane
+
+        config, layout = self.config, self.registration.layout
+        place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
+        plane, warning = choose_plane(config, layout.memories, place)
+        if warning:
+            self._recorder.event("warning", "data_plane_in_process", detail=warning)
+        return plane
+
+    def _begin(self, memory_epoch: int = 0) -> None:
+        """Bring the data plane up, register the memory, and make the core that speaks for it."""
+        driver, layout = self._driver, self.registration.layout
+        agent = driver.data.start(layout.memories, driver.on_data)
+        first_nonce = int(self._token_hex(6), 16)
+        identity = Identity(
+            self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
+        )
+        driver.begin(RankCore(identity, self.config))
+
+    async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        """Take nothing new, tell the readers so, and wait for what is under way.
+
+        Nothing is cancelled: call `aclose` for that. What was announced may still be pulled, and what failed be
+        tried again.
+
+        Returns:
+            What is still under way after `timeout_s`, the oldest holders of blocks first; empty if all is done.
+        """
+        self._home.here(self.drain)
+        timeout_s = number("timeout_s", timeout_s, 0)
+        return await self._ending.drain(timeout_s)
+
+    async def aclose(self) -> None:
+        """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
+
+        Raises:
+            BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
+                returned yet. Call again to wait again.
+        """
+        self._home.here(self.aclose, is_first=True)
+        await self._ending.close()
+
+    async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
+        """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
+
+        Drains for `timeout_s`, then cancels and revokes what is left and keeps the promises that run (at most
+        `lease.grant_s`). Readers are told goodbye, and the NIXL agent is destroyed. The address stays, and answers
+        that nothing is served. Idempotent.
+
+        Returns:
+            What had to be cut short.
+
+        Raises:
+            BackendError: Something is still inside NIXL, so the memory may still be read and written. Call again to
+                wait again, or `aclose`.
+        """
+        self._home.here(self.suspend)
+        timeout_s = number("timeout_s", timeout_s, 0)
+        if self._ending.is_closing:
+            raise EngineClosed("the engine was closed")
+        if self._life.state is LifeState.SUSPENDED:
+            return ()
+        return await self._ending.suspend(timeout_s)
+
+    async def resume(self, registration: Registration | None = None) -> None:
+        """Register memory again and serve anew, as another start of the process: every old reference is refused.
+
+        `endpoint` and `memory_epoch` have changed: make a new `PrefillGroup` of them.
+
+        Args:
+            registration: Where the memory lies now; where it was before if left out.
+
+        Raises:
+            LocalProtocolError: The engine is not suspended.
+            BackendError: NIXL cannot register the memory; the engine stays suspended.
+            LayoutError: The layout does not hold together; the engine stays suspended.
+        """
+        self._home.here(self.resume)
+        if registration is not None:
+            _check(registration, LocalProtocolError)
+        if self._ending.is_closing:
+            raise EngineClosed("the engine was closed")
+        if not self._life.takes(LifeEvent.RESUMED):
+            raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
+        driver, before, old = self._driver, (self.registration, self.incarnation), self._driver.core
+        self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
+        try:
+            if not self._is_data_given:
+                driver.data = self._choose_data()  # other memory may be shared or not
+            self._begin(self.memory_epoch + 1)
+        except BaseException:
+            self.registration, self.incarnation = before
+            with anyio.CancelScope(shield=True):
+                await self._ending.close_data()
+            raise
+        for address in {peer.address for peer in old.decode.peers.by_place.values()}:
+            driver.control.disconnect(address)
+        for counter, count in old.outbox.counters.items():
+            driver.core.outbox.counters[counter] += count
+        self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
+        self._life.receive(LifeEvent.RESUMED)
+        self._recorder.event(
+            "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
+        )
+        driver.soon()
+
+    @property
+    def _rank(self) -> str:
+        layout = self.registration.layout
+        return rank_name(self.config.engine_id, layout.tp_rank, layout.pp_stage, self.incarnation)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """How decode ranks reach this one; goes into the endpoints of a `PrefillGroup`."""
+        layout, address = self.registration.layout, self._driver.control.address
+        if not address:
+            raise EngineClosed("the engine is not started, so it has no address yet; use `async with Engine(...)`")
+        return Endpoint(layout.tp_rank, address, self.incarnation, layout.pp_stage)
+
+    @property
+    def memory_epoch(self) -> int:
+        """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
+        return self._driver.core.prefill.memory_epoch if self._is_started else 0
+
+    @property
+    def _is_started(self) -> bool:
+        return self._home.is_settled
+
+    @property
+    def _core(self) -> RankCore:
+        if not self._is_started:
+            raise EngineClosed(NOT_STARTED)
+        return self._driver.core
+
+    # -- prefill -----------------------------------------------------------------------------------
+
+    def lend(self, params: Params | Mapping[str, Any], *, readers: int = 1) -> LentRequest:
+        """Lend the blocks that params (`PrefillGroup.make_params`) describe; on every prefill rank.
+
+        The KV has to be in the blocks. Requests are lent in any order, each once.
+
+        Args:
+            params: From the group's scheduler; may have reached the decode side already.
+            readers: Decode engines (cohorts) that will each read the request once.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            PlanRefused: The blocks do not fit the layout.
+            LocalProtocolError: The params are another engine's, were lent before or withdrawn, or a block is being
+                written.
+        """
+        self._home.here(self.lend)
+        readers = integer("readers", readers, 1, MAX_RANKS)
+        wanted, driver = decode_params(params), self._driver
+        driver.soon()  # first: without a turn nothing may begin
+        now = self._clock.now()
+        lease = driver.core.lend(wanted, readers, now)
+        self._recorder.lease_lent(lease, now)
+        return LentRequest(driver, lease)
+
+    def withdraw(self, params: Params | Mapping[str, Any]) -> None:
+        """Say that a request whose params have left will never be lent: it was aborted; on every prefill rank.
+
+        Readers that wait for it are refused at once, as `withdrawn`, and so are those that come later. (Of very many
+        that wait, those that found no room, `lease.max_parked`, hear of it when they ask again, within 2 s.) A request
+        that is lent already is revoked, and of one that has ended nothing changes: whoever aborts need not know.
+
+        Raises:
+            EngineClosed: The engine was not started.
+            LocalProtocolError: The params are another engine's.
+            RemoteProtocolError: The params are malformed.
+        """
+        self._home.here(self.withdraw)
+        found, driver = decode_params(params), self._driver
+        driver.soon()
+        waited = driver.core.withdraw(found, self._clock.now())
+        if waited is not None:
+            self._recorder.withdrawn(found, waited)
+
+    # -- decode ------------------------------------------------------------------------------------
+
+    def announce(
+        self, request_id: str, params: Params | Mapping[str, Any], *, wait_s: float | None = None, cohort_id: str = ""
+    ) -> None:
+        """Say that a request will be pulled: handshake, claim and renewals start now.
+
+        Follow it by `pull` under the same id, or by `cancel`, within `wait_s`.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The request is being pulled already.
+            RemoteProtocolError: The params are malformed.
+        """
+        self._home.here(self.announce)
+        wait = self.config.pull.announce_s if wait_s is None else seconds("wait_s", wait_s)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
+        wanted, driver = decode_params(params), self._driver
+        driver.soon()
+        driver.core.announce(request_id, wanted, cohort_id, wait, self._clock.now())
+
+    async def pull(
+        self,
+        request_id: str,
+        groups: Groups,
+        params: Params | Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        cohort_id: str = "",
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
+        is_last: bool = True,
+        priority: int = 0,
+        retries: int | None = None,
+        renew_params: RenewParams | None = None,
+    ) -> PullResult:
+        """Fill blocks with a lent request's KV; on every decode rank.
+
+        Args:
+            request_id: The decode side's id; one pull at a time per id.
+            groups: Per cache group `(first_token, block ids)`: which tokens are missing here, and where
+                they go. The first block is the one that holds `first_token`; nothing below is written.
+                `None` in the list is a place where nothing is wanted (outside a sliding window, a state
+                that is not kept). In a group of states the list has one place per `block_size` tokens,
+                and the state after the last token goes into the place of that token.
+                No blocks at all is a full prefix hit: nothing is read, everybody is released.
+            params: What the prefill side gave out for the request.
+            timeout_s: Deadline; the configuration's if left out.
+            cohort_id: Name of this decode engine's attempt, if it is not the engine's id (siblings).
+            hashes: This side's hashes of the prompt, one per `hash_tokens` of the params and each covering
+                all tokens before it. Only tokens on which both sides agree are read; the result's
+                `num_tokens` says how many that are.
+            num_tokens: Tokens that are wanted; all that are lent if left out. The lists have to reach them.
+            is_last: False says that another attempt will follow if this one fails, or its task is cancelled: the
+                request stays lent to this reader. A last attempt discharges it whatever the outcome.
+            priority: Among pulls that have to wait the smaller goes first (vLLM's convention), then who came first.
+            retries: How often to try again within the deadline if this fails, into the same blocks once nothing
+                can write them any more; the configuration's if left out.
+            renew_params: Asked before every retry, with the error: returns params to go on with (a router may have
+                had the prompt prefilled elsewhere; the old ones are discharged), or None to give up. It makes
+                refusals retryable that the same params cannot get over, such as a prefill rank that was restarted. If
+                it raises, the pull fails with the last error, and the exception is that error's cause.
+
+        Returns:
+            What was moved, once it is proven to be what was lent.
+
+        Raises:
+            PullError: A subclass by cause; says which blocks are still held. `PlanRefused` for blocks
+                that do not fit and `Overloaded` if too many wait already, before anything was started.
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The request is being pulled already, or a block is in use.
+            RemoteProtocolError: The params are malformed.
+        """
+        self._home.here(self.pull)
+        config = self.config.pull
+        timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+        most = config.retries if retries is None else integer("retries", retries, 0, MAX_RETRIES)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if num_tokens is not None:
+            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if hashes is not None:
+            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
+        flag("is_last", is_last)
+        priority = integer("priority", priority, -MAX_INTEGER)
+        if type(groups) is not list and isinstance(groups, Iterable):
+            groups = tuple(groups)  # which can be looked at again by another attempt
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled already; cancel it first")
+        if renew_params is not None and not (callable(renew_params) and most):
+            raise LocalProtocolError("renew_params is called before retries: give a callable, and retries of 1 or more")
+        driver, now = self._driver, self._clock.now()
+        wanted = PullRequest(
+            request_id, groups, decode_params(params), cohort_id, hashes, num_tokens, is_last, priority
+        )
+        request = Request(wanted, most, config.retry_s, now + timeout, renew_params is not None, now)
+        if not most:
+            waiting = await attempt(driver, request, timeout, now)
+            if waiting.pull.reason is not Reason.COMPLETE:
+                raise error_of(waiting)
+            return result_of(waiting.pull, self.registration.layout)
+        retrying = self._retrying[request_id] = Retries(driver, request, renew_params)
+        try:
+            return await retrying.result(timeout, now)
+        finally:
+            del self._retrying[request_id]
+            driver.soon()
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up a request, announced, being pulled or waiting for a retry; False if there is nothing to give up.
+
+        The reader is discharged on the prefill side, whatever `is_last` said: the request is needed no more. Between
+        two attempts of the caller's own (`is_last=False`) there is nothing to give up: the lease runs out, unless a
+        last attempt is made.
+        """
+        self._home.here(self.cancel)
+        request_id = text("request_id", request_id)
+        driver = self._driver
+        driver.soon()
+        found = driver.core.cancel(request_id, self._clock.now())
+        if (retrying := self._retrying.get(request_id)) is not None:
+            retrying.end(Reason.CANCELLED)
+            found = True
+        return found
+
+    async def returned(self, request_id: str) -> None:
+        """Wait until no attempt at a request may write any block.
+
+        What `PullError.returned` is for a failed pull, this is for one whose task was cancelled: the
+        `CancelledError` cannot carry it. Returns at once if nothing is held.
+
+        Raises:
+            BlocksRetired: A transfer did not end within `held_s`; the blocks must never be used again.
+        """
+        self._home.here(self.returned)
+        request_id = text("request_id", request_id)
+        driver, core = self._driver, self._driver.core
+        while self._life.state is not LifeState.CLOSED and driver.core is core:
+            open_pulls = (p for p in core.decode.pulls.values() if p.request_id == request_id)
+            held = next((p for p in open_pulls if p.lists is not None and not p.is_returned), None)
+            if held is None:
+                return
+            await driver.waiting.setdefault(held.pull_id, Waiting(held, self._home)).until_returned()
+
+    def would_block(self, params: Params | Mapping[str, Any]) -> bool:
+        """Say whether a pull of this request would have to wait for others before it reads, if it came now.
+
+        For schedulers that would rather allocate blocks for another request, or ask another engine.
+        """
+        self._home.asked(self.would_block)
+        wanted = decode_params(params)
+        return self._core.is_closed or self._core.would_block(wanted)
+
+    def forget_peer(self, address: str) -> None:
+        """Take the caller's word that the rank at an address is gone; what waits for it fails."""
+        self._home.here(self.forget_peer)
+        address = text("address", address, MAX_NAME)
+        driver = self._driver
+        driver.soon()
+        driver.core.decode.forget(Address(address), self._clock.now())
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Take a snapshot of counters and gauges."""
+        self._home.asked(self.statistics)
+        core, driver = self._core, self._driver
+        counters = dict(core.outbox.counters)
+        counters |= {f"control.{k}": v for k, v in driver.control.statistics().items()}
+        counters |= {f"data.{k}": v for k, v in driver.data.statistics().items()}
+        counters["loop.was_away"] = (lag := driver.lag).num_away
+        counters["keys.given_up"] = core.prefill.spent.num_given_up
+        counters["keys.forgotten"] = core.prefill.spent.num_forgotten
+        counters["log.failed"] = self._recorder.num_failed
+        return Statistics(
+            counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
+        )
+
+    def holds(self) -> tuple[HeldBlocks, ...]:
+        """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
+        self._home.asked(self.holds)
+        now = self._clock.now()
+        return self._core.inspect.holds(now) + self._between_attempts(now)
+
+    def requests(self) -> tuple[RequestStatus, ...]:
+        """Say how every request stands that is announced, pulled or lent here, the oldest first.
+
+        What `holds` is for blocks, this is for requests: an announcement holds no block of this engine, and yet keeps
+        blocks of prefill engines lent. The values are plain: `json.dumps([asdict(r) for r in engine.requests()])`.
+        """
+        self._home.asked(self.requests)
+        now = self._clock.now()
+        return self._core.inspect.requests(now) + tuple(map(retry_status, self._between_attempts(now)))
+
+    def describe(self) -> dict[str, str]:
+        """Name versions, transports and modes in use."""
+        self._home.asked(self.describe)
+        return self._driver.data.describe()
+
+    def check_integrity(self) -> None:
+        """Audit holders against what is under way.
+
+        Raises:
+            AsyncKVError: Something does not add up; a bug to report, with this message.
+        """
+        self._home.asked(self.check_integrity)
+        if wrong := self._core.inspect.check_integrity():
+            raise AsyncKVError("integrity: " + "; ".join(wrong))
+
+    def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
+        return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)
+
+
+def _check(registration: Registration, error: type[AsyncKVError]) -> None:
+    """Refuse what none of the functions made that register memory."""
+    try:
+        if isinstance(registration, Registration):
+            sendable(registration.layout, Layout)
+            return
+        why = ""
+    except msgspec.ValidationError as exc:
+        why = f" ({exc})"
+    raise error(f"registration is {shown(registration)}{why}; give what register_memory or its like return")
+
+
+def _zmq(config: EngineConfig) -> ControlPlane:
+    from asynckv.edges.zmq import ZmqPlane
+
+    return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+
+
+def _loop_clock() -> Clock:
+    from asynckv.edges.clock import LoopClock
+
+    return LoopClock()

@@ -1,0 +1,94 @@
+"""The event loop that an engine belongs to, and what is said to whoever calls from elsewhere.
+
+An engine has no locks: it is changed on one event loop only, the one that it was started on. Whoever calls from another
+thread or loop is refused before anything has happened, and is told how to make the call where it belongs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from asynckv.errors import EngineClosed, WrongThread
+
+__all__ = ["Home"]
+
+NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
+
+OWNERS = {"LentRequest": "lent", "PullError": "error"}
+"""What callers may call their objects; everything else is the engine's."""
+
+
+class Home:
+    """An engine's event loop, once it has one."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """The engine was started, so it has a loop, and a core."""
+        return self.loop is not None
+
+    def settle(self) -> None:
+        """The engine belongs to this loop from now on."""
+        self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def here(self, call: Callable[..., Any], *, is_first: bool = False) -> None:
+        """Refuse a call from elsewhere than the engine's event loop, before anything is changed.
+
+        Args:
+            call: What is called.
+            is_first: It may be called on any loop while the engine has none.
+
+        Raises:
+            WrongThread: This is another thread or event loop, or none runs.
+            EngineClosed: The engine was not started, so it has no loop yet.
+        """
+        try:
+            if asyncio.get_running_loop() is self.loop:
+                return
+        except RuntimeError:
+            raise self._wrong_thread(call) from None
+        if self.loop is not None:
+            raise self._wrong_thread(call)
+        if not is_first:
+            raise EngineClosed(NOT_STARTED)
+
+    def asked(self, question: Callable[..., Any]) -> None:
+        """Refuse a question that another thread asks while things change under its eyes.
+
+        Raises:
+            WrongThread: This is another thread than that of the engine's event loop, which goes on.
+        """
+        if threading.get_ident() != self._thread and self.loop is not None and not self.loop.is_closed():
+            raise self._wrong_thread(question)
+
+    def _wrong_thread(self, call: Callable[..., Any]) -> WrongThread:
+        """Say where a call has to be made, and how to make it there."""
+        owner, _, name = call.__qualname__.rpartition(".")
+        what = f"{OWNERS.get(owner, 'engine')}.{name}"
+        if self.loop is None:
+            where = (
+                "outside of an event loop; await engine.start() in the one that the engine is to run on, then call it "
+                "there"
+            )
+        elif self.loop.is_closed():
+            where = (
+                "after the engine's event loop was closed, so that nothing can be done; close engines before their loop"
+            )
+        else:
+            remedy = (
+                f"asyncio.run_coroutine_threadsafe({what}(...), loop)"
+                if inspect.iscoroutinefunction(call)
+                else f"loop.call_soon_threadsafe({what}, ...)"
+            )
+            where = (
+                f"from thread {threading.current_thread().name!r} or another event loop than the one that the engine "
+                f"was started on; nothing was changed: use {remedy}, where loop is the engine's"
+            )
+        return WrongThread(f"{what} was called {where}")

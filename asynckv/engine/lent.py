@@ -1,0 +1,61 @@
+"""A lent request in its owner's hands: to wait for its end, to ask who still owes a release, to take it back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from asynckv.core.lease import Lease
+from asynckv.engine.driver import Driver
+from asynckv.results import LeaseEnd
+
+__all__ = ["LentRequest"]
+
+
+class LentRequest:
+    """A lent request in its owner's hands."""
+
+    def __init__(self, driver: Driver, lease: Lease) -> None:
+        self._driver = driver
+        self._lease = lease
+        self._ended = asyncio.Event()
+        if lease.is_over:  # released before it was lent
+            self._ended.set()
+        else:
+            driver.lent[lease] = self._ended
+
+    @property
+    def request_id(self) -> str:
+        """The prefill side's id."""
+        return self._lease.lent.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """The blocks are the engine's again."""
+        return self._lease.is_over
+
+    def owed(self) -> tuple[str, ...]:
+        """Name the readers that have not released yet; `*` for a cohort that never spoke up."""
+        self._driver.home.asked(self.owed)
+        return self._lease.owed()
+
+    def revoke(self) -> None:
+        """Grant nothing any more; the blocks return when no promise runs."""
+        driver = self._driver
+        driver.home.here(self.revoke)
+        driver.soon()
+        driver.core.prefill.revoke(self._lease, driver.clock.now())
+
+    async def wait_released(self) -> LeaseEnd:
+        """Wait until the blocks are the engine's again, whatever the reason."""
+        self._driver.home.here(self.wait_released)
+        await self._ended.wait()
+        lease = self._lease
+        cause = lease.state.value if lease.is_over else "closed"
+        ended_at = lease.ended_at if lease.is_over else self._driver.clock.now()
+        return LeaseEnd(
+            lease.lent.request_id,
+            cause,
+            {str(r): o.value for r, o in lease.outcomes.items()},
+            () if cause == "released" else lease.owed(),
+            ended_at - lease.lent_at,
+        )
