@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -237,6 +238,26 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+
+
+def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, ours, raises = logging.getLogger(), logging.NullHandler(), logging.raiseExceptions
+
+    def meddling(name: str) -> str:
+        root.handlers.clear()
+        logging.raiseExceptions = not raises
+        return name
+
+    monkeypatch.setattr(nixl.importlib, "import_module", meddling)
+    before = list(root.handlers)
+    try:
+        root.addHandler(ours)
+        assert nixl._load().endswith("._api")
+        assert root.handlers == [*before, ours]
+        assert logging.raiseExceptions is raises
+    finally:
+        root.removeHandler(ours)
+        logging.raiseExceptions = raises
 
 
 # -- evidence --------------------------------------------------------------------------------------

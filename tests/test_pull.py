@@ -132,7 +132,7 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
 
 def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, drain_s=1.0)))
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0)))
     prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
@@ -156,6 +156,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     assert left() == ("notifying", pytest.approx(14.9))
     world.advance(15.0)
     assert left() == ("quarantined", None)
+    assert f"release {NAME}: given up, the lease will expire" in said(pull)
     world.land(decode, transfer)
     world.tell(decode, TransferEnded(transfer, Ending.DONE))
     assert pull.is_over
