@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -238,6 +240,28 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("torch", "there", "chosen"),
+    [
+        ("cuda: str = '12.8'", "nixl_cu12 nixl_cu13", "nixl_cu12"),
+        ("cuda = '13.0'", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("hip = None\ncuda = None", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("", "nixl_cu12", "nixl_cu12"),
+        ("cuda = '12.8'", "nixl_cu13", "nixl_cu13"),
+    ],
+)
+def test_the_variant_of_nixl_is_that_of_torchs_cuda_where_it_is_there(
+    torch: str, there: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nixl_cu13._bindings", "nixl_cu12._bindings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "version.py").write_text(torch)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    found = {"torch": spec if torch else None} | dict.fromkeys(there.split(), spec)
+    monkeypatch.setattr(nixl.importlib.util, "find_spec", found.get)
+    assert nixl._variant() == chosen
 
 
 def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
