@@ -7,6 +7,7 @@ import base64
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -262,6 +263,15 @@ def test_the_variant_of_nixl_is_that_of_torchs_cuda_where_it_is_there(
     found = {"torch": spec if torch else None} | dict.fromkeys(there.split(), spec)
     monkeypatch.setattr(nixl.importlib.util, "find_spec", found.get)
     assert nixl._variant() == chosen
+
+
+def test_the_epoll_set_that_watches_those_of_all_agents_is_no_agents_own() -> None:
+    with select.epoll() as one, select.epoll() as other, select.epoll() as all_of_them:
+        for each in (one, other):
+            all_of_them.register(each.fileno(), select.EPOLLIN)
+        own = {one.fileno(), other.fileno()}
+        assert set(nixl_agent._own(own | {all_of_them.fileno()})) == own
+        assert set(nixl_agent._own(own)) == own
 
 
 def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
