@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
 import json
 import logging
 import os
@@ -261,7 +262,7 @@ def test_the_variant_of_nixl_is_that_of_torchs_cuda_where_it_is_there(
     (tmp_path / "version.py").write_text(torch)
     spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
     found = {"torch": spec if torch else None} | dict.fromkeys(there.split(), spec)
-    monkeypatch.setattr(nixl.importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
     assert nixl._variant() == chosen
 
 
@@ -282,7 +283,7 @@ def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pyte
         logging.raiseExceptions = not raises
         return name
 
-    monkeypatch.setattr(nixl.importlib, "import_module", meddling)
+    monkeypatch.setattr(importlib, "import_module", meddling)
     before = list(root.handlers)
     try:
         root.addHandler(ours)
