@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynckv.core import wire as m
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
 from asynckv.geometry.check import decode_layout
@@ -219,3 +219,11 @@ def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, objec
     assert pull.reason is Reason.GEOMETRY
     assert message in pull.detail
     assert "its layout cannot be used" in pull.detail
+
+
+def test_what_is_wrong_with_a_value_is_said_in_full_unless_it_is_long() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'nobody'$"):
+        sendable("nobody", Reason)
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'a+ \.\.\. b+'$") as caught:
+        sendable("a" * 500 + "b" * 500, Reason)
+    assert len(str(caught.value)) == 405

@@ -157,7 +157,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     world.advance(15.0)
     assert left() == ("quarantined", None)
     assert f"release {NAME}: given up, the lease will expire" in said(pull)
-    world.land(decode, transfer)
+    decode.reads[transfer].land()
     world.tell(decode, TransferEnded(transfer, Ending.DONE))
     assert pull.is_over
 
