@@ -242,6 +242,9 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+    calls, later = reader.calls, asyncio.get_running_loop().time() + 0.05
+    await until(lambda: asyncio.get_running_loop().time() > later)
+    assert reader.calls == calls, "what is closed asks to be polled"
 
 
 @pytest.mark.parametrize(

@@ -180,3 +180,23 @@ def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often(
         pauses[0].append(source.claim_at - 100.0)
         pauses[1].append(source.release_at - 100.0)
     assert pauses == [[0.25, 0.5, 1, 2, 2, 2, 2, 2, 2], [0.25, 0.5, 1, 2, 4, 5, 5, 5, 5]]
+
+
+def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:
+    world = World()
+    first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
+    decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
+    params = world.params([first, second], "r", [3], 4)
+    world.lend(first, params)
+    pull = world.pull(decode, "d-r", [1], params)
+    world.deliver_all()
+    running = [read.agent_name for read in decode.reads.values()]
+    waits = pull.waits(world.time(decode))
+    assert running == ["agent-p0", "agent-p1"]
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), prefill/tp1@p1-1 (world://p1), and not ")
+    assert waits.endswith(" lent yet by prefill/tp1@p1-1 (world://p1)")
+    for transfer, read in list(decode.reads.items()):
+        if read.agent_name == "agent-p1":
+            world.complete(decode, transfer)
+    waits = pull.waits(world.time(decode))
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
