@@ -42,3 +42,21 @@ def test_a_rank_that_a_router_says_is_gone_has_left_in_good_order() -> None:
         (c.peer, c.before, c.after) for c in decode.node.outbox.commands if isinstance(c, PeerChanged)
     ]
     assert (peer.is_orderly, before, after) == (True, PeerState.READY, PeerState.GONE)
+
+
+def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goes() -> None:
+    world = World()
+    ranks = [world.add(f"p{r}", make_layout(r, 4, base=(r + 1) << 40, num_heads=2), engine_id="p") for r in range(4)]
+    decode = world.add("d", make_layout(base=30 << 40, num_heads=2), engine_id="d")
+    params = world.params(ranks, "r", [3], 4, written=True)
+    for rank in ranks:
+        world.lend(rank, params)
+    world.pull(decode, "d-r", [9], params)
+    greeted = {letter.to for letter in world.letters}
+    unmet = [rank for rank in ranks if rank.address not in greeted]
+    assert len(greeted) == len(unmet) == 2
+    for rank in unmet:
+        decode.node.decode.forget(rank.address, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    assert len(decode.reads) == 2

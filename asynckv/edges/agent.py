@@ -264,12 +264,11 @@ class Agent:
 
     def _make_room(self, remote: _Remote) -> None:
         """Release the oldest lists beyond so many, but none that a transfer uses."""
-        excess = len(remote.lists) + 1 - MAX_LISTS
-        if excess > 0:
-            in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
-            for key in [key for key in remote.lists if key not in in_use][:excess]:
-                lists = remote.lists.pop(key)
-                self._release_lists(lists.local, lists.remote)
+        excess = max(0, len(remote.lists) + 1 - MAX_LISTS)
+        in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+        for key in [key for key in remote.lists if key not in in_use][:excess]:
+            lists = remote.lists.pop(key)
+            self._release_lists(lists.local, lists.remote)
 
     def _release_lists(self, *handles: Any) -> None:
         for handle in handles:
