@@ -17,7 +17,8 @@ def first(name: str, known: int) -> int:
     """The seed that is known if it still catches the bug, else the first that does."""
     with pytest.MonkeyPatch.context() as patch:
         rigged = doors(name, patch)
-        return next(seed for seed in (known, *range(4000)) if simulate(seed, doors=rigged).violation)
+        seeds: tuple[int, ...] = (known, *range(4000))
+        return next(seed for seed in seeds if simulate(seed, doors=rigged).violation)
 
 
 if __name__ == "__main__":
