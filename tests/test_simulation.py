@@ -110,6 +110,7 @@ SEEN = {
     "gaps_are_closed_by_forgetting_what_was_lent": 77,
     "gaps_are_kept_without_end": 14,
     "grants_are_used_to_their_last_moment": 22,
+    "lapsed_promises_are_renewed": 90,
     "more_is_promised_than_is_kept": 22,
     "more_read_than_are_admitted": 75,
     "old_references_are_served_after_sleep": 9,

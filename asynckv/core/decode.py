@@ -150,7 +150,6 @@ class DecodeSide:
             self.peers.attach(peer, pull.pull_id, now)
         effects = pull.start(lists, deadline, now)
         effects += pull.routed(ready.tables, now)
-        effects.remove(DO.EXPECT)
         self._carry_out(pull, effects, now, at_once=True)
 
     def _register(self, pull: Pull) -> None:
@@ -375,7 +374,8 @@ class DecodeSide:
             self._outbox.commands.append(BlocksRetired(pull))
             for source in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                self.peers.detach(source.rank.place, pull.pull_id, now)
+                if source.release is RELEASE.SETTLED:
+                    self.peers.detach(source.rank.place, pull.pull_id, now)
         if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
@@ -477,7 +477,8 @@ class DecodeSide:
                 case DO.LEAVE:
                     self.admission.leave(pull.pull_id)
                 case DO.EXPECT:
-                    self.admission.expect(pull.route.flow, pull.pull_id)
+                    if not at_once:  # else it asks in the same breath
+                        self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
                     self._tell(pull, now)
                 case DO.RETURN:
@@ -752,7 +753,8 @@ class DecodeSide:
             self._outbox.counters["peers.set_aside"] += 1
             self.posting.set_aside(peer.line, peer.transfers)
             for pull_id in peer.pulls:
-                self.admission.discount(pull_id)
+                if self._is_aside(self.pulls[pull_id]):  # not who only releases there, or has its bytes
+                    self.admission.discount(pull_id)
 
     def _take_back(self, peer: Peer) -> None:
         """It goes on: what still runs there, for whoever has no outcome yet, takes room again."""

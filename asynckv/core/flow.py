@@ -1,6 +1,6 @@
 """Who may read next: which pulls may read at all, and whose read request is posted next. Decided here and nowhere else.
 
-Three budgets, each in all and per prefill engine, so that nobody takes the room of others:
+Three budgets, each in all and in part: requests per prefill engine, bytes and descriptors per peer.
 
 - **Requests** are budgeted where a pull is admitted (`Admission`). Pulls of one prefill engine wait in one *flow*, in
   order of priority and arrival. The flows take turns: the one whose head has the best priority goes first, among equals

@@ -7,11 +7,12 @@ it after every event, messages first: a claim travels beside the read, so it has
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import get_args
 
 import msgspec
+from msgspec import Struct
 
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
@@ -51,32 +52,28 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPeer:
+class LoadPeer(Struct, frozen=True):
     """Load the peer's metadata, then say `loaded` or `load_failed`."""
 
     peer: Peer
     metadata: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TableRefused:
+class TableRefused(Struct, frozen=True):
     """The data plane cannot prepare what is to be read of this peer."""
 
     peer: Peer
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class SlowGeometry:
+class SlowGeometry(Struct, frozen=True):
     """Reading from this peer takes many small pieces."""
 
     peer: Peer
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class RemovePeer:
+class RemovePeer(Struct, frozen=True):
     """Forget a peer in the data plane; none of its transfers is running or in doubt."""
 
     peer: Peer
@@ -84,15 +81,13 @@ class RemovePeer:
     """Its process lives: the connection may be kept for when it is met again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(Struct, frozen=True):
     """Drop the control link to an address."""
 
     address: Address
 
 
-@dataclass(frozen=True, slots=True)
-class PostRead:
+class PostRead(Struct, frozen=True):
     """Post a read, then say how it ended if that is known at once."""
 
     transfer_id: TransferId
@@ -100,44 +95,38 @@ class PostRead:
     read: ReadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class PullEnded:
+class PullEnded(Struct, frozen=True):
     """A pull has its outcome."""
 
     pull: Pull
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksReturned:
+class BlocksReturned(Struct, frozen=True):
     """Nothing can write this pull's blocks any more."""
 
     pull: Pull
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksRetired:
+class BlocksRetired(Struct, frozen=True):
     """Something may still write this pull's blocks after so long a time that they should be given up."""
 
     pull: Pull
 
 
-@dataclass(frozen=True, slots=True)
-class PullOver:
+class PullOver(Struct, frozen=True):
     """A pull is over: every rank was told, every block returned."""
 
     pull: Pull
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
+class LeaseGranted(Struct, frozen=True):
     """A pull was promised the blocks of a sampled lease for the first time."""
 
     lease: Lease
     pull_id: PullId
 
 
-@dataclass(frozen=True, slots=True)
-class HeldForLong:
+class HeldForLong(Struct, frozen=True):
     """Requests have been held for long, all in one state and waiting for the same; some that are held longest."""
 
     state: str
@@ -146,15 +135,13 @@ class HeldForLong:
     oldest: tuple[Lease | Pull, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(Struct, frozen=True):
     """A lease is over; its blocks are the engine's."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True)
-class PeerChanged:
+class PeerChanged(Struct, frozen=True):
     """A peer changed its state. It may have changed again before this is told."""
 
     peer: Peer
@@ -162,15 +149,13 @@ class PeerChanged:
     after: PeerState
 
 
-@dataclass(frozen=True, slots=True)
-class PeerDraining:
+class PeerDraining(Struct, frozen=True):
     """A peer has said that it lends nothing new."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
+class Traced(Struct, frozen=True):
     """New entries of a pull's or lease's history; only asked for when tracing."""
 
     subject: Pull | Lease
@@ -196,7 +181,6 @@ Command = (
 )
 
 
-_DETAILED = (Refused, Unwelcome)
 _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 
@@ -208,7 +192,7 @@ class Outbox:
     trace: bool = False
     """Report every transition as it happens."""
     commands: list[Command] = field(default_factory=list)
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     is_urgent: bool = False
     """Somebody waits for one of the messages; nobody does for a release."""
     messages: dict[tuple[Address | ReplyTo, str], list[Message]] = field(default_factory=dict)
@@ -216,18 +200,23 @@ class Outbox:
 
     def send(self, to: Address | ReplyTo, target: str, message: Message) -> None:
         """Send a message to a process start, with all others of this turn."""
-        if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
-            # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
-            message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        self.messages.setdefault((to, target), []).append(message)
-        if not self.is_urgent and type(message) is not Release:
+        kind = type(message)
+        if kind is not Release:
             self.is_urgent = True
-        self.counters[_SENT[type(message)]] += 1
+            if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
+                # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
+                message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
+        place = to, target
+        if place in self.messages:
+            self.messages[place].append(message)
+        else:
+            self.messages[place] = [message]
+        self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
         """Empty the outbox: one packet per destination, or a few if there is much to say."""
         by_target, self.messages, self.is_urgent = self.messages, {}, False
-        packets = list[tuple[Address | ReplyTo, bytes]]()
+        packets: list[tuple[Address | ReplyTo, bytes]] = []
         for (to, target), messages in by_target.items():
             for i in range(0, len(messages), MAX_MESSAGES):
                 packets += zip(itertools.repeat(to), self._packets(target, messages[i : i + MAX_MESSAGES]))

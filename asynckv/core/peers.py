@@ -261,7 +261,7 @@ class Peers:
 
     def tick(self, peer: Peer, now: float) -> list[Due]:
         """Let time pass for a peer; return what is for the caller to see to, in order, before it is woken again."""
-        left = list[Due]()
+        left: list[Due] = []
         for due in peer.due(self._config, now):
             match due:
                 case Due.HELLO:

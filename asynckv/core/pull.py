@@ -369,7 +369,8 @@ class Pull:
             case S.QUARANTINED:
                 return min(when, self.retire_at)
             case S.NOTIFYING:
-                when = min(when, self.published_at + self.limits.release_timeout_s)
+                if (over := self.published_at + self.limits.release_timeout_s) < when:
+                    when = over
                 if not self.is_returned:
                     when = min(when, self.retire_at)
                 for source in self.sources:
@@ -379,7 +380,8 @@ class Pull:
             case S.DRAINING:
                 when = min(when, self.drain_by, self.deadline)
             case _:
-                when = min(when, self.deadline)
+                if self.deadline < when:
+                    when = self.deadline
         for source in self.sources:
             if source.claim_at < when:
                 when = source.claim_at

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import msgspec
 
@@ -32,7 +33,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
-from asynckv.core.source import Role, Source
+from asynckv.core.source import ROLE, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
@@ -69,6 +70,9 @@ __all__ = ["RankCore"]
 MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
+
+
+_RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 
 class RankCore:
@@ -202,7 +206,7 @@ class RankCore:
         route = self.decode.routes.answered_for(request.request_id, params)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
-        predicted, other = (Role.READ, Role.UNKNOWN) if reads else (Role.RELEASE_ONLY, Role.RELEASE_ONLY)
+        predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
@@ -408,7 +412,7 @@ class RankCore:
                 self.decode.receive(message, Address(origin), packet.sender, now)
             return
         for message in packet.messages:
-            self.outbox.counters[f"received.{type(message).__name__.lower()}"] += 1
+            self.outbox.counters[_RECEIVED[type(message)]] += 1
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)

@@ -43,6 +43,7 @@ __all__ = [
     "check_block_ids",
     "check_blocks",
     "check_covers",
+    "check_runs",
     "runs_of",
 ]
 
@@ -51,6 +52,9 @@ BlockList = tuple[int, Int64s]
 
 SHORT = 256
 """Block ids that are checked one by one: faster than as an array, up to about so many."""
+
+FEW = 64
+"""The same for writing them as runs."""
 
 
 def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL) -> Int64s:
@@ -102,6 +106,44 @@ def runs_of(block_ids: Sequence[int | None] | npt.NDArray[np.integer]) -> tuple[
     return tuple((int(ids[i]), j - i) for i, j in pairwise(cuts))
 
 
+def check_runs(
+    block_ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL
+) -> tuple[tuple[int, int], ...]:
+    """Check block ids as `as_block_ids` does, and write them as runs.
+
+    Raises:
+        LayoutError: An id is no integer, or negative.
+    """
+    if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
+        few = _few_runs(block_ids, null_block)
+        if few is not None:
+            return few
+    return runs_of(as_block_ids(block_ids, null_block))
+
+
+def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, int], ...] | None:
+    """The same, id by id; None if one is no plain id."""
+    runs: list[tuple[int, int]] = []
+    first, count, following = NULL, 0, NULL
+    for given in block_ids:
+        if type(given) is int and 0 <= given <= MAX_BLOCK_ID:
+            block = NULL if given == null_block else given
+        elif given is None:
+            block = NULL
+        else:
+            return None
+        if count and block == following:
+            count += 1
+        else:
+            if count:
+                runs.append((first, count))
+            first, count = block, 1
+        following = block if block == NULL else block + 1
+    if count:
+        runs.append((first, count))
+    return tuple(runs)
+
+
 def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:
     """Undo `runs_of`. The counts decide how much is allocated: bound their sum first."""
     first = np.array([r[0] for r in runs], np.int64)
@@ -139,29 +181,34 @@ def check_block_ids(
         )
     out = []
     for index, (group, (first, ids)) in enumerate(zip(layout.groups, pairs, strict=True)):
-        where = f"group {index} ({group.name!r})"
         try:
             begin = operator.index(first)
         except TypeError:
             begin = -1
         if isinstance(first, bool) or not 0 <= begin <= MAX_TOKENS:
-            raise PlanRefused(f"{where}: first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}")
+            text = f"first_token {shown(first)} is not a number from 0 to {MAX_TOKENS}"
+            raise PlanRefused(f"{_named(index, group)}: {text}")
         if _is_plain(ids, group):
             array = np.array(ids, np.int64)
         else:
             try:
                 array = as_block_ids(ids, group.null_block)
             except LayoutError as exc:
-                raise PlanRefused(f"{where}: {exc}") from None
-            check_blocks(where, group, array)
+                raise PlanRefused(f"{_named(index, group)}: {exc}") from None
+            check_blocks(_named(index, group), group, array)
         end = (begin // group.block_size + len(array)) * group.block_size
         if num_tokens is not None and len(array) and begin < num_tokens and end < num_tokens:
             raise PlanRefused(
-                f"{where}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end at token {end}, "
-                f"but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a smaller num_tokens"
+                f"{_named(index, group)}: {len(array)} blocks of {group.block_size} tokens from token {begin} on end "
+                f"at token {end}, but {num_tokens} are wanted; give all blocks (None where nothing is wanted), or a "
+                f"smaller num_tokens"
             )
         out.append((begin, array))
     return tuple(out)
+
+
+def _named(index: int, group: Group) -> str:
+    return f"group {index} ({group.name!r})"
 
 
 def _is_plain(ids: object, group: Group) -> bool:
