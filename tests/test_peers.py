@@ -37,6 +37,7 @@ from asynckv.core.wire import (
 )
 from asynckv.errors import ConfigError, PlanRefused
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Port
 from tests.test_admission import ask, world_of
 from tests.world import Rank, World, reason
 
@@ -223,7 +224,7 @@ def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None
 def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
-    (peer,) = decode.node.decode.peers.values()
+    (peer,) = decode.node.decode.peers.by_place.values()
     assert len(peer.line.readers) == 1
     if how == "says goodbye":
         say(world, prefill, decode, Goodbye())
@@ -428,17 +429,19 @@ def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     answers = said(world, prefill)
     assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
     assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
-    (lent,) = prefill.node.requests(world.time(prefill))
+    (lent,) = prefill.node.inspect.requests(world.time(prefill))
     assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
 
 
 def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
     """To count everything takes long where there is much: no stranger has it done a thousand times a second."""
     world, (prefill,), _ = world_of()
+    stranger = Port(world, "world://stranger", "s")
+    stranger.open()
     for number in range(100):
-        packet = encode_packet("stranger", "", [StatusRequest(number)])
-        prefill.node.receive(ReplyTo(b"s"), packet, world.time(prefill))
-    world.settle(prefill)
+        stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
+    for _ in range(100):
+        world.deliver()
     assert len(said(world, prefill)) == prefill.node.config.limits.hello_burst
 
 

@@ -145,7 +145,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     ended = world.now
 
     def left() -> tuple[str, float | None]:
-        (status,) = decode.node.requests(world.time(decode))
+        (status,) = decode.node.inspect.requests(world.time(decode))
         return status.state, status.left_s
 
     assert left() == ("notifying", 20.0)
@@ -153,10 +153,11 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     assert not pull.is_retired
     world.advance(0.6)
     assert (pull.is_retired, world.now) == (True, ended + 5.1)
-    assert left() == ("notifying", pytest.approx(14.9))
+    assert left()[0] == "notifying"
+    assert left()[1] == pytest.approx(14.9)
     world.advance(15.0)
     assert left() == ("quarantined", None)
-    world.land(decode, transfer)
+    decode.reads[transfer].land()
     world.tell(decode, TransferEnded(transfer, Ending.DONE))
     assert pull.is_over
 

@@ -32,7 +32,7 @@ from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables
+from asynckv.geometry.plan import BlockLists, PeerTables, ReadRequest
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Fabric, Nic, Origin, Port
 
@@ -149,6 +149,8 @@ class Rank(Port):
         self.node, self.buffers, self.rate, self.epoch = node, buffers, rate, epoch
         self.nic = Nic(world, node.identity.agent_name, name, buffers.arrays)
         self.peers, self.reads = self.nic.remotes, self.nic.running
+        self.posts: dict[TransferId, ReadRequest] = {}
+        """All that was ever posted."""
         self.ended: list[Pull] = []
         self.returned: list[Pull] = []
         self.leases_ended: list[Lease] = []
@@ -275,7 +277,7 @@ class World(Fabric):
                         pass
             posts = False
             while (read := node.decode.next_read(self.time(rank))) is not None:
-                posts = True
+                posts, rank.posts[read.transfer_id] = True, read.read
                 rank.reads[read.transfer_id] = rank.nic.prepare(read.transfer_id, read.agent_name, read.read)
             posts = node.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
