@@ -15,7 +15,7 @@ from asynckv.config import PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
-from tests.engines import Bench, Side, needs_python_core, until
+from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import reason
@@ -257,7 +257,6 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.check()
 
 
-@needs_python_core
 async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         first = group.make_params("first", [(0, [2])], 16, written=True)
