@@ -23,7 +23,7 @@ from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, 
 from asynckv.config import MAX_NAME, LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.geometry.blocks import as_block_ids, runs_of
+from asynckv.geometry.blocks import check_runs
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL, BlockRuns
 
 __all__ = ["PrefillGroup"]
@@ -175,7 +175,7 @@ class PrefillGroup:
         for index, (first, ids) in enumerate(pairs):
             begin = integer(f"first_token of group {index}", first, 0, MAX_TOKENS, ConfigError)
             try:
-                runs = runs_of(as_block_ids(ids, self.null_block))
+                runs = check_runs(ids, self.null_block)
             except LayoutError as exc:
                 raise ConfigError(f"group {index}: {exc}") from exc
             if len(runs) > MAX_RUNS:

@@ -402,7 +402,7 @@ def quiet(engine: Engine) -> tuple[Any, ...]:
         dict(engine._driver.waiting),
         dict(engine._retrying),
         node.is_closed,
-        engine._suspending,
+        engine._ending._suspending,
     )
 
 

@@ -148,7 +148,7 @@ def state(engine: Engine) -> tuple[Any, ...]:
     )
     driver = engine._driver
     own = driver._is_due, dict(driver.waiting), dict(engine._retrying), dict(driver.lent), set(driver._loading)
-    return known, own, engine._closing, engine._suspending
+    return known, own, engine._ending._closing, engine._ending._suspending
 
 
 @pytest.mark.anyio

@@ -4,11 +4,13 @@ Nothing is decided in here. A call is checked and handed to the core; whatever h
 time; what the core wants is done; and whoever waits is told. Which states an engine, a request or a pull can be in, and
 what follows from what, are tables in `asynckv/core`.
 
-- `engine`: the calls, and the order in which an engine starts, suspends, resumes and closes.
+- `engine`: what its owner calls; how it starts.
+- `ending`: how it ends: drained, suspended until it is resumed, or closed.
 - `driver`: events in, commands out: packets, ends of transfers and timers go to the core, and once per turn of the loop
   the driver does what the core has left in its outbox.
 - `attempts`: how a caller waits for a pull, through one attempt or several, and what it is told.
 - `lent`: a lent request in its owner's hands.
+- `lag`: how late the loop came.
 - `home`: the event loop that an engine belongs to, and what is said to whoever calls from elsewhere.
 
 A call, from entry to exit: `Engine.pull` checks its arguments and asks for a turn; the core takes the request, and

@@ -47,11 +47,11 @@ from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.types import Address, PullId, ReplyTo
 from asynckv.engine.home import Home
+from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, PullError
 from asynckv.errors import BlocksRetired as Retired
 from asynckv.observe.log import Recorder
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
-from asynckv.results import LoopLag
 
 __all__ = ["Driver", "Waiting"]
 

@@ -1,13 +1,12 @@
-"""The engine: what its owner calls, and the order in which it starts, suspends, resumes and closes.
+"""The engine, as its owner sees it: what can be called, and what can be asked.
 
-A call checks what it is given, asks for a turn of the loop, and hands itself to the core with the time; the driver does
-what comes of it. A question is answered as things stand. What an engine may do next is a table in the core
-(`core/lifecycle.py`); here stands in which order its parts begin and end, and what is waited for in between.
+A call checks what it is given, asks for a turn of the loop, and is handed to the core with the time; the driver does
+what comes of it (`driver.py`). A question is answered as things stand. What an engine may do next is a table in the
+core (`core/lifecycle.py`); how it starts and resumes is said here, and how it ends in `ending.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -27,6 +26,7 @@ from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, Params, Reason, decode_params, rank_name, sendable
 from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
 from asynckv.engine.driver import Driver, Waiting
+from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
@@ -38,9 +38,6 @@ from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
-
-GRACE_S = 1.0
-"""How long closing waits for what owes nothing but an acknowledgement."""
 
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
@@ -103,9 +100,7 @@ class Engine:
         )
         self._retrying: dict[str, Retries] = {}
         """Requests whose attempts follow each other."""
-        self._closing: asyncio.Task[None] | None = None
-        self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        """The last suspension."""
+        self._ending = Ending(self._driver, config, self._retrying)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -126,7 +121,7 @@ class Engine:
             LayoutError: The layout does not hold together.
         """
         self._home.here(self.start, is_first=True)
-        if self._closing is not None or self._life.is_shut:
+        if self._ending.is_closing or self._life.is_shut:
             raise EngineClosed("the engine was closed; make a new one")
         if self._is_started:
             raise LocalProtocolError("the engine was started before")
@@ -135,12 +130,12 @@ class Engine:
             self._begin()
             self._home.settle()
             await driver.control.start(driver.on_packet, driver.on_refused)
-            if self._closing is not None:
+            if self._ending.is_closing:
                 raise EngineClosed("the engine was closed while it started")
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._close_planes()
+                await self._ending.close_planes()
             raise
         self._recorder.event(
             "info",
@@ -184,19 +179,7 @@ class Engine:
         """
         self._home.here(self.drain)
         timeout_s = number("timeout_s", timeout_s, 0)
-        driver = self._driver
-        core = driver.core
-        driver.soon()
-        self._life.receive(LifeEvent.DRAIN)
-        core.shut()
-        await driver.wait(lambda: self._is_idle or self._closing is not None, timeout_s)
-        now = self._clock.now()
-        stragglers = core.inspect.stragglers(now) + self._between_attempts(now)
-        if stragglers:
-            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
-        else:
-            self._recorder.event("info", "drained")
-        return stragglers
+        return await self._ending.drain(timeout_s)
 
     async def aclose(self) -> None:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
@@ -206,11 +189,7 @@ class Engine:
                 returned yet. Call again to wait again.
         """
         self._home.here(self.aclose, is_first=True)
-        if self._closing is None or _has_failed(self._closing):
-            # A task of its own, so that a caller who is cancelled does not leave it half done.
-            self._closing = asyncio.get_running_loop().create_task(self._close())
-        with anyio.CancelScope(shield=True):
-            await asyncio.shield(self._closing)
+        await self._ending.close()
 
     async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
         """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
@@ -228,17 +207,11 @@ class Engine:
         """
         self._home.here(self.suspend)
         timeout_s = number("timeout_s", timeout_s, 0)
-        if self._closing is not None:
+        if self._ending.is_closing:
             raise EngineClosed("the engine was closed")
         if self._life.state is LifeState.SUSPENDED:
             return ()
-        if self._suspending is None or self._suspending.done():
-            self._life.receive(LifeEvent.SUSPEND)
-            self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
-        stragglers: tuple[HeldBlocks, ...] = ()
-        with anyio.CancelScope(shield=True):
-            stragglers = await asyncio.shield(self._suspending)
-        return stragglers
+        return await self._ending.suspend(timeout_s)
 
     async def resume(self, registration: Registration | None = None) -> None:
         """Register memory again and serve anew, as another start of the process: every old reference is refused.
@@ -256,7 +229,7 @@ class Engine:
         self._home.here(self.resume)
         if registration is not None:
             _check(registration, LocalProtocolError)
-        if self._closing is not None:
+        if self._ending.is_closing:
             raise EngineClosed("the engine was closed")
         if not self._life.takes(LifeEvent.RESUMED):
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
@@ -269,7 +242,7 @@ class Engine:
         except BaseException:
             self.registration, self.incarnation = before
             with anyio.CancelScope(shield=True):
-                await self._close_data()
+                await self._ending.close_data()
             raise
         for address in {peer.address for peer in old.decode.peers.by_place.values()}:
             driver.control.disconnect(address)
@@ -302,8 +275,7 @@ class Engine:
 
     @property
     def _is_started(self) -> bool:
-        """It has a loop, and a core."""
-        return self._home.loop is not None
+        return self._home.is_settled
 
     @property
     def _core(self) -> RankCore:
@@ -566,103 +538,8 @@ class Engine:
         if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
 
-    # -- inside ------------------------------------------------------------------------------------
-
-    @property
-    def _is_idle(self) -> bool:
-        return self._driver.core.is_idle and not self._retrying
-
     def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
         return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)
-
-    async def _end_work(self, how: str) -> None:
-        """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
-        driver, core = self._driver, self._driver.core
-        for retrying in self._retrying.values():
-            retrying.end(Reason.ENGINE_CLOSED)
-        core.close(self._clock.now(), how)
-        driver.soon()
-        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
-        # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
-        patience = max(self.config.lease.grant_s, self.config.pull.drain_s) + 1.0
-        await driver.wait(lambda: not core.is_bound and not self._retrying, patience)
-        if not core.is_bound:
-            await driver.wait(lambda: self._is_idle, GRACE_S)
-        if left := core.inspect.stragglers(self._clock.now()):
-            names = _names(left)
-            self._recorder.event(
-                "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
-            )
-        core.say_goodbye()
-        driver.at_once()
-
-    async def _suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
-        driver = self._driver
-        stragglers = await self.drain(timeout_s)
-        await self._end_work("suspended")
-        driver.core.decode.leave(self._clock.now())
-        driver.at_once()
-        # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
-        await driver.data.quiesce()
-        await driver.end_loading(self.config.pull.handshake_s)
-        driver.data.close()
-        driver.destroyed()
-        driver.at_once()
-        self._life.receive(LifeEvent.LET_GO)
-        self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
-        return stragglers
-
-    async def _close(self) -> None:
-        driver = self._driver
-        driver.turned.set()
-        if self._suspending is not None and not self._suspending.done():
-            await asyncio.gather(self._suspending, return_exceptions=True)
-        # Once more if whoever closed before was cancelled: the promises are still to be kept.
-        if self._life.takes(LifeEvent.CLOSE):
-            self._life.receive(LifeEvent.CLOSE)
-            await self._end_work("closed")
-        await driver.end_loading(self.config.pull.handshake_s)
-        try:
-            if self._life.takes(LifeEvent.SHUT):
-                await self._close_planes()
-        finally:
-            if self._life.state is LifeState.STUCK and self._is_started:
-                # Whoever waits for blocks is told by `held_s` that they are given up, if nobody closes again.
-                driver.soon()
-        if self._is_started:
-            driver.stop()
-            driver.destroyed()
-            self._recorder.event("info", "engine_stopped")
-
-    async def _close_planes(self) -> None:
-        if self._life.takes(LifeEvent.SHUT):  # or what came up after all was closed is closed
-            self._life.receive(LifeEvent.SHUT)
-        try:
-            await self._driver.control.aclose()
-        finally:
-            try:
-                await self._close_data()
-            except BaseException:
-                if self._life.takes(LifeEvent.STUCK):
-                    self._life.receive(LifeEvent.STUCK)
-                raise
-            if self._life.takes(LifeEvent.DESTROYED):
-                self._life.receive(LifeEvent.DESTROYED)
-
-    async def _close_data(self) -> None:
-        try:
-            await self._driver.data.quiesce()
-        finally:
-            self._driver.data.close()
-
-
-def _has_failed(task: asyncio.Task[Any]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
-    """Name a few of them in a log."""
-    return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
 
 
 def _check(registration: Registration, error: type[AsyncKVError]) -> None:

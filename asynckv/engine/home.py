@@ -29,6 +29,11 @@ class Home:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
 
+    @property
+    def is_settled(self) -> bool:
+        """The engine was started, so it has a loop, and a core."""
+        return self.loop is not None
+
     def settle(self) -> None:
         """The engine belongs to this loop from now on."""
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()

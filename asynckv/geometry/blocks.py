@@ -43,6 +43,7 @@ __all__ = [
     "check_block_ids",
     "check_blocks",
     "check_covers",
+    "check_runs",
     "runs_of",
 ]
 
@@ -51,6 +52,9 @@ BlockList = tuple[int, Int64s]
 
 SHORT = 256
 """Block ids that are checked one by one: faster than as an array, up to about so many."""
+
+FEW = 64
+"""The same for writing them as runs."""
 
 
 def as_block_ids(ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL) -> Int64s:
@@ -100,6 +104,44 @@ def runs_of(block_ids: Sequence[int | None] | npt.NDArray[np.integer]) -> tuple[
     joined = np.where((a == NULL) | (b == NULL), a == b, b - a == 1)
     cuts = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(ids)]
     return tuple((int(ids[i]), j - i) for i, j in pairwise(cuts))
+
+
+def check_runs(
+    block_ids: Sequence[int | None] | npt.NDArray[np.integer], null_block: int = NULL
+) -> tuple[tuple[int, int], ...]:
+    """Check block ids as `as_block_ids` does, and write them as runs.
+
+    Raises:
+        LayoutError: An id is no integer, or negative.
+    """
+    if isinstance(block_ids, list | tuple) and len(block_ids) <= FEW:
+        few = _few_runs(block_ids, null_block)
+        if few is not None:
+            return few
+    return runs_of(as_block_ids(block_ids, null_block))
+
+
+def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, int], ...] | None:
+    """The same, id by id; None if one is no plain id."""
+    runs: list[tuple[int, int]] = []
+    first, count, following = NULL, 0, NULL
+    for given in block_ids:
+        if type(given) is int and 0 <= given <= MAX_BLOCK_ID:
+            block = NULL if given == null_block else given
+        elif given is None:
+            block = NULL
+        else:
+            return None
+        if count and block == following:
+            count += 1
+        else:
+            if count:
+                runs.append((first, count))
+            first, count = block, 1
+        following = block if block == NULL else block + 1
+    if count:
+        runs.append((first, count))
+    return tuple(runs)
 
 
 def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:

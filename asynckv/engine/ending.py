@@ -1,0 +1,182 @@
+"""How an engine ends: drained, suspended until it is resumed, or closed for good.
+
+The order is what keeps memory safe. First the work ends: pulls are cancelled, leases revoked, and the promises that run
+are kept, since somebody may be reading by them. Then everybody is told goodbye, and the data plane is left, which is
+refused while something is still inside it. Only when the agent is gone are blocks given back that something might have
+written.
+
+Suspending and closing are tasks of their own, so that a caller who is cancelled does not leave them half done, and
+whoever calls meanwhile waits for the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from asynckv.config import EngineConfig
+from asynckv.core.inspect import HeldBlocks
+from asynckv.core.lifecycle import LifeEvent, LifeState
+from asynckv.core.types import Reason
+from asynckv.engine.attempts import Retries
+from asynckv.engine.driver import Driver
+
+__all__ = ["Ending"]
+
+GRACE_S = 1.0
+"""How long closing waits for what owes nothing but an acknowledgement."""
+
+
+class Ending:
+    """The ways in which an engine ends.
+
+    Args:
+        driver: The engine's.
+        config: The engine's.
+        retrying: Requests whose attempts follow each other.
+    """
+
+    def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
+        self._driver, self._config, self._retrying = driver, config, retrying
+        self._life, self._recorder = driver.life, driver.recorder
+        self._closing: asyncio.Task[None] | None = None
+        self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
+        """The last suspension."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Somebody has closed the engine, whatever came of it."""
+        return self._closing is not None
+
+    async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        """Take nothing new, and wait for what is under way; return what is left of it."""
+        driver = self._driver
+        core = driver.core
+        driver.soon()
+        self._life.receive(LifeEvent.DRAIN)
+        core.shut()
+        await driver.wait(lambda: self._is_idle or self.is_closing, timeout_s)
+        now, requests = driver.clock.now(), (retrying.request for retrying in self._retrying.values())
+        stragglers = core.inspect.stragglers(now) + driver.core.inspect.between_attempts(requests, now)
+        if stragglers:
+            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
+        else:
+            self._recorder.event("info", "drained")
+        return stragglers
+
+    async def suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        """Let go of the memory, or wait until it is let go of; return what had to be cut short."""
+        if self._suspending is None or self._suspending.done():
+            self._life.receive(LifeEvent.SUSPEND)
+            self._suspending = asyncio.get_running_loop().create_task(self._suspend(timeout_s))
+        stragglers: tuple[HeldBlocks, ...] = ()
+        with anyio.CancelScope(shield=True):
+            stragglers = await asyncio.shield(self._suspending)
+        return stragglers
+
+    async def close(self) -> None:
+        """End everything, or wait until all has ended; if that failed before, try again."""
+        if self._closing is None or _has_failed(self._closing):
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._closing)
+
+    async def close_planes(self) -> None:
+        """Let go of both planes, whatever has become of the work."""
+        if self._life.takes(LifeEvent.SHUT):  # or what came up after all was closed is closed
+            self._life.receive(LifeEvent.SHUT)
+        try:
+            await self._driver.control.aclose()
+        finally:
+            try:
+                await self.close_data()
+            except BaseException:
+                if self._life.takes(LifeEvent.STUCK):
+                    self._life.receive(LifeEvent.STUCK)
+                raise
+            if self._life.takes(LifeEvent.DESTROYED):
+                self._life.receive(LifeEvent.DESTROYED)
+
+    async def close_data(self) -> None:
+        """Let go of the data plane."""
+        try:
+            await self._driver.data.quiesce()
+        finally:
+            self._driver.data.close()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._driver.core.is_idle and not self._retrying
+
+    async def _suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        driver = self._driver
+        stragglers = await self.drain(timeout_s)
+        await self._end_work("suspended")
+        driver.core.decode.leave(driver.clock.now())
+        driver.at_once()
+        # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
+        await driver.data.quiesce()
+        await driver.end_loading(self._config.pull.handshake_s)
+        driver.data.close()
+        driver.destroyed()
+        driver.at_once()
+        self._life.receive(LifeEvent.LET_GO)
+        self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
+        return stragglers
+
+    async def _close(self) -> None:
+        driver = self._driver
+        driver.turned.set()
+        if self._suspending is not None and not self._suspending.done():
+            await asyncio.gather(self._suspending, return_exceptions=True)
+        # Once more if whoever closed before was cancelled: the promises are still to be kept.
+        if self._life.takes(LifeEvent.CLOSE):
+            self._life.receive(LifeEvent.CLOSE)
+            await self._end_work("closed")
+        await driver.end_loading(self._config.pull.handshake_s)
+        try:
+            if self._life.takes(LifeEvent.SHUT):
+                await self.close_planes()
+        finally:
+            if self._life.state is LifeState.STUCK and driver.home.is_settled:
+                # Whoever waits for blocks is told by `held_s` that they are given up, if nobody closes again.
+                driver.soon()
+        if driver.home.is_settled:
+            driver.stop()
+            driver.destroyed()
+            self._recorder.event("info", "engine_stopped")
+
+    async def _end_work(self, how: str) -> None:
+        """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
+        driver, core = self._driver, self._driver.core
+        for retrying in self._retrying.values():
+            retrying.end(Reason.ENGINE_CLOSED)
+        core.close(driver.clock.now(), how)
+        driver.soon()
+        # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
+        # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
+        patience = max(self._config.lease.grant_s, self._config.pull.drain_s) + 1.0
+        await driver.wait(lambda: not core.is_bound and not self._retrying, patience)
+        if not core.is_bound:
+            await driver.wait(lambda: self._is_idle, GRACE_S)
+        if left := core.inspect.stragglers(driver.clock.now()):
+            names = _names(left)
+            self._recorder.event(
+                "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
+            )
+        core.say_goodbye()
+        driver.at_once()
+
+
+def _has_failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
+    """Name a few of them in a log."""
+    return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
