@@ -19,7 +19,7 @@ from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
-from tests.engines import Bench, Side, needs_python_core, until
+from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import reason
@@ -349,7 +349,6 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.check()
 
 
-@needs_python_core
 async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         first = group.make_params("first", [(0, [2])], 16, written=True)
