@@ -437,6 +437,20 @@ def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.M
         assert bool(peer.evict(set())) is full
 
 
+def test_few_large_tables_are_kept_as_many_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a peer is bounded by its memory: the rows of a table are as many as its strides make them."""
+    monkeypatch.setattr(tables, "MAX_KEPT_ROWS", 20)
+    peer, made = crowded(monkeypatch, 1000, 12)  # of two rows each, beside the regular one
+    assert {table.num_rows for table in peer.regular} == {2}
+    assert peer.is_full
+    assert [table.table_id for table in peer.evict(set())] == made[:3]
+    assert not peer.is_full
+    assert [tables_of(read(peer, first, [1], [2], 64)) for first in range(4, 13)] == [{name} for name in made[3:]]
+    assert not peer.is_full
+    read(peer, 1, [1], [2], 64)
+    assert peer.is_full
+
+
 def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MAX_TABLES", 1)
     evicted: list[int] = []
