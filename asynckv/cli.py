@@ -13,8 +13,7 @@ import typer
 from asynckv.bench import options as o
 from asynckv.bench.cli import bench_app, taking_options
 from asynckv.errors import AsyncKVError, ConfigError
-from asynckv.observe.output import columns as _columns
-from asynckv.observe.output import write as _write
+from asynckv.observe.output import columns, write, write_json
 
 __all__ = ["main"]
 
@@ -145,7 +144,7 @@ def layout(
             register_memory(each)
         except LayoutError as exc:
             raise ConfigError(f"these sizes make no layout: {exc}") from exc
-    _write("--output", output, dump_layouts(made))
+    write("--output", output, dump_layouts(made))
 
 
 @app.command(epilog=PLAN_EPILOG)
@@ -171,7 +170,6 @@ def plan(
 
     Runs the planner of a running engine on two files. Give all ranks of both engines to see the whole group.
     """
-    import msgspec
     from rich.console import Console
     from rich.progress import Progress
 
@@ -187,11 +185,10 @@ def plan(
     mine, theirs = load_layouts(local), load_layouts(remote)
     cached = cached_tokens(prefix_hit, tokens)
     errors = Console(stderr=True)
-    with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
+    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("ranks", total=len(mine))
         report = explain.explain(mine, theirs, tokens, cached, lambda: bar.advance(task))
-    if json is not None:
-        _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    write_json(json, report)
     console = Console(stderr="-" in (json, picture))
     explain.show(report, console)
     if report["plannable"]:
@@ -199,7 +196,7 @@ def plan(
             # Room for a name in every rank's bar.
             width = max(72, 8 * max(len(mine), len(theirs)))
             drawn = list(explain.pictures(mine, theirs, report, width))
-            _write("--picture", picture, to_svg(*drawn, width=width + 38, name="asynckv-plan"))
+            write("--picture", picture, to_svg(*drawn, width=width + 38, name="asynckv-plan"))
         drawn = list(explain.pictures(mine, theirs, report, max(min(72, console.width - 18), 20)))
         if len(mine) + len(theirs) > MOST_DRAWN:
             if picture is None:
@@ -250,7 +247,6 @@ def simulate(
     packets, crashes, restarts, freezes, pauses anywhere, transfers that fail, never end, or land after their end.
     Real engines run on simulated planes; freed memory is overwritten at once. The same seed gives the same run.
     """
-    import msgspec
     from rich.console import Console
     from rich.progress import Progress
 
@@ -264,7 +260,7 @@ def simulate(
         if not least <= number <= 1 << 40:
             raise ConfigError(f"{name} {number} is outside {least} ... {1 << 40}")
     errors = Console(stderr=True)
-    with Progress(*_columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
+    with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("seeds", total=seeds)
         found = simulation.simulate_many(
             range(first_seed, first_seed + seeds), chosen, jobs or os.cpu_count() or 1, lambda n: bar.advance(task, n)
@@ -278,8 +274,7 @@ def simulate(
         "counts": dict(sorted(found.counts.items())),
         "seconds": round(found.seconds, 3),
     }
-    if json is not None:
-        _write("--json", json, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    write_json(json, report)
     console = Console(stderr=json == "-")
     rate = found.seeds / found.seconds if found.seconds else 0.0
     num_faults = sum(n for k, n in found.counts.items() if k.startswith("fault."))

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -426,12 +426,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 nobody noticed, 1 something went wrong, 2 bad input, 130 Ctrl-C
 """
-app = command.application(assail, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "attack", arguments)
+main = command.script(assail, "attack", EPILOG)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
-"""What the pure core costs, alone: no sockets, no NIXL, no event loop. `python -m scripts.bench_core --help`.
+"""What the pure core costs, alone: no sockets, no NIXL, no event loop.
 
 Two kinds of figures. *Time* is CPU time of this process (median over the rounds, with the quartiles), both sides of
 every pull together, each message encoded and decoded. *Instructions* are what one operation takes in user space
 (`perf stat`, else `valgrind`), found as the difference between a longer and a shorter run, so that start-up drops out.
-They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower. Everything takes
-three minutes.
-
-    python -m scripts.bench_core --json old.json           # before a change
-    python -m scripts.bench_core --compare old.json        # after it; status 1 if anything takes 5 % more
-    python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+They repeat to a tenth of a percent, on however busy a host: compare those to find what became slower.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import fnmatch
 import gc
 import itertools
@@ -26,14 +21,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -44,16 +40,19 @@ from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
+from asynckv.core.types import Cohort, Endpoint, Outcome, Params, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Fabric, Origin, Port
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
+from scripts.command import check, listed, output, script
 
 SCHEMA = 1
 TURN = 32
@@ -78,14 +77,19 @@ class Case:
     make: Callable[[int], Work]
 
 
-class Side:
+class Side(Port):
     """One node, and the packets that wait for it."""
 
-    def __init__(self, name: str, layout: Layout, config: EngineConfig) -> None:
-        self.address, self.route = Address(f"core://{name}"), ReplyTo(name.encode())
+    def __init__(self, fabric: Fabric, name: str, layout: Layout, config: EngineConfig) -> None:
+        super().__init__(fabric, f"core://{name}", name)
         identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
         self.node = RankCore(identity, config)
-        self.inbox: deque[tuple[Address | ReplyTo, bytes]] = deque()
+        self.inbox: deque[tuple[Origin, bytes]] = deque()
+        self.open()
+
+    def hear(self, origin: Origin, packet: bytes) -> None:
+        """Keep a packet for the next turn."""
+        self.inbox.append((origin, packet))
 
 
 class Pulls:
@@ -110,7 +114,7 @@ class Pulls:
         layers: int = 1,
     ) -> None:
         self.now = 0.0
-        self.counts: Counter[str] = Counter()
+        self.events = 0
         self._announced, self._in_flight = announced, in_flight
         limits = LimitsConfig(messages_per_s=1e9, message_burst=1 << 30)
         model = Model("core", (Heads(2, 32),) * layers)
@@ -119,9 +123,9 @@ class Pulls:
         def config(name: str) -> EngineConfig:
             return EngineConfig(engine_id=name, limits=limits, lease=LeaseConfig(lease_s=3600.0, max_lease_s=7200.0))
 
-        self.decode = Side("decode", layout, config("decode"))
-        self.prefill = [Side(f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
-        self._by_address = {side.address: side for side in self.prefill}
+        fabric = Fabric()
+        self.decode = Side(fabric, "decode", layout, config("decode"))
+        self.prefill = [Side(fabric, f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
         source = random.Random(0)  # the same keys in every run, for the same number of instructions
         groups = [
             PrefillGroup(
@@ -156,8 +160,7 @@ class Pulls:
             while self.decode.node.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
-        self.counts.clear()
-        self.counts["messages"] = -self._num_sent()
+        self._met = self._count()
 
     def run(self, requests: int) -> None:
         """Pull the next requests of those that were prepared."""
@@ -178,16 +181,16 @@ class Pulls:
                 peer, params = self._asked[self._announce_next]
                 self.prefill[peer].node.lend(params, 1, self._time())
                 node.announce(params.request_id, params, "", 3600.0, self._time())
-                self.counts["events"] += 2
+                self.events += 2
                 self._announce_next += 1
         peer, params = self._asked[self._next]
         if not self._announced:
             self.prefill[peer].node.lend(params, 1, self._time())
-            self.counts["events"] += 1
+            self.events += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
         node.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
-        self.counts["events"] += 1
+        self.events += 1
         self._next += 1
 
     def _time(self) -> float:
@@ -203,10 +206,10 @@ class Pulls:
             while inbox:
                 origin, data = inbox.popleft()
                 side.node.receive(origin, data, self._time())
-                self.counts["events"] += 1
+                self.events += 1
             if side.node.next_at <= self.now:
                 side.node.tick(self._time())
-                self.counts["events"] += 1
+                self.events += 1
             self._settle(side)
 
     def _settle(self, side: Side) -> None:
@@ -216,22 +219,17 @@ class Pulls:
             for _ in range(TURN):
                 if (read := decode.next_read(self._time())) is not None:
                     decode.ended(TransferEnded(read.transfer_id, Ending.DONE), 0.0, self._time())
-                    self.counts["events"] += 2
+                    self.events += 2
                 elif decode.admit(self._time()) is not None:
-                    self.counts["events"] += 1
+                    self.events += 1
                 else:
                     break
             self._do(side)
 
     def _do(self, side: Side) -> None:
-        node, counts = side.node, self.counts
+        node = side.node
         for to, data in node.outbox.take_packets():
-            counts["packets"] += 1
-            counts["bytes"] += len(data)
-            if isinstance(to, bytes):
-                self.decode.inbox.append((side.address, data))
-            else:
-                self._by_address[to].inbox.append((self.decode.route, data))
+            side.send(to, data)
         while commands := node.outbox.commands:
             node.outbox.commands = []
             for command in commands:
@@ -246,12 +244,17 @@ class Pulls:
                         pass
 
     def statistics(self) -> dict[str, int]:
-        """Count events (calls of a node), packets, their bytes, and messages."""
-        return {**self.counts, "messages": self.counts["messages"] + self._num_sent()}
+        """Count events (calls of a node), packets, their bytes, and messages, since everybody was met."""
+        return {name: number - self._met[name] for name, number in self._count().items()}
 
-    def _num_sent(self) -> int:
+    def _count(self) -> dict[str, int]:
         sides = (self.decode, *self.prefill)
-        return sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent."))
+        return {
+            "events": self.events,
+            "messages": sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent.")),
+            "packets": sum(side.packets_out for side in sides),
+            "bytes": sum(side.bytes_out for side in sides),
+        }
 
 
 def _pulls(requests: int, **options: Any) -> Work:
@@ -419,7 +422,7 @@ def measure(case: Case, number: int, rounds: int) -> dict[str, Any]:
     return found
 
 
-def child(name: str, prepared: int, number: int) -> None:
+def run_child(name: str, prepared: int, number: int) -> None:
     """Do some operations of a case and nothing else: what an outer counter looks at."""
     case = next(c for c in CASES if c.name == name)
     work = case.make(prepared)
@@ -496,72 +499,90 @@ def worse(report: Mapping[str, Any], old: Mapping[str, Any], percent: float) -> 
     return found
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; what is wrong with it ends with status 2."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="*", metavar="GLOBS", help="which, comma-separated: 'pull/*,ledger/1' (all)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each (%(default)s)")
-    parser.add_argument("--scale", type=float, default=1.0, help="share of each case's operations (%(default)s)")
-    parser.add_argument("--no-instructions", action="store_true", help="only the time")
-    parser.add_argument("--json", metavar="PATH", help="write the report; '-' is stdout, without the table")
-    parser.add_argument("--compare", metavar="OLD.json", type=Path, help="show ratios to an earlier report")
-    parser.add_argument("--tolerance", type=float, default=5.0, metavar="PERCENT", help="of --compare (%(default)s)")
-    parser.add_argument("--child", nargs=3, metavar=("CASE", "PREPARED", "NUMBER"), help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.rounds < 1:
-        parser.error(f"--rounds {given.rounds} must be 1 or more")
-    if not 0 < given.scale <= 100:
-        parser.error(f"--scale {given.scale:g} is outside (0, 100]")
-    if not _chosen(given.cases):
-        parser.error(f"--cases {given.cases!r} matches none of {', '.join(c.name for c in CASES)}")
-    if given.compare is not None:
-        try:
-            given.compare = json.loads(given.compare.read_text())
-            if given.compare["schema"] != SCHEMA or not isinstance(given.compare["cases"], dict):
-                parser.error("--compare: the report is of another version; measure the old tree anew")
-            if given.compare["scale"] != given.scale:
-                parser.error(f"--compare: the report was made with --scale {given.compare['scale']:g}; give the same")
-        except (OSError, ValueError, TypeError, KeyError) as exc:
-            parser.error(f"--compare: this is no report of bench_core: {exc!r}")
-    return given
+def earlier(path: Path, scale: float) -> dict[str, Any]:
+    """Read the report to compare with.
+
+    Raises:
+        ConfigError: It is none, or was made otherwise.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        is_ours, was = found["schema"] == SCHEMA and isinstance(found["cases"], dict), float(found["scale"])
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ConfigError(f"--compare: this is no report of bench_core: {exc!r}") from exc
+    check(is_ours, "--compare: the report is of another version; measure the old tree anew")
+    check(was == scale, f"--compare: the report was made with --scale {was:g}; give the same")
+    return found
 
 
-def _chosen(globs: str) -> list[Case]:
-    return [c for c in CASES if any(fnmatch.fnmatchcase(c.name, g.strip()) for g in globs.split(","))]
+def bench(
+    cases: Annotated[str, typer.Option(metavar="GLOBS", help="Which, comma-separated: 'pull/*,ledger/1'.")] = "*",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds of each.")] = 5,
+    scale: Annotated[float, typer.Option(metavar="SHARE", help="Share of each case's operations.")] = 1.0,
+    no_instructions: Annotated[bool, typer.Option("--no-instructions", help="Only the time.")] = False,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="PATH", help="Write the report; - is stdout, without the table.")
+    ] = None,
+    compare: Annotated[Path | None, typer.Option(metavar="OLD.json", help="Show ratios to an earlier report.")] = None,
+    tolerance: Annotated[float, typer.Option(metavar="PERCENT", help="Of --compare.")] = 5.0,
+    child: Annotated[tuple[str, int, int] | None, typer.Option(hidden=True)] = None,
+) -> int:
+    """Measure what the pure core costs: CPU time, and instructions where perf or valgrind can count them.
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, report, compare."""
-    given = parse(argv)
-    if given.child:
-        child(given.child[0], int(given.child[1]), int(given.child[2]))
+    Both sides of every pull together, every message encoded and decoded. Instructions repeat to a tenth of a percent on
+    however busy a host: compare those. Everything takes three minutes.
+    """
+    if child:
+        run_child(*child)
         return 0
+    check(rounds >= 1, f"--rounds {rounds} must be 1 or more")
+    check(0 < scale <= 100, f"--scale {scale:g} is outside (0, 100]")
+    chosen = [c for c in CASES if any(fnmatch.fnmatchcase(c.name, g.strip()) for g in cases.split(","))]
+    check(bool(chosen), f"--cases {cases!r} matches none of {', '.join(c.name for c in CASES)}")
+    old = earlier(compare, scale) if compare else None
     errors = Console(stderr=True)
     console = Console() if sys.stdout.isatty() else Console(width=200)  # nothing is cut off in a pipe
-    tool = "" if given.no_instructions else counter()
+    tool = "" if no_instructions else counter()
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "scale": given.scale,
+        "scale": scale,
         "counter": tool,
         "python": sys.version.split()[0],
         "cases": {},
     }
-    for case in _chosen(given.cases):
-        errors.print(f"{case.name} ...", style="dim", highlight=False)
-        number = max(64, int(case.number * given.scale))
-        row = measure(case, number, given.rounds) | {"what": case.what, "number": number}
-        row["instructions"] = instructions(tool, case, number) if tool else None
-        report["cases"][case.name] = row
-    if given.json == "-":
-        print(json.dumps(report, indent=2))
-    elif given.json:
-        Path(given.json).write_text(json.dumps(report, indent=2) + "\n")
-    if given.json != "-":
-        show(report, given.compare, console)
-    slower = worse(report, given.compare, given.tolerance) if given.compare else []
+    with output(json_to) if json_to else contextlib.nullcontext() as out:
+        for case in chosen:
+            errors.print(f"{case.name} ...", style="dim", highlight=False)
+            number = max(64, int(case.number * scale))
+            row = measure(case, number, rounds) | {"what": case.what, "number": number}
+            row["instructions"] = instructions(tool, case, number) if tool else None
+            report["cases"][case.name] = row
+        if out:
+            print(json.dumps(report, indent=2), file=out)
+    if json_to != "-":
+        show(report, old, console)
+    slower = worse(report, old, tolerance) if old else []
     for text in slower:
         errors.print(text, style="red", highlight=False)
     return 1 if slower else 0
+
+
+EPILOG = f"""
+[bold]Cases[/bold]
+
+{listed({case.name: case.what for case in CASES})}
+
+[bold]Examples[/bold]
+
+  python -m scripts.bench_core --json old.json
+
+  python -m scripts.bench_core --compare old.json
+
+  python -m scripts.bench_core --cases 'pull/*' --json - --no-instructions
+
+[bold]Exit status[/bold]  0 measured, 1 something takes more instructions than --tolerance, 2 bad input, 130 Ctrl-C
+"""
+main = script(bench, "bench_core", EPILOG)
 
 
 if __name__ == "__main__":

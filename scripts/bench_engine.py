@@ -374,12 +374,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 measured, 1 a case failed, 2 bad input, 130 Ctrl-C
 """
-app = command.application(measure, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "bench_engine", arguments)
+main = command.script(measure, "bench_engine", EPILOG)
 
 
 if __name__ == "__main__":

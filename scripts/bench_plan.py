@@ -1,24 +1,24 @@
-"""How long planning takes: `python -m scripts.bench_plan [--blocks N] [--layers N] [--ranks N]`.
+"""How long planning takes, and what the loop does with the layout that a stranger sends: pure code, no engine.
 
-Prints one JSON line per memory order and block order: what is computed once per peer, and per request
-(the median of ten), from lists of ids to plans for all remote ranks.
-
-With `--layouts`: what the loop does with the layout that a stranger sends, in milliseconds of CPU time (the best of
-five), for the largest layouts of real models and for those that cost most, within the limits and beyond.
+Per memory order and block order one JSON line says what is computed once per peer, and what per request: from lists of
+ids to plans for all remote ranks. With `--layouts` a line each for the largest layouts of real models and for those
+that cost most, within the limits and beyond.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import msgspec
 import numpy as np
+import typer
 
 from asynckv.errors import LayoutError
 from asynckv.geometry.blocks import check_block_ids, runs_of
@@ -29,6 +29,7 @@ from asynckv.geometry.match import assign, compare
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
+from scripts import command
 
 
 def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -> dict[str, object]:
@@ -106,7 +107,7 @@ def flat(
     )
 
 
-def layouts() -> Iterator[tuple[str, Layout]]:
+def dear_layouts() -> Iterator[tuple[str, Layout]]:
     """Layouts by what is dear about them."""
     yield "256 layers", pooled(256)
     each = pooled(256)
@@ -157,21 +158,36 @@ def inspect(name: str, there: Layout) -> dict[str, object]:
     return out
 
 
-def main() -> None:
-    """Measure all four, or the layouts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layouts", action="store_true", help="what a stranger's layout costs")
-    given = parser.parse_args()
-    if given.layouts:
-        for name, layout in layouts():
+def plan(
+    blocks: Annotated[int, typer.Option(min=1, help="Per request.")] = 10_000,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 64,
+    ranks: Annotated[int, typer.Option(min=1, help="Prefill ranks that one decode rank reads.")] = 8,
+    layouts: Annotated[bool, typer.Option("--layouts", help="What a stranger's layout costs, instead.")] = False,
+) -> None:
+    """Measure how long planning takes; prints a JSON line per case.
+
+    Blocks in runs and scattered, in two memory orders: milliseconds once per peer and per request (the median of ten),
+    and the peak of memory. With --layouts: milliseconds of CPU time per step of a handshake (the best of five).
+    """
+    if layouts:
+        for name, layout in dear_layouts():
             print(json.dumps(inspect(name, layout)))
         return
     for order, scattered in itertools.product(("hnd", "nhd"), (False, True)):
-        print(json.dumps(measure(order, scattered, given.blocks, given.layers, given.ranks)))
+        print(json.dumps(measure(order, scattered, blocks, layers, ranks)))
+
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  python -m scripts.bench_plan --blocks 1000 --ranks 1 | jq .per_request_ms
+
+  python -m scripts.bench_plan --layouts | jq -c '[.layout, .map_ms, .refused]'
+
+[bold]Exit status[/bold]  0 measured, 2 bad input, 130 Ctrl-C
+"""
+main = command.script(plan, "bench_plan", EPILOG)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

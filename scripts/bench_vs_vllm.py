@@ -25,6 +25,7 @@ from rich.table import Table
 
 from asynckv.bench.noise import Interval, median_of
 from asynckv.errors import ConfigError
+from asynckv.observe.output import check_writable
 from asynckv.testing.fleet import Failure, Fleet, Process
 from scripts import command
 from scripts.versus.vllm_side import write_config
@@ -365,11 +366,7 @@ def compare(
         1 <= rounds <= 1000 and 0 < seconds <= 600,
         f"--rounds {rounds} must be in 1 ... 1000, --seconds {seconds:g} in (0, 600]",
     )
-    if json not in (None, "-"):
-        try:
-            Path(json).open("a").close()
-        except OSError as exc:
-            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    check_writable("--json", json)
     given = Given(
         vllm_python=vllm_python,
         vllm_source=vllm_source,
@@ -430,12 +427,7 @@ EPILOG = f"""
 {INSTALL}
 [bold]Exit status[/bold]  0 measured, 1 a process or a request failed, 2 bad input, 130 Ctrl-C
 """
-app = command.application(compare, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and report what the command line says; returns the exit status."""
-    return command.run(app, "bench_vs_vllm", arguments)
+main = command.script(compare, "bench_vs_vllm", EPILOG)
 
 
 if __name__ == "__main__":

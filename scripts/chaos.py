@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import typer
@@ -419,12 +419,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 all good, 1 a scenario failed, 2 bad input, 130 Ctrl-C
 """
-app = command.application(chaos, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "chaos", arguments)
+main = command.script(chaos, "chaos", EPILOG)
 
 
 if __name__ == "__main__":

@@ -21,24 +21,23 @@ Scenarios = Annotated[list[str] | None, typer.Argument(metavar="SCENARIO", help=
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def application(main: Callable[..., Any], epilog: str) -> typer.Typer:
-    """Make a script's one command."""
+def script(work: Callable[..., Any], name: str, epilog: str) -> Callable[..., int]:
+    """Make a script's `main`: it runs what the command line says, and returns the exit status."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command(epilog=epilog)(main)
-    return app
+    app.command(epilog=epilog)(work)
 
+    def main(arguments: Sequence[str] | None = None) -> int:
+        try:
+            found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
+        except (typer.Abort, KeyboardInterrupt):
+            return 130
+        except (USAGE_ERROR, ConfigError) as exc:
+            text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())
+            print(f"{name}: {text}", file=sys.stderr)
+            return 2
+        return int(found or 0)
 
-def run(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a script's command; returns the exit status."""
-    try:
-        found = app(arguments, prog_name=f"python -m scripts.{name}", standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
-        return 130
-    except (USAGE_ERROR, ConfigError) as exc:
-        text = str(exc) if isinstance(exc, ConfigError) else " ".join(exc.format_message().split())
-        print(f"{name}: {text}", file=sys.stderr)
-        return 2
-    return int(found or 0)
+    return main
 
 
 def listed(about: Mapping[str, str]) -> str:

@@ -646,12 +646,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 all is equal, 1 something is not, 2 bad input, 130 Ctrl-C
 """
-app = command.application(generate, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "disagg_generate", arguments)
+main = command.script(generate, "disagg_generate", EPILOG)
 
 
 if __name__ == "__main__":

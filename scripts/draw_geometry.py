@@ -1,8 +1,9 @@
-"""Draw the documentation's pictures of geometry from real plans: `python -m scripts.draw_geometry`; a test compares."""
+"""Draw the documentation's pictures of geometry from real plans; a test compares."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from asynckv.tools import explain
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import PRESETS, Heads, Latent, Model, Projection, State
 from asynckv.tools.pictures import Bar, Segment, bars, to_svg
+from scripts import command
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -181,12 +183,18 @@ def pictures() -> dict[str, str]:
     return {f"{name}.svg": to_svg(*shown, name=name) for name, shown in drawn.items()}
 
 
-def main() -> None:
-    """Write all pictures."""
+def draw() -> None:
+    """Draw the documentation's pictures of geometry from real plans, into docs/pictures.
+
+    Run it after a change to geometry, the models or the pictures; a test compares what lies there.
+    """
     TARGET.mkdir(exist_ok=True)
     for name, text in pictures().items():
         (TARGET / name).write_text(text, encoding="utf-8")
 
 
+main = command.script(draw, "draw_geometry", "[bold]Exit status[/bold]  0 written, 2 bad input")
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,13 +1,15 @@
-"""Write docs/states.md from the core's transition tables. Run it after a table changes; a test compares."""
+"""Write docs/states.md from the core's transition tables; a test compares."""
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from asynckv.core import attempts, lease, lifecycle, peer, pull
+from scripts import command
 
 TARGET = Path(__file__).parents[1] / "docs" / "states.md"
 
@@ -82,5 +84,16 @@ def page() -> str:
     )
 
 
-if __name__ == "__main__":
+def draw() -> None:
+    """Write docs/states.md from the core's transition tables.
+
+    Run it after a table changes; a test compares the page.
+    """
     TARGET.write_text(page())
+
+
+main = command.script(draw, "draw_states", "[bold]Exit status[/bold]  0 written, 2 bad input")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

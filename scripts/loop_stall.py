@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -24,6 +23,7 @@ import typer
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillGroup
 from asynckv.bench.memory import Pool
+from asynckv.bench.rank import LagSampler
 from asynckv.config import MAX_POSTING_THREADS
 from asynckv.core.types import Endpoint
 from asynckv.testing.fleet import TRANSPORTS, Failure, Fleet
@@ -69,28 +69,6 @@ class Prefill:
             self._engine.lend(params)
 
 
-class Sampler:
-    """How late a timer on the loop is called."""
-
-    def __init__(self) -> None:
-        self.lags: list[float] = []
-        self._loop = asyncio.get_running_loop()
-        self._again()
-
-    def _tick(self) -> None:
-        self.lags.append(time.perf_counter() - self._due)
-        self._again()
-
-    def _again(self) -> None:
-        self._due = time.perf_counter() + TICK_S
-        self._handle = self._loop.call_later(TICK_S, self._tick)
-
-    def stop(self) -> list[float]:
-        """Return milliseconds, sorted."""
-        self._handle.cancel()
-        return sorted(1e3 * max(0.0, lag) for lag in self.lags)
-
-
 async def decode(workload: str, posting_threads: int | str, requests: int) -> dict[str, Any]:
     """Pull all requests, some in flight at a time."""
     _, _, _, blocks, in_flight = SHAPES[workload]
@@ -127,10 +105,11 @@ async def decode(workload: str, posting_threads: int | str, requests: int) -> di
             places = list(range(in_flight))
             await pull(in_flight - 1)  # connections
             gc.collect()
-            sampler, began, cpu = Sampler(), time.perf_counter(), time.process_time()
+            sampler, began, cpu = LagSampler(TICK_S), time.perf_counter(), time.process_time()
+            sampler.start()
             moved = sum(await asyncio.gather(*(pull(1 << 60) for _ in range(in_flight))))
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-            lags = sampler.stop()
+            lags = sorted(1e3 * lag for lag in sampler.stop())
             counters = engine.statistics().counters
     return {
         "workload": workload,
@@ -186,12 +165,7 @@ EPILOG = """
 
 [bold]Exit status[/bold]  0 measured, 1 the prefill process was lost, 2 bad input, 130 Ctrl-C
 """
-app = command.application(stall, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "loop_stall", arguments)
+main = command.script(stall, "loop_stall", EPILOG)
 
 
 if __name__ == "__main__":

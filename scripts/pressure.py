@@ -1030,12 +1030,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 all good, 1 a scenario failed, 2 bad input, 130 Ctrl-C
 """
-app = command.application(pressure, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "pressure", arguments)
+main = command.script(pressure, "pressure", EPILOG)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -542,12 +542,7 @@ EPILOG = (
 [bold]Exit status[/bold]  0 all good, 1 something is not (the report says what), 2 bad input, 130 Ctrl-C
 """
 )
-app = command.application(make_transfers, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "soak", arguments)
+main = command.script(make_transfers, "soak", EPILOG)
 
 
 if __name__ == "__main__":

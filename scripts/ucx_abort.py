@@ -370,12 +370,7 @@ EPILOG = f"""
 
 [bold]Exit status[/bold]  0 nobody died, 1 a survivor died, 2 bad input, 130 Ctrl-C
 """
-app = command.application(abort, EPILOG)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says; returns the exit status."""
-    return command.run(app, "ucx_abort", arguments)
+main = command.script(abort, "ucx_abort", EPILOG)
 
 
 if __name__ == "__main__":

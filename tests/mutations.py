@@ -563,6 +563,24 @@ def promises_are_not_renewed(rank: Rank) -> None:
     rank.sends(Renew)(lambda said: None)
 
 
+@planted
+def lapsed_promises_are_renewed(rank: Rank) -> None:
+    """What has run out is asked for as if it still ran, not claimed anew."""
+    granted = set[tuple[str, str]]()
+
+    @rank.hears(Granted)
+    def note(said: Said) -> Said:
+        granted.add((said.message.pull_id, said.start))
+        return said
+
+    @rank.sends(Claim)
+    def renew(said: Said) -> Said:
+        message = said.message
+        if (message.pull_id, said.start) not in granted:
+            return said
+        return Said(Renew(message.key, message.pull_id, message.nonce, message.seconds), said.other, said.start)
+
+
 # -- custody of blocks -------------------------------------------------------------------------------------------------
 
 

@@ -52,20 +52,17 @@ def test_what_takes_more_instructions_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "ledger/1 takes 1,060 instructions, 6.0% more than 1,000" in text
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--cases", "nothing"], "matches none of pull/1-in-flight"),
-        (["--rounds", "0"], "--rounds 0 must be 1 or more"),
-        (["--scale", "nan"], "--scale nan is outside"),
-        (["--compare", "/nowhere"], "this is no report"),
-    ],
-)
-def test_bad_input_ends_with_status_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_core.main(argv)
-    assert caught.value.code == 2
-    assert says in capsys.readouterr().err
+def test_a_report_of_another_version_or_scale_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "old.json"
+    for report, says in (
+        ({"schema": "x", "scale": 1, "cases": {}}, "is of another version"),
+        ({"schema": bench_core.SCHEMA, "scale": 0.5, "cases": {}}, "was made with --scale 0.5; give the same"),
+    ):
+        path.write_text(json.dumps(report))
+        assert bench_core.main(["--compare", str(path)]) == 2
+        assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -23,15 +23,18 @@ from asynckv.bench.experiment import Experiment
 from asynckv.bench.memory import Pool
 from asynckv.bench.noise import median_of
 from asynckv.bench.options import Options, Shape
-from asynckv.bench.protocol import Outcome, Sample
+from asynckv.bench.protocol import Outcome, Sample, Work
 from asynckv.bench.workload import Workload
 from asynckv.config import PullConfig
+from asynckv.core.types import Endpoint
+from asynckv.edges.agent import Agent
 from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Layout, Memory
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
+from asynckv.geometry.plan import BlockLists, DescTable, PeerTables, plan_read
+from asynckv.scheduler import PrefillGroup
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 
@@ -129,6 +132,69 @@ def test_the_server_outlives_who_leaves_and_who_asks_for_too_much(served: tuple[
         assert reader.recv(1) == b"r"
         reader.sendall(b"g")
         assert floor._receive(reader, 100) == buffer[4000:].tobytes() + buffer[:4].tobytes()
+
+
+class ClockOfPreparing:
+    """A clock on which nothing takes time but preparing descriptor lists: a second each."""
+
+    def __init__(self, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._prepare = agent.prepare
+        monkeypatch.setattr(agent, "prepare", self.prepare)
+        monkeypatch.setattr(floor, "time", self)
+
+    def prepare(self, name: str, table: DescTable) -> Any:
+        self.now += 1.0
+        return self._prepare(name, table)
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    process_time = perf_counter
+
+
+@contextmanager
+def polled(server: floor.Server) -> Iterator[None]:
+    """Let a server make progress in a thread, while the loop does nothing but read."""
+    is_over = threading.Event()
+
+    def poll() -> None:
+        while not is_over.is_set():
+            server._plane.poll()
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = model_layout(MODEL, num_blocks=8)
+    there, here = Pool(layout, seed=5), Pool(layout, seed=5)
+    group = PrefillGroup("prefill", [Endpoint(0, "tcp://127.0.0.1:1", "one")])
+    params = group.make_params("p", [(0, [2, 3])], 32, written=True)
+    there.fill(0, [(0, [2, 3])], 32)
+    work = Work(0, [(0, [4, 5])], 32, params)
+    server = floor.Server(there)
+    probe = floor.Probe(here, server.opened(), PullConfig())
+    try:
+        await probe.connect()
+        assert probe._plane._agent is not None
+        clock = ClockOfPreparing(probe._plane._agent, monkeypatch)
+        with polled(server):
+            found = await probe.measure("raw_nixl", [work], 1, verify=False)
+    finally:
+        probe.close()
+        server.close()
+    assert clock.now >= 1.0
+    assert (found.error, len(found.ends), found.window_s, found.cpu_s) == ("", 1, 0.0, 0.0)
+    assert here.check(0, work.lists, 32) == (found.num_bytes, 0)
 
 
 def test_latencies_are_those_of_a_closed_loop() -> None:

@@ -30,7 +30,7 @@ from asynckv.config import PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.log import configure
-from asynckv.testing.planes import Fate
+from asynckv.testing.fabric import Fate
 from tests.engines import BLOCKS, Bench, needs_python_core, until
 
 pytestmark = pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
 
@@ -119,6 +120,21 @@ def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
     many = packets([LONGEST] * 5)
     assert max(map(len, many)) < m.MAX_REQUEST_PACKET
     assert [x for data in many for x in m.decode_packet(data).messages] == [LONGEST] * 5
+
+
+def test_no_message_is_followed_by_the_garbage_collector() -> None:
+    """Thousands wait at a time, and none can lead to itself: to look at them again and again costs for nothing."""
+    assert [type(message).__name__ for message in ALL if gc.is_tracked(message)] == []
+
+
+@pytest.mark.parametrize("length", [m.MAX_DETAIL - 1, m.MAX_DETAIL, m.MAX_DETAIL + 1, 3 * m.MAX_DETAIL])
+def test_a_detail_that_is_too_long_is_cut_to_what_may_be_said(length: int) -> None:
+    whole = "x" * length
+    (packet,) = packets([m.Refused(KEY, "pull", 1, Reason.WRONG_COHORT, whole)])
+    (said,) = m.decode_packet(packet).messages
+    assert isinstance(said, m.Refused)
+    assert len(said.detail) == min(length, m.MAX_DETAIL)
+    assert said.detail == whole if length <= m.MAX_DETAIL else said.detail.endswith("xxx ...")
 
 
 @given(st.lists(st.integers(1, MAX_ID), min_size=1, max_size=40))

@@ -207,7 +207,9 @@ async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -
 
 async def test_completions_wake_the_loop(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
-    assert reader.plane.describe()["completions"].endswith("epoll descriptors of UCX")
+    described = reader.plane.describe()
+    assert described["completions"].endswith("epoll descriptors of UCX")
+    assert described["nixl_variant"].startswith("nixl")
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["wakeups"] > 0
 
@@ -414,6 +416,22 @@ async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side])
 
     raw = meddle(reader, getXferStatus=status)
     assert endings(reader.plane.poll()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tuple[Side, Side], doubt: bool) -> None:
+    reader, _ = linked
+    for fd in reader.plane._fds:
+        asyncio.get_running_loop().remove_reader(fd)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    assert reader.plane.statistics()["running"] == 1
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+        assert reader.plane._agent is not None
+        reader.plane._agent._raw = raw
+    assert endings(await reader.heard(1)) == [(1, "done")]
 
 
 # -- what is kept ----------------------------------------------------------------------------------

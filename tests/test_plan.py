@@ -360,7 +360,27 @@ def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.
     assert refused == (not nothing and not needed <= places and bool(needed))
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 4), (4, 8), (11, 12)])
+def test_our_own_list_has_to_reach_the_tokens_that_are_wanted(first: int, end: int) -> None:
+    layout = make_layout(block_size=4)
+    for ids in ([1], np.array([1])):
+        check_block_ids(layout, [(first, ids)], end)
+        check_block_ids(layout, [(first, [])], end + 1)
+        with pytest.raises(PlanRefused, match=rf"1 blocks of 4 tokens from token {first} on end at token {end}, but"):
+            check_block_ids(layout, [(first, ids)], end + 1)
+
+
 # -- which tables are kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "made"), [(3, 0), (4, 4), (5, 4)])
+def test_tables_are_made_ahead_only_for_groups_that_need_few(
+    monkeypatch: pytest.MonkeyPatch, most: int, made: int
+) -> None:
+    """Blocks of 6 and of 4 tokens meet in four ways, from 0, 4, 6 and 8 on."""
+    monkeypatch.setattr(tables, "MAX_REGULAR", most)
+    here, there = (make_layout(num_blocks=8, block_size=size, layers=1, base=size << 40) for size in (6, 4))
+    assert len(peer_map(here, there).regular) == made
 
 
 def tables_of(plan: Plan) -> set[int]:

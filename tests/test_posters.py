@@ -34,7 +34,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
-from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, request
+from tests.test_nixl_edge import SIZE, TABLES, Bytes, Meddler, Side, check_reads, contents, copied, pairs, request
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -256,6 +256,29 @@ async def test_failed_is_told_only_when_nothing_of_the_agent_is_left(sides: list
     assert [(number, ending) for number, ending, _ in told] == [(1, doubt), (2, doubt), (1, failed), (2, failed)]
     assert [is_gone for _, ending, is_gone in told if ending is failed] == [True, True]
     assert kept[0]["exception"].__traceback__ is not None
+
+
+async def test_what_was_in_doubt_before_a_thread_broke_has_ended_with_its_agent(
+    sides: list[Side], collected: None
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    reader, _ = await link(sides)
+    (poster,) = reader.plane._posters
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    while_the_loop_stands(lambda: poster.agent.running)
+    poster.agent._raw = Meddler(poster.agent._raw, getXferStatus=lambda handle: 1 // 0)
+    while_the_loop_stands(lambda: reader.plane._inbox)
+    assert [(each.transfer_id, each.ending) for each in reader.plane.poll()] == [(1, Ending.IN_DOUBT)]
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"]) == (0, 1)
+    _spoil(poster.agent)
+    reader.read(2, "owner", TABLES[0], local, remote)
+    while_the_loop_stands(lambda: not poster._thread.is_alive())
+    told = [(each.transfer_id, each.ending) for each in reader.plane.poll()]
+    assert told[-2:] == [(1, Ending.FAILED), (2, Ending.FAILED)]
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"]) == (0, 0)
 
 
 async def test_what_runs_stays_in_doubt_while_somebody_keeps_the_agent(sides: list[Side]) -> None:

@@ -7,16 +7,27 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig
-from asynckv.core.lease import Lent
+from asynckv.core.lease import MAX_HISTORY, MAX_PULLS, Lent
 from asynckv.core.ledger import FEW, Int64s
 from asynckv.core.prefill import _blocks_of
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, ReplyTo, RequestId
-from asynckv.core.wire import Ack, Claim, Granted, Message, NotYet, Release, Renew, blocks_digest, decode_packet
-from asynckv.errors import AsyncKVError, LocalProtocolError
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
+from asynckv.core.wire import (
+    Ack,
+    Claim,
+    Granted,
+    Message,
+    NotYet,
+    Refused,
+    Release,
+    Renew,
+    blocks_digest,
+    decode_packet,
+)
+from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError
 from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
 from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.layout import Group
@@ -67,6 +78,90 @@ def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
         rank.node.tick(now)
         assert now <= lease.lent_at + 12.0
     assert len(rank.node.ledger) == 0
+
+
+def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
+    """However late somebody comes, and whatever attempt it is."""
+    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, max_lease_s=12.0))
+    params = world.params([rank], "r", [3], 4, lease_s=10.0)
+    begun = world.lend(rank, params).lent_at
+    say(rank, claim(params, "first"), begun + 7.0)
+    for pull_id, message in (("first", Renew(params.key, "first", 2, 600.0)), ("second", claim(params, "second"))):
+        (answer,) = say(rank, message, begun + 10.5)
+        assert isinstance(answer, Granted), pull_id
+        assert answer.seconds == 1.5
+
+
+def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
+    """Params may say what they like: a scheduler has other settings, or a router has changed them."""
+    world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
+    params = msgspec.structs.replace(world.params([rank], "r", [3], 4, lease_s=5.0), lease_s=12.5)
+    with pytest.raises(ConfigError, match="lease_s"):
+        rank.node.lend(params, 1, 0.0)
+    assert len(rank.node.ledger) == 0
+
+
+def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
+    """Two attempts of one reader: the one that is given up holds nothing for longer because the other goes on."""
+    world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=4.0))
+    params = world.params([rank], "r", [3], 4, lease_s=30.0)
+    lease = world.lend(rank, params)
+    for pull_id in ("first", "second"):
+        say(rank, claim(params, pull_id), 0.0)
+    say(rank, Renew(params.key, "second", 2, 600.0), 2.0)
+    say(rank, Release(params.key, "r", READER, "second", Outcome.COMPLETE), 3.0)
+    rank.node.tick(3.9)
+    assert not lease.is_over
+    rank.node.tick(4.0)
+    assert lease.is_over
+    # What never held a promise has none to renew.
+    again = world.params([rank], "r2", [4], 4, lease_s=30.0)
+    world.lend(rank, again)
+    say(rank, claim(again, "first"), 5.0)
+    (answer,) = say(rank, Renew(again.key, "third", 2, 600.0), 6.0)
+    assert isinstance(answer, Refused)
+    assert answer.reason is Reason.EXPIRED
+
+
+def test_a_release_is_final_for_its_attempt() -> None:
+    """Said again it is acknowledged and changes nothing, whatever it says now: another attempt may be under way."""
+    world, rank = prefill_rank(LeaseConfig())
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    say(rank, claim(params, "first"), 0.0)
+    for outcome in (Outcome.RETRY, Outcome.COMPLETE, Outcome.RETRY):
+        (answer,) = say(rank, Release(params.key, "r", READER, "first", outcome), 1.0)
+        assert isinstance(answer, Ack)
+        assert lease.owed() == ("decode/tp0",)
+    assert len(lease.history) == 3  # lent, granted, released
+
+
+def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
+    """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
+    world, rank = prefill_rank(LeaseConfig())
+    params = world.params([rank], "r", [3], 4)
+    lease = world.lend(rank, params)
+    for number in range(200):
+        now = lease.lent_at + number * 0.0123456789
+        (answer,) = say(rank, claim(params, nonce=number), now)
+        assert isinstance(answer, Granted)
+        assert 0 <= now - lease.lent_at - answer.lent_for_s < 1e-5
+
+
+@pytest.mark.parametrize("how", ["releases", "lapses"])
+def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
+    """Every attempt is another, and is remembered: who tries without end is refused, and what it says is not kept."""
+    world, rank = prefill_rank(LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
+    params = world.params([rank], "r", [3], 4, lease_s=3000.0)
+    lease = world.lend(rank, params)
+    refusals = list[Refused]()
+    for number in range(MAX_PULLS + 10):
+        message: Claim | Release = Release(params.key, "r", READER, f"pull {number}", Outcome.RETRY)
+        if how == "lapses":
+            message = msgspec.structs.replace(claim(params, f"pull {number}"), seconds=0.005)
+        refusals += [answer for answer in say(rank, message, 0.01 * number) if isinstance(answer, Refused)]
+    assert [answer.reason for answer in refusals] == [Reason.OVERLOADED] * 10
+    assert len(lease.history) <= MAX_HISTORY + 1
 
 
 # -- what came early -----------------------------------------------------------------------------------
@@ -141,6 +236,57 @@ def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -
     assert world.lend(rank, params).grants == {}
 
 
+def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
+    """A successor that says the same as the process before it is answered too, and so is that one, if it lives."""
+    world, rank = prefill_rank(LeaseConfig())
+    params = world.params([rank], "r", [3], 4)
+    for sender in ("one start", "another start"):
+        rank.node.prefill.receive(claim(params), ONE, sender, 0.0)
+    assert rank.node.prefill.num_parked == 2
+
+
+def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() -> None:
+    """Who finds no room is told to wait if it claims; a release that is not kept is not acknowledged either."""
+    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    params = world.params([rank], "r", [3], 4)
+    for number in range(32):
+        way = ReplyTo(b"%d" % number)
+        assert [type(m) for m in say(rank, claim(params, f"pull {number}"), 0.0, way)] == [NotYet]
+    assert rank.node.prefill.num_parked == 16
+    release = Release(params.key, "r", READER, "released", Outcome.COMPLETE)
+    assert say(rank, release, 0.0, OTHER) == []
+
+
+def test_of_what_has_ended_the_newest_is_remembered() -> None:
+    """How the others ended is forgotten; that they have not."""
+    world, rank = prefill_rank(LeaseConfig())
+    rank.node.prefill.max_ended = 4
+    asked = list[Reason]()
+    requests = [world.params([rank], f"r{number}", [number], 4) for number in range(8)]
+    for params in requests:
+        lease = world.lend(rank, params)
+        rank.node.prefill.revoke(lease, 0.0)
+        world.settle(rank)
+    for params in requests:
+        (answer,) = say(rank, claim(params), 1.0)
+        assert isinstance(answer, Refused)
+        asked.append(answer.reason)
+    assert asked == [Reason.UNKNOWN] * 4 + [Reason.REVOKED] * 4
+
+
+def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
+    world, rank = prefill_rank(LeaseConfig())
+    rank.node.prefill.max_ended = 1
+    params, other = (world.params([rank], name, [3], 4) for name in ("r", "other"))
+    for each in (params, other):
+        rank.node.withdraw(each, 0.0)
+    with pytest.raises(LocalProtocolError, match="was lent or withdrawn before"):
+        rank.node.lend(params, 1, 1.0)
+    (answer,) = say(rank, claim(params), 1.0)
+    assert isinstance(answer, Refused)
+    assert answer.reason is Reason.UNKNOWN
+
+
 # -- which blocks can be lent --------------------------------------------------------------------------
 
 
@@ -156,6 +302,7 @@ def by_arrays(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
     return blocks
 
 
+@settings(deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(NULL, 40), st.integers(1, 2 * FEW)), max_size=4),
     single=st.lists(st.tuples(st.integers(NULL, 40), st.just(1)), max_size=FEW),

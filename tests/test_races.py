@@ -17,6 +17,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
+from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
 from tests.engines import Bench, Side, needs_python_core, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
@@ -206,6 +207,73 @@ async def test_a_pull_that_does_not_wait_long_closes_at_once(sim: Bench) -> None
         await passing(sim, asyncio.create_task(decode.engine.aclose()))
         assert sim.clock.now() - begun <= 1.1
         sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+def overheard(sim: Bench, *kinds: type) -> list[tuple[str, str, list[str]]]:
+    """Note of every packet from here on who said what to whom, of these kinds."""
+    heard: list[tuple[str, str, list[str]]] = []
+
+    def fate(sender: str, to: str, packet: bytes) -> Any:
+        said = [type(m).__name__ for m in decode_packet(packet).messages if isinstance(m, kinds)]
+        heard.extend([(sender, to, said)] if said else [])
+        return "deliver"
+
+    sim.network.fate = fate
+    return heard
+
+
+async def test_a_claim_leaves_before_the_read_that_it_goes_beside(sim: Bench) -> None:
+    """Posting may take long, and the promise that covers a read is under way meanwhile."""
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        assert decode.data is not None
+        heard, honest = overheard(sim, Claim), decode.data.post_read
+
+        def post_read(*args: Any) -> Any:
+            heard.append(("", "", ["a read"]))
+            return honest(*args)
+
+        decode.data.post_read = post_read  # type: ignore[assignment, method-assign]
+        for number in range(2):
+            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
+            prefill.engine.lend(params)
+            await decode.engine.pull(f"d{number}", [(0, [6])], params)
+        assert [said for _, _, said in heard] == [["Claim"], ["a read"]] * 2
+
+
+async def test_a_release_goes_in_one_packet_with_what_its_caller_asks_for_next(sim: Bench) -> None:
+    """Nobody waits for it, and packets are what a small pull costs most."""
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        heard = overheard(sim, Claim, Release)
+        for number in range(3):
+            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
+            prefill.engine.lend(params)
+            await decode.engine.pull(f"d{number}", [(0, [6])], params)
+        await spin(sim, 0.2)
+        assert [said for _, _, said in heard] == [["Claim"], ["Release", "Claim"], ["Release", "Claim"], ["Release"]]
+
+
+async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_promises(sim: Bench) -> None:
+    """Then they need not wait out its silence; and not before, for whoever hears it believes no promise any more."""
+    async with reading(sim) as (prefill, decode, lent, task, _):
+        second = sim.side("second", 7, lease=QUICK)
+        async with second.engine:
+            group = PrefillGroup("prefill", [prefill.engine.endpoint])
+            params = group.make_params("other", [(0, [2])], 16, written=True)
+            prefill.engine.lend(params)
+            await second.engine.pull("d2", [(0, [6])], params)
+            heard = overheard(sim, Goodbye)
+            closing = asyncio.create_task(prefill.engine.aclose())
+            await spin(sim, 0.3)
+            assert (heard, lent.is_over) == ([], False)
+            assert decode.data is not None
+            decode.data.finish()
+            await passing(sim, task)
+            await passing(sim, closing)
+            assert lent.is_over
+            here = prefill.engine.endpoint.address
+            readers = sorted([decode.engine.endpoint.address, second.engine.endpoint.address])
+            assert sorted(heard) == [(here, reader, ["Goodbye"]) for reader in readers]
+            await passing(sim, asyncio.create_task(second.engine.aclose()))
 
 
 def test_what_waits_for_its_handshake_or_to_be_lent_counts_as_waiting() -> None:

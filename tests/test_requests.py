@@ -613,18 +613,13 @@ def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None
     world, prefill, decode = pair()
     old = world.params([prefill], "old", [3], 4, written=True)
     world.lend(prefill, old)
-    reborn = world.add("reborn", make_layout(), engine_id="prefill", seed=3)
-    del world.ranks["p"]
-    world.ranks["p"] = reborn
-    reborn.name = "p"
+    reborn = world.add("p", make_layout(), engine_id="prefill", seed=3)
     failed = world.pull(decode, "old", [9], old)
     world.run()
     assert failed.reason is Reason.RESTARTED
     new = world.params([reborn], "new", [3], 4, written=True)
     world.lend(reborn, new)
     good = world.pull(decode, "new", [9], new)
-    # The handshake's metadata names the rank's own memory.
-    world.ranks["reborn"] = reborn
     world.run()
     assert good.reason is Reason.COMPLETE
 

@@ -95,6 +95,7 @@ SEEN = {
     "failed_announcements_are_final": 50,
     "gaps_are_closed_by_forgetting_what_was_lent": 77,
     "grants_are_used_to_their_last_moment": 22,
+    "lapsed_promises_are_renewed": 90,
     "more_is_promised_than_is_kept": 22,
     "more_read_than_are_admitted": 75,
     "one_handshake_at_a_time": 40,

@@ -21,7 +21,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.scheduler import PrefillGroup
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Letter, Rank, World, make_layout, reason
+from tests.world import Buffers, Rank, World, make_layout, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -442,34 +442,19 @@ def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
     assert links_closed(decode) == []
 
 
-def hit(it: Pair, rank: Rank, request_id: str, params: Params) -> None:
-    """All of a request's blocks are here already: its ranks are only released."""
-    pull = rank.node.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
-    for to, data in rank.node.outbox.take_packets():
-        it.world.letters.append(Letter(rank, str(to), data, False))
-    while it.world.letters:
-        letter = it.world.letters.pop()
-        if letter.answer:
-            rank.node.receive(letter.sender.address, letter.data, it.world.time(rank))
-        else:
-            it.world.letters.append(letter)
-            it.world.deliver(len(it.world.letters) - 1)
-    assert (pull.reason, pull.is_over) == (Reason.COMPLETE, True)
-
-
 def test_a_rank_that_is_only_released_keeps_its_link_for_the_next_and_is_forgotten_in_the_end() -> None:
     """Full prefix hits come one after the other: a link for each would be made anew, and nobody's short cut hold."""
     it = Pair(1, 1)
-    decode = it.decode[0]
-    peers = decode.node.decode.peers
-    changes = peers.num_changes
+    peers = it.decode[0].node.decode.peers
+    met = []
     for number in range(3):
-        params, _ = it.lend([3 + number], 4)
-        hit(it, decode, f"d{number}", params)
-        assert links_closed(decode) == []
-        assert [peer.state for peer in peers.by_place.values()] == [PeerState.NEW]
-    assert peers.num_changes == changes
-    it.world.run()
+        params, [lease] = it.lend([3 + number], 4)
+        pull = it.world.pull(it.decode[0], f"d{number}", [], params)
+        it.world.run()
+        assert (pull.reason, pull.is_over, lease.is_over) == (Reason.COMPLETE, True, True)
+        met += peers.by_place.values()
+    assert met == [met[0]] * 3
+    assert (met[0].state, peers.num_changes) == (PeerState.NEW, 0)
     for _ in range(13):
         it.world.run(50.0)
     assert not peers.by_place

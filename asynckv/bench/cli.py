@@ -18,6 +18,7 @@ import typer
 
 from asynckv.bench.options import Option, Options, declared, flag
 from asynckv.errors import ConfigError
+from asynckv.observe.output import check_writable, columns, write, write_json
 
 __all__ = ["bench_app", "taking_options"]
 
@@ -202,10 +203,7 @@ def _open_log(target: str | None) -> None:
     if target == "-":
         raise ConfigError("--log -: stdout is not for logs; give a file, or leave it out for errors on stderr")
     if target is not None:
-        try:
-            Path(target).write_text("")
-        except OSError as exc:
-            raise ConfigError(f"--log {target}: cannot be written: {exc.strerror}") from exc
+        write("--log", target, "")
 
 
 def _half(options: Options) -> Any:
@@ -244,20 +242,14 @@ def _say(role: str, text: str) -> None:
 
 
 def _bench(experiment: Any, half: Any) -> int:
-    import msgspec
     import structlog
     from rich.console import Console
     from rich.progress import Progress
 
     from asynckv.bench import report, session
-    from asynckv.observe.output import columns
 
     json = experiment.options.json
-    if json not in (None, "-"):
-        try:
-            Path(json).open("a").close()
-        except OSError as exc:
-            raise ConfigError(f"--json {json}: cannot be written: {exc.strerror}") from exc
+    check_writable("--json", json)
     errors = Console(stderr=True)
     stream = _logs(experiment.options)
     log = structlog.get_logger("asynckv.bench")
@@ -272,12 +264,7 @@ def _bench(experiment: Any, half: Any) -> int:
         else:
             work = session.leading(experiment, half, lambda text: _say(half.role, text), progress, log)
         found, result = asyncio.run(work)
-    text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
-    if json == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    elif json is not None:
-        Path(json).write_text(text)
+    write_json(json, result)
     report.show(result, errors if json == "-" else Console())
     if stream is not sys.stderr:
         stream.close()
@@ -394,7 +381,7 @@ def sweep(
         )
         raise typer.Exit(130)
     if with_page:
-        _save(html, pages.make(book.sweep, target.name))
+        write("page", str(html), pages.make(book.sweep, target.name))
     console.print(f"{target}{f', {html}' if with_page else ''}", highlight=False, markup=False, soft_wrap=True)
     raise typer.Exit(0 if all(row.status == "good" for row in latest.values()) else 1)
 
@@ -430,12 +417,6 @@ def _run(book: Any, points: Any, retry_failed: bool, errors: Any) -> Any:
         return asyncio.run(sweeps.run(book, points, retry_failed=retry_failed, progress=step))
 
 
-def _save(path: Path, text: str) -> None:
-    from asynckv.observe.output import write
-
-    write("page", str(path), text)
-
-
 @bench_app.command(epilog=PAGE_EPILOG)
 def page(
     file: Annotated[Path, typer.Argument(help="A sweep's file, finished or not.", metavar="FILE.jsonl")],
@@ -457,7 +438,6 @@ def page(
     """
     from asynckv.bench import journal
     from asynckv.bench import page as pages
-    from asynckv.observe.output import write
 
     if not pages.is_installed():
         raise ConfigError(pages.REMEDY)
@@ -501,12 +481,10 @@ def compare(
     Points of sweeps match by their parameters; parameters that have one value on each side, and not the same,
     are what was changed. Noise needs several runs of each point on each side.
     """
-    import msgspec
     from rich.console import Console
 
     from asynckv.bench import compare as comparing
     from asynckv.bench import sides
-    from asynckv.observe.output import write
 
     limit = None if fail_above is None else comparing.share("--fail-above", fail_above)
     names = [] if metrics is None else [x.strip() for x in metrics.split(",") if x.strip()]
@@ -516,7 +494,6 @@ def compare(
     result = comparing.compare(
         sides.load([before, *(more_before or ())]), sides.load([after, *(more_after or ())]), names, limit
     )
-    if json is not None:
-        write("--json", json, msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+    write_json(json, result)
     comparing.show(result, Console(stderr=json == "-"))
     raise typer.Exit(1 if result["exceeded"] else 0)

@@ -1,15 +1,15 @@
-"""What the driver and its worker processes say to each other: JSON lines over pipes.
+"""What the driver and its worker processes say to each other: JSON lines over a socket, in bounded types.
 
-A worker's own stdout belongs to this conversation; whatever libraries print there goes to stderr. A
-worker whose stdin ends (its driver is gone) ends itself.
+A worker whose socket ends (its driver is gone) ends itself. A fleet's own conversation (`asynckv.testing.fleet`) is any
+method by its name with any JSON, for experiments on one machine; these lines go to other machines as they are
+(`asynckv.bench.remote`), where nobody is believed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
+import socket
 from typing import Annotated, Any
 
 import msgspec
@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 from asynckv.bench.options import Options, Shape
 from asynckv.core.types import Endpoint
 from asynckv.geometry.layout import Layout
+from asynckv.testing.fleet import LIMIT
 from asynckv.tools.models import Model
 
 __all__ = [
@@ -251,8 +252,6 @@ _encoder = msgspec.json.Encoder()
 commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
-LIMIT = 1 << 28
-
 
 def encode(message: Command | Answer) -> bytes:
     """Encode one line."""
@@ -262,27 +261,27 @@ def encode(message: Command | Answer) -> bytes:
 class Pipe:
     """A worker's end."""
 
-    def __init__(self, reader: asyncio.StreamReader, fd: int) -> None:
-        self._reader, self._fd = reader, fd
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
 
     @classmethod
-    async def open(cls) -> Pipe:
-        """Take over stdin and stdout; what others print goes to stderr from here on."""
-        fd = os.dup(1)
-        os.dup2(2, 1)
-        reader = asyncio.StreamReader(limit=LIMIT)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        return cls(reader, fd)
+    async def open(cls, sock: socket.socket) -> Pipe:
+        """Speak over a socket."""
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=LIMIT))
 
     async def read(self) -> Command | None:
         """Wait for a command; None when the driver is gone."""
-        line = await self._reader.readline()
+        line = b""
+        with contextlib.suppress(ConnectionError):
+            line = await self._reader.readline()
         return commands.decode(line) if line else None
 
     def write(self, answer: Answer) -> None:
-        """Answer. Blocks until the driver has taken it, which happens between windows only."""
-        data = encode(answer)
-        # Without a driver there is nobody to tell; the end of stdin will end this process.
-        with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._fd, data) :]
+        """Answer; without a driver there is nobody to tell."""
+        self._writer.write(encode(answer))
+
+    async def close(self) -> None:
+        """Hang up, when everything has been said."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()

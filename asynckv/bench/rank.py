@@ -10,7 +10,6 @@ import asyncio
 import importlib.util
 import os
 import resource
-import signal
 import sys
 import threading
 import time
@@ -30,21 +29,23 @@ from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
+from asynckv.testing.fleet import begin_child
 
-__all__ = ["main"]
+__all__ = ["LagSampler", "main"]
 
 LAG_S = 0.005
 SAMPLE = 16
 
 
 class LagSampler:
-    """Measures how late the loop calls back, every 5 ms.
+    """Measures how late the loop calls back, every so often.
 
     By a clock of its own: a loop's may stand still while it is busy (uvloop's does, and has whole milliseconds).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = LAG_S) -> None:
         self.lags: list[float] = []
+        self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
@@ -67,8 +68,8 @@ class LagSampler:
         self._again()
 
     def _again(self) -> None:
-        self._due = time.perf_counter() + LAG_S
-        self._handle = self._loop.call_later(LAG_S, self._tick)
+        self._due = time.perf_counter() + self._every_s
+        self._handle = self._loop.call_later(self._every_s, self._tick)
 
 
 class Worker:
@@ -376,12 +377,13 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> None:
 
 
 def main() -> None:
-    """Run one worker until its driver says stop or is gone."""
-    # Ctrl-C reaches the whole terminal's group; the driver decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run one worker, a process of a fleet, until its driver says stop or is gone."""
+    sock = begin_child()
 
     async def run() -> None:
-        await _run(await p.Pipe.open())
+        pipe = await p.Pipe.open(sock)
+        await _run(pipe)
+        await pipe.close()
 
     chosen = os.environ.get("ASYNCKV_BENCH_LOOP", "auto")
     if chosen == "uvloop" or (chosen == "auto" and importlib.util.find_spec("uvloop") is not None):
@@ -390,7 +392,3 @@ def main() -> None:
         uvloop.run(run())
     else:
         asyncio.run(run())
-
-
-if __name__ == "__main__":
-    main()

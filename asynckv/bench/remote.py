@@ -35,6 +35,7 @@ from asynckv.bench.schedule import Place
 from asynckv.bench.workers import Host, Worker, Workers, setups
 from asynckv.core.types import Address, ReplyTo
 from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.testing.fleet import LIMIT
 
 __all__ = ["Half", "Leader", "Link", "facts", "lead", "serve"]
 
@@ -259,7 +260,7 @@ class Link:
 
     def open(self, stream: str) -> asyncio.StreamReader:
         """Expect lines of a stream."""
-        reader = self._streams[stream] = asyncio.StreamReader(limit=p.LIMIT)
+        reader = self._streams[stream] = asyncio.StreamReader(limit=LIMIT)
         return reader
 
     def close(self, stream: str) -> None:
@@ -291,7 +292,7 @@ class Link:
         except p.MALFORMED as exc:
             self.break_off(f"a message is malformed: {exc}")
         except ValueError:
-            self.break_off(f"a message is longer than {p.LIMIT} bytes")
+            self.break_off(f"a message is longer than {LIMIT} bytes")
         raise Broken(self._broken)
 
     def take(self, piece: Piece) -> None:

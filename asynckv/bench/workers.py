@@ -1,20 +1,16 @@
 """Workers as the driver sees them: told and heard in lines (`asynckv.bench.protocol`), wherever they run.
 
-A worker on this machine is a process of our own behind a pipe (`Child`). One on another machine is the same process,
-behind a pipe of its own host and a socket (`asynckv.bench.remote`): the lines are the same. `Host` has all workers of
-this machine: it names them, starts them, and sees them off.
+A worker on this machine is a process of a fleet (`asynckv.testing.fleet`) and speaks over its socket (`Local`). One on
+another machine is the same process, behind the half that runs there (`asynckv.bench.remote`): the lines are the same.
+`Host` has all workers of this machine: it names them, starts them, and sees them off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from asynckv.bench import protocol as p
@@ -22,12 +18,16 @@ from asynckv.bench import ucx
 from asynckv.bench.experiment import Experiment
 from asynckv.bench.schedule import Place
 from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.testing.fleet import Child, Failure, Fleet
 
-__all__ = ["Child", "Host", "Worker", "WorkerLost", "Workers", "setups"]
+__all__ = ["Host", "Local", "Worker", "WorkerLost", "Workers", "setups"]
 
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+CODE = "from asynckv.bench.rank import main; main()"
+END_S = 15.0
+"""How long a worker may take to end in order."""
 
 
 class WorkerLost(Exception):
@@ -69,7 +69,10 @@ class Worker(ABC):
 
     async def line(self) -> bytes:
         """Wait for a line as it is written; empty when the process is gone."""
-        return await self._lines.readline()
+        try:
+            return await self._lines.readline()
+        except ConnectionError:  # it had not read everything
+            return b""
 
     async def hear(self, kind: type[T], timeout_s: float) -> T:
         """Wait for the answer to the last command.
@@ -108,49 +111,26 @@ Workers = Mapping[Place, Sequence[Worker]]
 """Of every engine, its ranks."""
 
 
-class Child(Worker):
-    """A worker process of our own."""
+class Local(Worker):
+    """A worker on this machine."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        super().__init__(name, process.stdout)
-        self._process = process
-
-    @classmethod
-    async def spawn(cls, name: str, env: Mapping[str, str]) -> Child:
-        """Start one."""
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "asynckv.bench.rank",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=env,
-            limit=p.LIMIT,
-        )
-        return cls(name, process)
+    def __init__(self, child: Child) -> None:
+        super().__init__(child.name, child.reader)
+        self._child = child
 
     def __str__(self) -> str:
-        return f"{self.name} (process {self._process.pid})"
+        return str(self._child)
 
     def write(self, line: bytes) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(ConnectionError, RuntimeError):
-                self._process.stdin.write(line)
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self._child.writer.write(line)
 
     async def how(self) -> str:
-        status = await self._process.wait()
-        ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        return f"{self} {ending}"
+        return await self._child.ended()
 
     async def end(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), 15.0)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        with contextlib.suppress(Failure):  # it was killed
+            await self._child.end(END_S)
 
 
 class Planned(NamedTuple):
@@ -196,7 +176,7 @@ def setups(
 
 
 class Host:
-    """The workers of this machine: a context, at whose end none is left.
+    """The workers of this machine.
 
     Args:
         experiment: What they run.
@@ -212,34 +192,31 @@ class Host:
     def __init__(
         self, experiment: Experiment, roles: Sequence[str], num_blocks: Mapping[str, list[int]], host: str = LOOPBACK
     ) -> None:
-        self._experiment = experiment
         self._planned = list(setups(experiment, roles, num_blocks, host))
-        self._logs = tempfile.TemporaryDirectory(prefix="asynckv-ucx-")
+        self._fleet = Fleet(_environment(experiment))
         self.workers: dict[Place, list[Worker]] = {planned.place: [] for planned in self._planned}
         self.transports = ""
 
     async def start(self) -> Workers:
         """Start all of them, and tell them who they are; they come up meanwhile."""
-        env = _environment(self._experiment)
-        logging = ucx.ENV | {"UCX_LOG_FILE": str(Path(self._logs.name) / ucx.ENV["UCX_LOG_FILE"])}
+        folder = (await self._fleet.__aenter__()).folder
+        logging = ucx.ENV | {"UCX_LOG_FILE": str(folder / ucx.ENV["UCX_LOG_FILE"])}
         for name, place, setup in self._planned:
-            child = await Child.spawn(name, env | logging if setup.pulls else env)
-            self.workers[place].append(child)
-            child.tell(setup)
+            worker = Local(await self._fleet.start_other(name, CODE, logging if setup.pulls else {}))
+            self.workers[place].append(worker)
+            worker.tell(setup)
         return self.workers
 
     async def end(self) -> None:
-        """End every worker."""
+        """End every worker; none is left."""
         await asyncio.gather(*(worker.end() for workers in self.workers.values() for worker in workers))
-        self.transports = ucx.read(Path(self._logs.name))
-        self._logs.cleanup()
+        self.transports = ucx.read(self._fleet.folder)
+        await self._fleet.__aexit__()
 
 
 def _environment(experiment: Experiment) -> dict[str, str]:
-    """Make the environment of a worker process."""
-    options = experiment.options
-    env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(x for x in (str(Path(__file__).parents[2]), env.get("PYTHONPATH")) if x)
+    """Make what is special about the environment of worker processes."""
+    options, env = experiment.options, dict[str, str]()
     if options.loop != "auto":
         env["ASYNCKV_BENCH_LOOP"] = options.loop
     if options.transport == "tcp":

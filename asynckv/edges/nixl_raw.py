@@ -1,13 +1,15 @@
 """NIXL with nothing around it: the loop that the engine is compared with. For benchmarks only.
 
 The agent is made, registered and connected by `NixlPlane`, so every setting is the engine's; its descriptor lists are
-the agent's own, prepared beforehand.
+the agent's own. They are prepared before any clock starts: an engine does that at a table's first read and keeps them,
+so a loop that is timed for one wave at a time would seem slower than it is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asynckv.edges.nixl import NixlPlane
 from asynckv.errors import BackendError
@@ -19,9 +21,23 @@ __all__ = ["RawLoop"]
 class RawLoop(NixlPlane):
     """A NIXL agent whose reads are posted and polled in a plain loop."""
 
+    def prepare_lists(self, name: str, requests: Sequence[Sequence[ReadRequest]]) -> Mapping[int, Any]:
+        """Have all descriptor lists that these requests need; what is returned is for `read_all`.
+
+        Args:
+            name: The agent to read from; loaded.
+            requests: The posts of every request.
+
+        Raises:
+            BackendError: NIXL refuses one.
+        """
+        assert self._agent is not None
+        tables = {id(post.table): post.table for posts in requests for post in posts}
+        return {key: self._agent.prepare(name, table) for key, table in tables.items()}
+
     def read_all(
         self,
-        name: str,
+        lists: Mapping[int, Any],
         requests: Sequence[Sequence[ReadRequest]],
         *,
         concurrency: int,
@@ -31,7 +47,7 @@ class RawLoop(NixlPlane):
         """Read everything, blocking: a closed loop of requests, their posts in order, within the engine's windows.
 
         Args:
-            name: The agent to read from; loaded.
+            lists: Of these requests, from `prepare_lists`.
             requests: The posts of every request.
             concurrency: Requests in flight.
             window_bytes, window_descriptors: In flight at most; a single post may be larger.
@@ -44,8 +60,6 @@ class RawLoop(NixlPlane):
         """
         assert self._agent is not None
         raw, read = self._agent._raw, self._agent._read
-        # Outside the clock, as the engine's are for all but the first read of a table.
-        tables = {id(post.table): self._agent.prepare(name, post.table) for posts in requests for post in posts}
         make, post_it, status, release = raw.makeXferReq, raw.postXferReq, raw.getXferStatus, raw.releaseXferReq
         left = [len(posts) for posts in requests]
         ends = [0.0] * len(requests)
@@ -66,7 +80,7 @@ class RawLoop(NixlPlane):
                     ):
                         break
                     upcoming = next(todo, None)
-                    _, mine, theirs = tables[id(post.table)]
+                    _, mine, theirs = lists[id(post.table)]
                     handle = make(read, mine._handle, post.local, theirs._handle, post.remote, b"", [], False)
                     if int(post_it(handle, b"")) == 0:
                         release(handle)

@@ -8,7 +8,7 @@ from typing import Any
 
 from asynckv.errors import ConfigError
 
-__all__ = ["columns", "write"]
+__all__ = ["check_writable", "columns", "write", "write_json"]
 
 
 def write(option: str, target: str, text: str) -> None:
@@ -25,6 +25,31 @@ def write(option: str, target: str, text: str) -> None:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
+
+
+def write_json(target: str | None, value: Any) -> None:
+    """Write what `--json` asks for, if it does.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    import msgspec
+
+    if target is not None:
+        write("--json", target, msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def check_writable(option: str, target: str | None) -> None:
+    """Refuse what `write` could not write to, before anything starts; nothing is changed.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if target not in (None, "-"):
+        try:
+            Path(target).open("a").close()
+        except OSError as exc:
+            raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 
 
 def columns() -> tuple[Any, ...]:

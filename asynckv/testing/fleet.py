@@ -22,7 +22,8 @@ The conversation is one JSON line each way over a socket; what the process and i
 process ends in order when its end of the socket says so, or by `kill`; if the driver dies, the system kills it. What
 processes have started themselves is stopped with them, and found by a mark in its environment if it outlives them.
 
-`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts.
+`connect` and `answer` are the same conversation over a socket of one's own, between processes or hosts. Whoever has a
+conversation of his own, such as `asynckv bench`, uses `Fleet.start_other` and `begin_child`, and the bare `Child`.
 
 `Blocks` is the memory: an allocator of KV cache blocks that scribbles over whatever comes back, at once, and looks at
 it again before it is given out. A read that was too late finds rubbish, and a write that was too late is counted.
@@ -51,14 +52,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "LIMIT",
     "TRANSPORTS",
     "Blocks",
+    "Child",
     "Failure",
     "Fleet",
     "Link",
@@ -67,6 +70,7 @@ __all__ = [
     "Refused",
     "SharedNumber",
     "answer",
+    "begin_child",
     "connect",
     "free_memory",
     "memory_kib",
@@ -77,8 +81,8 @@ __all__ = [
 ANSWER_S = 20.0
 """How long an answer may take, unless the asker says otherwise."""
 
-LIMIT = 1 << 26
-"""Bytes of one question or answer."""
+LIMIT = 1 << 28
+"""Bytes of one line, such as a question or an answer."""
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = "from asynckv.testing.fleet import run_child; run_child()"
@@ -185,21 +189,20 @@ async def connect(path: str | Path, name: str) -> Link:
     return Link(name, *await asyncio.open_unix_connection(path, limit=LIMIT))
 
 
-class Process(Link):
-    """A process of a fleet, as its driver sees it."""
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-    def __init__(
-        self,
-        name: str,
-        process: asyncio.subprocess.Process,
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        log: Path,
-        on_abort: Callable[[str], None],
-    ) -> None:
-        self.log = log
-        self._process, self._on_abort = process, on_abort
+
+class Child:
+    """A process of a fleet, and this end of its socket, for whatever conversation there is."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, streams: Streams) -> None:
+        self.name = name
+        self.reader, self.writer = streams
+        self._process = process
         self._is_ending = False
-        super().__init__(name, *streams)
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.pid})"
 
     @property
     def pid(self) -> int:
@@ -209,6 +212,11 @@ class Process(Link):
     def status(self) -> int | None:
         """How it ended, as `asyncio.subprocess` says it; None while it runs."""
         return self._process.returncode
+
+    async def ended(self) -> str:
+        """Wait for its end, and say how it came."""
+        status = await self._process.wait()
+        return f"{self} was killed by signal {-status}" if status < 0 else f"{self} exited with status {status}"
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to it and to all that it has started."""
@@ -224,6 +232,10 @@ class Process(Link):
         await self._process.wait()
         await self.close()
 
+    async def close(self) -> None:
+        """Hang up."""
+        self.writer.close()
+
     async def end(self, within_s: float = ANSWER_S) -> None:
         """Let it end in order.
 
@@ -232,7 +244,7 @@ class Process(Link):
         """
         self._is_ending = True
         with contextlib.suppress(OSError, RuntimeError):
-            self._writer.write_eof()
+            self.writer.write_eof()
         try:
             async with asyncio.timeout(within_s):
                 await self._process.wait()
@@ -241,16 +253,31 @@ class Process(Link):
         finally:
             await self.kill()
 
+
+class Process(Link, Child):
+    """A process of a fleet that answers questions."""
+
+    def __init__(
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        streams: Streams,
+        log: Path,
+        on_abort: Callable[[str], None],
+    ) -> None:
+        self.log, self._on_abort = log, on_abort
+        Child.__init__(self, name, process, streams)
+        Link.__init__(self, name, *streams)
+
     def last_words(self, lines: int = 12) -> list[str]:
         """Read the end of its log."""
         return self.log.read_text(errors="replace").splitlines()[-lines:]
 
     async def _ended(self) -> str:
-        status = await self._process.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        if not self._is_ending or status not in (0, -signal.SIGKILL):
-            self._on_abort(f"{self.name} ended by itself, status {status}")
-        return f"{self.name} (process {self.pid}) {how}"
+        how = await self.ended()
+        if not self._is_ending or self.status not in (0, -signal.SIGKILL):
+            self._on_abort(f"{self.name} ended by itself, status {self.status}")
+        return how
 
 
 class Fleet:
@@ -266,6 +293,7 @@ class Fleet:
 
     def __init__(self, env: Mapping[str, str] = TRANSPORTS["auto"]) -> None:
         self.processes: list[Process] = []
+        self._children: list[Child] = []
         self._mark = f"{os.getpid()}-{random.getrandbits(64):x}"
         # One thread per library: what is compared with is the engine, not a pool of workers for numpy.
         self._env = dict(os.environ) | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -300,29 +328,50 @@ class Fleet:
             on_abort: Called if it ends although nobody told it to, before anybody is told that it is `Lost`.
             setup: Keywords of the target.
         """
-        ours, theirs = socket.socketpair()
         log = self.folder / f"{name}.log"
-        with theirs, log.open("ab") as out:
+        with log.open("ab") as out:
+            process, streams = await self._spawn((python, "-c", CHILD, target), {}, out)
+        asked = Process(name, process, streams, log, on_abort)
+        self.processes.append(asked)
+        self._children.append(asked)
+        streams[1].write(_line(setup))
+        return asked
+
+    async def start_other(self, name: str, code: str, env: Mapping[str, str]) -> Child:
+        """Start a process that has a conversation of its own, over a socket that `begin_child` gives it.
+
+        Args:
+            name: Of the process. What it prints is shown on stderr.
+            code: What it runs.
+            env: Its environment, on top of the fleet's.
+        """
+        child = Child(name, *await self._spawn((sys.executable, "-c", code), env, 2))
+        self._children.append(child)
+        return child
+
+    async def _spawn(
+        self, command: Sequence[str], env: Mapping[str, str], out: IO[bytes] | int
+    ) -> tuple[asyncio.subprocess.Process, Streams]:
+        """Start a process with the number of its end of a socket as the last argument."""
+        ours, theirs = socket.socketpair()
+        with theirs:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(python, "-c", CHILD, target, str(theirs.fileno())),
+                    *(*command, str(theirs.fileno())),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
-                    env=self._env,
+                    env={**self._env, **env},
                     pass_fds=(theirs.fileno(),),
                 )
             except BaseException:
                 ours.close()
                 raise
-        streams = await asyncio.open_unix_connection(sock=ours, limit=LIMIT)
-        self.processes.append(Process(name, process, streams, log, on_abort))
-        streams[1].write(_line(setup))
-        return self.processes[-1]
+        return process, await asyncio.open_unix_connection(sock=ours, limit=LIMIT)
 
     async def stop(self) -> list[int]:
         """Kill everybody; returns what processes had started and what outlived them, killed as well."""
-        for process in reversed(self.processes):
+        for process in reversed(self._children):
             if process.status is None:
                 await process.kill()
             else:
@@ -402,18 +451,23 @@ async def answer(side: Any, reader: asyncio.StreamReader, writer: asyncio.Stream
         task.add_done_callback(tasks.discard)
 
 
-def run_child() -> None:
-    """Be a process of a fleet."""
-    target, fd = sys.argv[1:]
+def begin_child() -> socket.socket:
+    """Be a process of a fleet; returns this end of the socket."""
     faulthandler.enable()
     # A stopped process could not see that its driver has died.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what Ctrl-C means
-    asyncio.run(_run_child(target, socket.socket(fileno=int(fd))))
+    sock = socket.socket(fileno=int(sys.argv[-1]))
+    sock.set_inheritable(False)
+    return sock
+
+
+def run_child() -> None:
+    """Answer questions, as a process of a fleet."""
+    asyncio.run(_run_child(sys.argv[1], begin_child()))
 
 
 async def _run_child(target: str, sock: socket.socket) -> None:
-    sock.set_inheritable(False)
     reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
     (setup,) = json.loads(await reader.readline())
     module, _, name = target.partition(":")

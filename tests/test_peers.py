@@ -1,0 +1,468 @@
+"""One remote rank as a reader knows it: how often it is asked, when it is left in peace, whose answers count.
+
+What a rank is said to be and what it says itself come from outside, so nothing here is taken on trust: an answer counts
+for the start of a process that was asked, and from the start that it was asked of.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynckv.config import PullConfig
+from asynckv.core.flow import InFlight, Line
+from asynckv.core.peer import Peer
+from asynckv.core.pull import Pull, PullRequest, PullState
+from asynckv.core.types import Address, Endpoint, Outcome, Reason, ReplyTo
+from asynckv.core.wire import (
+    Ack,
+    Claim,
+    Goodbye,
+    Granted,
+    Hello,
+    Message,
+    NotYet,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Renew,
+    StatusRequest,
+    Unwelcome,
+    decode_packet,
+    encode_packet,
+)
+from asynckv.errors import ConfigError, PlanRefused
+from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Port
+from tests.test_admission import ask, world_of
+from tests.world import Rank, World, reason
+
+
+def said(world: World, rank: Rank) -> list[Message]:
+    """What a rank has said since somebody listened last; nobody else hears it."""
+    mine = [letter for letter in world.letters if letter.sender is rank]
+    world.letters = [letter for letter in world.letters if letter.sender is not rank]
+    return [message for letter in mine for message in decode_packet(letter.data).messages]
+
+
+def say(world: World, speaker: Rank, hearer: Rank, message: Message, sender: str = "", target: str = "") -> None:
+    """Let a rank say something over the link to it, as another start of its process or to one if need be."""
+    sender = sender or speaker.node.identity.incarnation
+    packet = encode_packet(sender, target or hearer.node.identity.incarnation, [message])
+    hearer.node.receive(speaker.address, packet, world.time(hearer))
+    world.settle(hearer)
+
+
+def state(pull: Pull) -> PullState:
+    """Where a pull stands, re-read: mypy would remember where it stood before."""
+    return pull.state
+
+
+def quiet(world: World, decode: Rank, seconds: float) -> list[Message]:
+    """Let time pass in which nobody hears anything; return what the reader said."""
+    out = []
+    end = world.now + seconds
+    while world.now < end - 1e-9:
+        world.advance(min(0.05, end - world.now))
+        out += said(world, decode)
+        world.letters.clear()
+    return out
+
+
+# -- the pause after a handshake that failed ------------------------------------------------------------
+
+SLOW_TO_ANGER: dict[str, Any] = {"handshake_s": 1.0, "hello_retry_s": 4.0, "backoff_s": 0.5, "max_backoff_s": 4.0}
+numbers = itertools.count()
+
+
+def pauses(world: World, prefill: Rank, decode: Rank, count: int) -> list[float]:
+    """Ask for something ten times a second from a rank that does not answer; return the pauses between handshakes."""
+    begun = list[float]()
+    nonces = set[int]()
+    while len(begun) <= count:
+        ask(world, prefill, decode, next(numbers) % 512)
+        for message in said(world, decode):
+            if isinstance(message, Hello) and message.nonce not in nonces:
+                nonces.add(message.nonce)
+                begun.append(world.now)
+        world.advance(0.1)
+    return [b - a - 1.0 for a, b in itertools.pairwise(begun)]
+
+
+def test_the_pause_before_a_rank_is_asked_again_doubles_up_to_a_bound() -> None:
+    """However many want to read from it: a rank that is down is not hammered, and one that is back is found."""
+    world, (prefill,), decode = world_of(**SLOW_TO_ANGER)
+    assert pauses(world, prefill, decode, 5) == pytest.approx([0.5, 1.0, 2.0, 4.0, 4.0], abs=0.11)
+
+
+def test_whoever_was_met_is_asked_again_soon() -> None:
+    """What went wrong before it was met is forgiven: the pauses begin anew."""
+    world, (prefill,), decode = world_of(**SLOW_TO_ANGER)
+    assert pauses(world, prefill, decode, 3) == pytest.approx([0.5, 1.0, 2.0], abs=0.11)
+    world.letters.clear()
+    world.advance(5.0)
+    pull = ask(world, prefill, decode, 500)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+    world.lose_agent(decode)
+    world.replace_agent(decode)
+    assert pauses(world, prefill, decode, 2) == pytest.approx([0.5, 1.0], abs=0.11)
+
+
+def test_each_start_of_a_process_has_a_pause_of_its_own() -> None:
+    """A process that was started anew is met at once, whatever its predecessor's sins; so is any other rank."""
+    world, (prefill, other), decode = world_of(2, **SLOW_TO_ANGER)
+    pauses(world, prefill, decode, 4)
+    again = msgspec.structs.replace(prefill.endpoint, incarnation="another start")
+    params = world.params([prefill], "r", [511], 4, written=True)
+    params = msgspec.structs.replace(params, endpoints=(again,))
+    said(world, decode)
+    decode.node.pull(PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
+    world.settle(decode)
+    ask(world, other, decode, 510)
+    assert [type(message) for message in said(world, decode)] == [Hello, Hello]
+
+
+def test_a_rank_may_be_down_for_a_year() -> None:
+    config = PullConfig()
+    it = Peer("prefill", 0, 0, Address("tcp://127.0.0.1:1"), "start", Line(InFlight()))
+    for number in range(5000):
+        it.greet(number, 5.0, 1e7)
+        it.failed(Reason.UNREACHABLE, "no answer", config, 1e7)
+    assert it.not_before == 1e7 + config.max_backoff_s
+
+
+def test_a_hello_that_is_not_answered_is_repeated_ever_more_seldom() -> None:
+    """The same question each time: the answer to any of them is the answer."""
+    world, (prefill,), decode = world_of(handshake_s=5.0, hello_retry_s=0.25)
+    ask(world, prefill, decode, 0)
+    heard = [(0.0, message) for message in said(world, decode)]
+    while world.now < 4.9:
+        world.advance(0.05)
+        heard += [(world.now, message) for message in said(world, decode)]
+    hellos = [(at, message.nonce) for at, message in heard if isinstance(message, Hello)]
+    assert [round(b - a, 1) for (a, _), (b, _) in itertools.pairwise(hellos)] == [0.2, 0.5, 1.0, 2.0]
+    assert len({nonce for _, nonce in hellos}) == 1
+
+
+# -- silence ----------------------------------------------------------------------------------------------
+
+
+def silent(**config: Any) -> tuple[World, Rank, Rank, Pull]:
+    """A rank has fallen silent while one read of many runs."""
+    world, (prefill,), decode = world_of(max_post_bytes=64, window_bytes=64, total_bytes=128, **config)
+    params = world.params([prefill], "big", list(range(300, 304)), 16, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "big", list(range(300, 304)), params)
+    world.deliver_all()
+    assert len(decode.reads) == 1
+    quiet(world, decode, 1.5)
+    return world, prefill, decode, pull
+
+
+def test_nothing_is_posted_to_a_rank_that_has_fallen_silent_until_it_is_heard_of() -> None:
+    """What runs there may end; who has bytes to come waits, and goes on where it stood when the rank speaks again."""
+    world, prefill, decode, pull = silent()
+    (running,) = decode.reads
+    world.complete(decode, running)
+    assert decode.reads == {}
+    later = ask(world, prefill, decode, 1)
+    assert decode.reads == {}
+    assert later.state is PullState.QUEUED
+    say(world, prefill, decode, Pong(0))
+    assert len(decode.reads) == 1
+    world.run()
+    assert [p.request_id for p in decode.ended] == ["big", "d1"]
+    assert (pull.reason, later.reason) == (Reason.COMPLETE, Reason.COMPLETE)
+
+
+def test_whoever_was_reading_goes_on_as_soon_as_the_rank_is_heard_of() -> None:
+    """Though nothing else happens, and nobody else asks for anything."""
+    world, prefill, decode, pull = silent()
+    (running,) = decode.reads
+    world.complete(decode, running)
+    say(world, prefill, decode, Pong(0))
+    assert len(decode.reads) == 1
+    assert pull.state is PullState.READING
+
+
+def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None:
+    """A place among those who read would be taken from others for nothing."""
+    world, prefill, decode, pull = silent(total_requests=1, window_requests=1)
+    queued = ask(world, prefill, decode, 1)
+    decode.node.decode.cancel(pull, world.time(decode))
+    world.settle(decode)
+    world.complete_all()
+    assert pull.reason is Reason.CANCELLED
+    assert (queued.state, decode.reads) == (PullState.QUEUED, {})
+    say(world, prefill, decode, Pong(0))
+    assert queued.state is PullState.READING
+
+
+def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None:
+    """Met again, it serves whoever comes then."""
+    world, prefill, decode, pull = silent(gone_s=3.0, total_requests=1, window_requests=1)
+    queued = ask(world, prefill, decode, 1)
+    quiet(world, decode, 2.0)
+    assert queued.reason is Reason.PEER_LOST
+    assert "silent for 3." in queued.detail
+    (running,) = decode.reads
+    world.complete(decode, running)
+    assert pull.reason is Reason.PEER_LOST
+    assert decode.reads == {}
+    world.advance(1.0)
+    after = ask(world, prefill, decode, 2)
+    world.run()
+    assert after.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("how", ["says goodbye", "is forgotten", "our agent dies"])
+def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
+    """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
+    world, prefill, decode, pull = silent()
+    (peer,) = decode.node.decode.peers.by_place.values()
+    assert len(peer.line.readers) == 1
+    if how == "says goodbye":
+        say(world, prefill, decode, Goodbye())
+    elif how == "is forgotten":
+        decode.node.decode.forget(prefill.address, world.time(decode))
+    else:
+        world.lose_agent(decode)
+    assert [*peer.line.readers] == []
+    assert pull.state in (PullState.DRAINING, PullState.NOTIFYING)
+
+
+def test_a_connection_is_kept_while_it_is_used_and_closed_when_it_was_not_for_long() -> None:
+    world, (prefill,), decode = world_of(idle_s=10.0)
+    hellos = []
+    for number, pause_s in enumerate((6.0, 6.0, 6.0, 12.0, 0.0)):
+        ask(world, prefill, decode, number)
+        messages = [m for letter in world.letters for m in decode_packet(letter.data).messages]
+        hellos.append(sum(isinstance(message, Hello) for message in messages))
+        world.run()
+        world.advance(pause_s)
+    assert hellos == [1, 0, 0, 0, 1]
+
+
+def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None:
+    world, (prefill,), decode = world_of(heartbeat_s=0.25)
+    ask(world, prefill, decode, 0)
+    world.deliver_all()
+    pings = [message for message in quiet(world, decode, 0.9) if isinstance(message, Ping)]
+    assert len(pings) == 3
+    world.run()
+    assert not decode.node.decode.pulls
+    assert quiet(world, decode, 60.0) == []
+
+
+def test_our_own_absence_is_no_silence_of_theirs() -> None:
+    """A process that was stopped for longer than `gone_s` has their answers yet to read, and has yet to ask."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    world.letters.clear()
+    world.now += 20.0
+    decode.node.tick(world.time(decode))
+    world.settle(decode)
+    assert reason(pull) is None
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+# -- whose answers count ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "token"),
+    [({"sender": "another start"}, ""), ({"target": "another start"}, ""), ({}, "f" * 32)],
+    ids=["from another start", "for another start", "of another request"],
+)
+def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], token: str) -> None:
+    """Whatever they say: a promise, a refusal, that it is not lent, that a release was heard."""
+    world, (prefill,), decode = world_of(claim_retry_s=60.0)
+    pull = ask(world, prefill, decode, 0)
+    world.deliver()
+    world.deliver()
+    (claim,) = (message for message in said(world, decode) if isinstance(message, Claim))
+    key = msgspec.structs.replace(claim.key, token=token or claim.key.token)
+    for answer in (
+        Granted(key, claim.pull_id, claim.nonce, 600.0, 50.0),
+        Refused(key, claim.pull_id, claim.nonce, Reason.UNKNOWN),
+        NotYet(key, claim.pull_id, claim.nonce),
+        Ack(key, claim.pull_id),
+    ):
+        say(world, prefill, decode, answer, **how)
+    assert state(pull) is PullState.READING
+    world.complete_all()
+    assert state(pull) is PullState.CONFIRMING
+    say(world, prefill, decode, Granted(claim.key, claim.pull_id, claim.nonce, 600.0, 50.0))
+    assert [type(message) for message in said(world, decode)] == [Release]
+    for answer in (Ack(key, claim.pull_id), Refused(key, claim.pull_id, 0, Reason.UNKNOWN)):
+        say(world, prefill, decode, answer, **how)
+    assert state(pull) is PullState.NOTIFYING
+    say(world, prefill, decode, Ack(claim.key, claim.pull_id))
+    assert state(pull) is PullState.RELEASED
+
+
+def test_who_was_not_released_yet_has_nothing_to_acknowledge() -> None:
+    """An acknowledgement that comes before the release would leave its lease to run out."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    say(world, prefill, decode, Ack(pull.params.key, pull.pull_id))
+    world.run()
+    assert (pull.reason, pull.sources[0].releases) == (Reason.COMPLETE, 1)
+    assert prefill.node.is_idle
+
+
+def test_a_welcome_answers_the_handshake_under_way_and_no_other() -> None:
+    """Not one that was given up, not one with another address, and not one of another start of the reader."""
+    world, (prefill, other), decode = world_of(2, handshake_s=1.0, backoff_s=0.1, hello_retry_s=0.5)
+    pull = ask(world, prefill, decode, 0)
+    (early,) = said(world, decode)
+    quiet(world, decode, 1.2)
+    assert reason(pull) is Reason.UNREACHABLE
+    pull = ask(world, prefill, decode, 1)
+    (hello,) = (message for message in said(world, decode) if isinstance(message, Hello))
+    assert isinstance(early, Hello)
+    sender = prefill.node.identity.incarnation
+    for speaker, asked, target in ((prefill, early, ""), (other, hello, ""), (prefill, hello, "another start")):
+        say(world, speaker, decode, welcome(world, prefill, asked), sender, target)
+        assert pull.state is PullState.CONNECTING
+        assert said(world, decode) == []
+    say(world, prefill, decode, welcome(world, prefill, hello))
+    assert [type(message) for message in said(world, decode)] == [Claim]
+
+
+def welcome(world: World, rank: Rank, hello: Hello) -> Message:
+    """What a rank answers to whoever shakes hands with it."""
+    rank.node.receive(ReplyTo(b"d"), encode_packet("reader", "", [hello]), world.time(rank))
+    world.settle(rank)
+    (answer,) = said(world, rank)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("sender", "target", "is_over"), [("", "", True), ("another start", "", False), ("", "another start", False)]
+)
+def test_a_goodbye_ends_the_start_that_says_it_to_whom_it_says_it(sender: str, target: str, is_over: bool) -> None:
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    say(world, prefill, decode, Goodbye(), sender, target)
+    world.complete_all()
+    world.run()
+    assert pull.reason is (Reason.PEER_LOST if is_over else Reason.COMPLETE)
+
+
+@pytest.mark.parametrize("nonce", [0, 1])
+def test_that_a_process_was_started_anew_is_believed_as_an_answer_only(nonce: int) -> None:
+    """Whoever listens at an address may say so; a nonce that was never used, or no release, makes it hearsay."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    say(world, prefill, decode, Refused(pull.params.key, pull.pull_id, nonce, Reason.RESTARTED), "another start")
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("answer", ["a welcome", "a refusal"])
+def test_an_answer_from_another_start_says_that_the_one_that_was_asked_is_gone(answer: str) -> None:
+    """Whoever reads from it fails at once: what it had lent is gone with it."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    if answer == "a welcome":
+        (hello,) = said(world, decode)
+        assert isinstance(hello, Hello)
+        say(world, prefill, decode, welcome(world, prefill, hello), "another start")
+    else:
+        world.deliver()
+        world.deliver()
+        (claim,) = (message for message in said(world, decode) if isinstance(message, Claim))
+        refused = Refused(claim.key, claim.pull_id, claim.nonce, Reason.RESTARTED, "another listens here")
+        say(world, prefill, decode, refused, "another start")
+        world.complete_all()
+    assert pull.reason is Reason.RESTARTED
+
+
+def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
+    """Once another start is met there, the one before it has ended, and so has what reads from it."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver_all()
+    again = world.add("p0", prefill.buffers.layout, engine_id="prefill0")
+    assert again.address == prefill.address
+    other = ask(world, again, decode, 1)
+    world.deliver_all()
+    world.complete_all()
+    world.run()
+    assert (pull.reason, other.reason) == (Reason.RESTARTED, Reason.COMPLETE)
+
+
+def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
+    """It says where a data plane reaches: what is loaded is what its owner has summed up."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    (hello,) = said(world, decode)
+    assert isinstance(hello, Hello)
+    say(world, prefill, decode, msgspec.structs.replace(welcome(world, prefill, hello), metadata=b"elsewhere"))
+    assert pull.reason is Reason.PROTOCOL
+    assert "does not match the digest" in pull.detail
+
+
+def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
+    """It answers who it is, so that nobody waits; but it grants, strikes off and welcomes nothing."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    world.deliver()
+    world.deliver()
+    hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.node.cohort), said(world, decode)[-1]
+    assert isinstance(claim, Claim)
+    release = Release(claim.key, claim.request_id, claim.cohort, pull.pull_id, Outcome.COMPLETE)
+    messages: list[Message] = [hello, claim, Renew(claim.key, claim.pull_id, 7, 1.0), release]
+    prefill.node.receive(ReplyTo(b"d"), encode_packet("reader", "another start", messages), world.time(prefill))
+    world.settle(prefill)
+    answers = said(world, prefill)
+    assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
+    assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
+    (lent,) = prefill.node.inspect.requests(world.time(prefill))
+    assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
+
+
+def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
+    """To count everything takes long where there is much: no stranger has it done a thousand times a second."""
+    world, (prefill,), _ = world_of()
+    stranger = Port(world, "world://stranger", "s")
+    stranger.open()
+    for number in range(100):
+        stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
+    for _ in range(100):
+        world.deliver()
+    assert len(said(world, prefill)) == prefill.node.config.limits.hello_burst
+
+
+# -- who is meant -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("places", "tp_size"),
+    [([(0, 0), (0, 0)], 1), ([(0, 0), (0, 0)], 2), ([(0, 0), (0, 1), (0, 1)], 2), ([(0, 0), (0, 2)], 2), ([(1, 0)], 1)],
+)
+def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_size: int) -> None:
+    """Where one is listed twice nobody knows which of the two has the blocks; and none may be missing or invented."""
+    world, (prefill,), decode = world_of()
+    endpoints = tuple(
+        Endpoint(rank, Address(f"world://{number}"), f"start {number}", stage)
+        for number, (stage, rank) in enumerate(places)
+    )
+    with pytest.raises(ConfigError, match="one endpoint for each of its ranks"):
+        PrefillGroup("prefill0", endpoints, tp_size=tp_size)
+    params = world.params([prefill], "r", [0], 4, written=True)
+    params = msgspec.structs.replace(params, endpoints=endpoints, tp_size=tp_size)
+    with pytest.raises(PlanRefused, match="must be listed once"):
+        decode.node.pull(PullRequest("d", [(0, [0])], params), 30.0, 0.0)
+    assert world.letters == []
