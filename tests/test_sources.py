@@ -12,7 +12,7 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import Disconnect
-from asynckv.core.peer import PeerState
+from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
@@ -446,7 +446,7 @@ def test_a_rank_that_is_only_released_keeps_its_link_for_the_next_and_is_forgott
     """Full prefix hits come one after the other: a link for each would be made anew, and nobody's short cut hold."""
     it = Pair(1, 1)
     peers = it.decode[0].node.decode.peers
-    met = []
+    met: list[Peer] = []
     for number in range(3):
         params, [lease] = it.lend([3 + number], 4)
         pull = it.world.pull(it.decode[0], f"d{number}", [], params)
