@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynckv.core import wire as m
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
 from asynckv.geometry.check import decode_layout
@@ -274,3 +274,11 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     world.lend(prefill, pull.params)
     world.run(3.0)
     assert (pull.reason is Reason.COMPLETE) is (reason in own)
+
+
+def test_what_is_wrong_with_a_value_is_said_in_full_unless_it_is_long() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'nobody'$"):
+        sendable("nobody", Reason)
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'a+ \.\.\. b+'$") as caught:
+        sendable("a" * 500 + "b" * 500, Reason)
+    assert len(str(caught.value)) == 405

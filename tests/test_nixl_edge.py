@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
+import itertools
 import json
+import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -237,6 +243,60 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+    calls, later = reader.calls, asyncio.get_running_loop().time() + 0.05
+    await until(lambda: asyncio.get_running_loop().time() > later)
+    assert reader.calls == calls, "what is closed asks to be polled"
+
+
+@pytest.mark.parametrize(
+    ("torch", "there", "chosen"),
+    [
+        ("cuda: str = '12.8'", "nixl_cu12 nixl_cu13", "nixl_cu12"),
+        ("cuda = '13.0'", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("hip = None\ncuda = None", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("", "nixl_cu12", "nixl_cu12"),
+        ("cuda = '12.8'", "nixl_cu13", "nixl_cu13"),
+    ],
+)
+def test_the_variant_of_nixl_is_that_of_torchs_cuda_where_it_is_there(
+    torch: str, there: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nixl_cu13._bindings", "nixl_cu12._bindings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "version.py").write_text(torch)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    found = {"torch": spec if torch else None} | dict.fromkeys(there.split(), spec)
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    assert nixl._variant() == chosen
+
+
+def test_the_epoll_set_that_watches_those_of_all_agents_is_no_agents_own() -> None:
+    with select.epoll() as one, select.epoll() as other, select.epoll() as all_of_them:
+        for each in (one, other):
+            all_of_them.register(each.fileno(), select.EPOLLIN)
+        own = {one.fileno(), other.fileno()}
+        assert set(nixl_agent._own(own | {all_of_them.fileno()})) == own
+        assert set(nixl_agent._own(own)) == own
+
+
+def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, ours, raises = logging.getLogger(), logging.NullHandler(), logging.raiseExceptions
+
+    def meddling(name: str) -> str:
+        root.handlers.clear()
+        logging.raiseExceptions = not raises
+        return name
+
+    monkeypatch.setattr(importlib, "import_module", meddling)
+    before = list(root.handlers)
+    try:
+        root.addHandler(ours)
+        assert nixl._load().endswith("._api")
+        assert root.handlers == [*before, ours]
+        assert logging.raiseExceptions is raises
+    finally:
+        root.removeHandler(ours)
+        logging.raiseExceptions = raises
 
 
 # -- evidence --------------------------------------------------------------------------------------
@@ -431,6 +491,9 @@ async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tu
         assert endings(reader.plane.poll()) == [(1, "in_doubt")]
         assert reader.plane._agent is not None
         reader.plane._agent._raw = raw
+    looks = itertools.count()
+    # Not at the first look: there is another as long as it takes.
+    raw = meddle(reader, getXferStatus=lambda handle: 1 if next(looks) < 4 else raw.getXferStatus(handle))
     assert endings(await reader.heard(1)) == [(1, "done")]
 
 

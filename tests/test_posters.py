@@ -630,6 +630,22 @@ def test_the_interpreter_ends_though_nobody_closed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_bulk_is_handed_over_as_long_as_threads_are_not_much_slower() -> None:
+    pace = nixl._Pace(2)
+    assert pace.favours_threads, "nothing is known"
+    pace.note(by_thread=True, num_bytes=10, seconds=1e6)
+    assert pace.favours_threads, "of the loop nothing is known"
+    pace = nixl._Pace(2)
+    pace.note(by_thread=False, num_bytes=1000, seconds=1.0)
+    even = 2.0 * nixl.PACE  # two threads copy at once
+    pace.note(by_thread=True, num_bytes=1000, seconds=1.5 * even)
+    assert not pace.favours_threads
+    pace.note(by_thread=True, num_bytes=1000, seconds=0.4 * even)
+    assert pace.favours_threads, "0.95 on average"
+    pace.note(by_thread=False, num_bytes=1000, seconds=0.4)
+    assert not pace.favours_threads, "the loop copies faster than it did"
+
+
 @pytest.mark.parametrize("wrong", [{"posting_threads": n} for n in (-1, 17, True, 1.0, "two", None)])
 def test_numbers_of_threads_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"posting_threads is .* 0 \(post on the loop\) to 16, or 'auto'"):

@@ -473,8 +473,7 @@ class Pull:
 
     def turn_came(self, now: float) -> None:
         """There is room for it, but its plan cannot be made; see `admitted`."""
-        if now < self.admitted_at:
-            self.admitted_at = now
+        self.admitted_at = min(self.admitted_at, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """It may read, according to these plans of sources that have none yet."""
