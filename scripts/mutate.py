@@ -14,6 +14,7 @@ goes to stdout, the last one sums up; progress goes to stderr. The same `--seed`
     python -m scripts.mutate --paths asynckv/geometry --list            # what could be planted, by kind and file
     python -m scripts.mutate --paths asynckv/geometry --sample 60 --seed 1 > results.jsonl
     python -m scripts.mutate --again results.jsonl                      # the survivors only, after you wrote tests
+    python -m scripts.mutate --paths asynckv/core --sample 60 --quick --services 40   # what dies soon, first
     python -m scripts.mutate --paths asynckv/core/lease.py --sample 20 --tests tests/test_machine.py
 """
 
@@ -73,25 +74,29 @@ TESTS: dict[str, str] = {
     "asynckv/core/types.py": "messages sources requests | fuzz arguments engine",
     "asynckv/core/prefill.py": "prefill pull lease sources requests rows | machine races lifecycle engine",
     "asynckv/core/lifecycle.py": "rows tables | lifecycle engine",
-    "asynckv/core/flow.py": "tables rows admission sources requests | machine races lifecycle engine",
-    "asynckv/core/pull.py": "rows pull tables sources requests admission held races | machine lifecycle engine",
+    "asynckv/core/flow.py": "queue tables rows admission flow sources requests | machine races lifecycle engine",
+    "asynckv/core/pull.py": "rows pull tables proof sources requests admission held races | machine lifecycle engine",
+    "asynckv/core/source.py": "pull proof sources requests rows races | machine lifecycle engine",
     "asynckv/core/attempts.py": "rows requests sources | machine races lifecycle engine",
-    "asynckv/core/peer.py": "tables rows requests limits sources races | machine lifecycle engine",
+    "asynckv/core/peer.py": "tables peers rows requests limits sources races | machine lifecycle engine",
+    "asynckv/core/peers.py": "peers sources requests races | machine lifecycle engine",
+    "asynckv/core/readers.py": "agents peers requests limits | machine lifecycle engine",
     "asynckv/core/outbox.py": "messages requests limits | machine lifecycle engine",
     "asynckv/core/watch.py": "held requests | machine races lifecycle engine",
-    "asynckv/core": "requests sources rows limits pairing admission held races | messages machine lifecycle engine",
+    "asynckv/core": "requests sources rows pairing admission held races pull | messages machine lifecycle engine",
     "asynckv/edges/zmq.py": "keys zmq_edge | conformance arguments",
     "asynckv/edges/sharing.py": "sharing",
     "asynckv/edges/choice.py": "sharing | conformance engine",
     "asynckv/edges/transports.py": "sharing",
     "asynckv/edges/torch.py": "register_tensors | real_models",
-    "asynckv/edges/clock.py": "manual_clock | lifecycle engine",
+    "asynckv/edges/clock.py": "clock manual_clock | lifecycle engine",
     "asynckv/edges/keeper.py": "keeper | + process",
     "asynckv/edges/process.py": "keeper process | + conformance process",
     "asynckv/edges/process_wire.py": "process keeper | + conformance process",
     "asynckv/edges/process_child.py": "process | + conformance process",
     "asynckv/edges/process_main.py": "sharing | + conformance process",
     "asynckv/edges/posters.py": "conformance nixl_edge posters",
+    "asynckv/edges/nixl_raw.py": "bench_floor | + bench_floor",
     "asynckv/edges": "conformance nixl_edge process | posters sharing",
     "asynckv/scheduler.py": "lifecycle engine",
     "asynckv/engine": "engine lifecycle races threads arguments held",

@@ -468,9 +468,9 @@ async def test_what_is_dropped_is_dropped_by_every_thread(sides: list[Side]) -> 
     for _ in range(2):
         await check_reads(reader, "owner", owner.arrays)
     agents = [poster.agent for poster in reader.plane._posters]
-    assert [agent.knows("owner") for agent in agents] == [True, True]
+    assert [agent.is_connected("owner") for agent in agents] == [True, True]
     reader.plane.remove_remote_agent("owner")
-    await until(lambda: not any(agent.knows("owner") for agent in agents))
+    await until(lambda: not any(agent.is_connected("owner") for agent in agents))
     assert not any(agent._agent.check_remote_metadata("owner") for agent in agents)
     # What comes too late fails there, and whoever is met again is loaded again by all.
     local, remote = pairs(TABLES[0], 0)
@@ -628,6 +628,22 @@ def test_the_interpreter_ends_though_nobody_closed() -> None:
     code = "import asyncio; from tests import test_posters; asyncio.run(test_posters._leave_open())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_bulk_is_handed_over_as_long_as_threads_are_not_much_slower() -> None:
+    pace = nixl._Pace(2)
+    assert pace.favours_threads, "nothing is known"
+    pace.note(by_thread=True, num_bytes=10, seconds=1e6)
+    assert pace.favours_threads, "of the loop nothing is known"
+    pace = nixl._Pace(2)
+    pace.note(by_thread=False, num_bytes=1000, seconds=1.0)
+    even = 2.0 * nixl.PACE  # two threads copy at once
+    pace.note(by_thread=True, num_bytes=1000, seconds=1.5 * even)
+    assert not pace.favours_threads
+    pace.note(by_thread=True, num_bytes=1000, seconds=0.4 * even)
+    assert pace.favours_threads, "0.95 on average"
+    pace.note(by_thread=False, num_bytes=1000, seconds=0.4)
+    assert not pace.favours_threads, "the loop copies faster than it did"
 
 
 @pytest.mark.parametrize("wrong", [{"posting_threads": n} for n in (-1, 17, True, 1.0, "two", None)])

@@ -339,6 +339,20 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     assert it.wait(15.0) == []
 
 
+def test_a_release_that_nobody_acknowledges_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
+    """Its lease runs out by itself: to say so saves its owner that time, and is worth no more than that."""
+    it = Reading(release_retry_s=0.2, release_timeout_s=30.0)
+    it.grant(it.ask(), 10.0)
+    it.land()
+    said = list[float]()
+    while it.world.now < 40.0:
+        said += [it.world.now for message in it.said() if isinstance(message, Release)]
+        it.world.advance(0.02)
+    pauses = [b - a for a, b in itertools.pairwise(said)]
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 4], abs=0.03)
+    assert it.state is PullState.RELEASED
+
+
 def test_bytes_that_are_proven_stay_so_whatever_is_said_of_the_lease() -> None:
     it = Reading()
     ask = it.ask()

@@ -132,7 +132,7 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
 
 def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, drain_s=1.0)))
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0)))
     prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
@@ -146,17 +146,17 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
 
     def left() -> tuple[str, float | None]:
         (status,) = decode.node.inspect.requests(world.time(decode))
-        return status.state, status.left_s
+        return status.state, status.left_s and round(status.left_s, 6)
 
     assert left() == ("notifying", 20.0)
     world.advance(4.5)
     assert not pull.is_retired
     world.advance(0.6)
     assert (pull.is_retired, world.now) == (True, ended + 5.1)
-    assert left()[0] == "notifying"
-    assert left()[1] == pytest.approx(14.9)
+    assert left() == ("notifying", 14.9)
     world.advance(15.0)
     assert left() == ("quarantined", None)
+    assert f"release {NAME}: given up, the lease will expire" in said(pull)
     decode.reads[transfer].land()
     world.tell(decode, TransferEnded(transfer, Ending.DONE))
     assert pull.is_over
@@ -168,3 +168,35 @@ def test_answers_count_to_the_last_eight_claims() -> None:
     for nonce in range(1, 12):
         source.claimed(nonce, 0.1, float(nonce))
     assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    pauses: list[list[float]] = [[], []]
+    for number in range(9):
+        source.claimed(number, 0.25, 100.0)
+        source.released(0.25, 100.0)
+        pauses[0].append(source.claim_at - 100.0)
+        pauses[1].append(source.release_at - 100.0)
+    assert pauses == [[0.25, 0.5, 1, 2, 2, 2, 2, 2, 2], [0.25, 0.5, 1, 2, 4, 5, 5, 5, 5]]
+
+
+def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:
+    world = World()
+    first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
+    decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
+    params = world.params([first, second], "r", [3], 4)
+    world.lend(first, params)
+    pull = world.pull(decode, "d-r", [1], params)
+    world.deliver_all()
+    running = [read.agent_name for read in decode.reads.values()]
+    waits = pull.waits(world.time(decode))
+    assert running == ["agent-p0", "agent-p1"]
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), prefill/tp1@p1-1 (world://p1), and not ")
+    assert waits.endswith(" lent yet by prefill/tp1@p1-1 (world://p1)")
+    for transfer, read in list(decode.reads.items()):
+        if read.agent_name == "agent-p1":
+            world.complete(decode, transfer)
+    waits = pull.waits(world.time(decode))
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")

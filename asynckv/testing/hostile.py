@@ -12,7 +12,8 @@ It has heard every packet, and reaches every listener. What that may change is t
   beyond `max_lease_s`, even if its reader is dead; the answer goes to the route that it came by. If the request is not
   lent yet the first answer is lost to the reader that way, and it has to repeat its claim. A repeated hello takes the
   goodbye. A release that was sent takes its effect once, and a claim after it is refused.
-- A reader believes nobody but the address that it is connected to, and of that only answers to its own nonces.
+- A reader believes nobody but the address that it is connected to, and of that only answers to its own nonces, which
+  refuse for reasons that are a rank's to give.
 
 Wherever nothing may change, that is compared before and after each packet.
 """
@@ -32,6 +33,7 @@ from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
+    REFUSED,
     Ack,
     Claim,
     Goodbye,
@@ -235,7 +237,7 @@ class Hostile:
                 source.incarnation,
                 Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED))),
             ),
-            (source.address, source.incarnation, Unwelcome(nonce, Reason.GEOMETRY, "")),
+            (source.address, source.incarnation, Unwelcome(nonce, Reason.RESTARTED, "")),
             (
                 source.address,
                 source.incarnation,
@@ -249,7 +251,14 @@ class Hostile:
             (NOWHERE, source.incarnation, Ack(key, pull_id)),
             (NOWHERE, source.incarnation, Goodbye()),
         ]
-        for address, sender, lie in rng.sample(lies, len(lies)):
+        lies = rng.sample(lies, len(lies))
+        for reason in sorted(set(Reason) - REFUSED):
+            # Even the rank itself cannot say this: it is the reader's own to find out.
+            own = Refused(key, pull_id, known, Reason.EXPIRED)
+            msgspec.structs.force_setattr(own, "reason", reason)
+            lies.append((source.address, source.incarnation, own))
+            self.world.counts[f"hostile.malformed.{self.process.name}"] += 1
+        for address, sender, lie in lies:
             self.world.counts["hostile.lied"] += 1
             before = _beliefs(pull, source)
             control.hear(address, encode_packet(sender, node.identity.incarnation, [lie]))

@@ -922,8 +922,10 @@ class Service:
             if node.outbox.counters["internal_errors"]:
                 world.violate(f"{rank.name}: internal errors")
                 return
-            if node.outbox.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
-                malformed = node.outbox.counters["dropped.malformed"]
+            malformed = (
+                node.outbox.counters["dropped.malformed"] - world.counts[f"hostile.malformed.{rank.process.name}"]
+            )
+            if malformed > 0 and not any(f.kind == "garbage" for f in self.script.faults):
                 world.violate(f"{rank.name} was sent {malformed} malformed packets by its own kind")
                 return
             if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
