@@ -258,7 +258,7 @@ class DecodeSide:
         self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
-        if peer.line.readers:
+        if peer.line.posters:
             self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
             self.peers.reap(peer)

@@ -264,7 +264,7 @@ class InFlight:
         return wrong
 
 
-class Reader(Protocol):
+class Poster(Protocol):
     """Something with read requests to post, one after the other."""
 
     next_read: ReadRequest | None
@@ -278,10 +278,10 @@ class Reader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One peer's readers, in order of arrival, and what is in flight from it."""
+    """One peer's posters, in order of arrival, and what is in flight from it."""
 
     in_flight: InFlight
-    readers: deque[Reader] = field(default_factory=deque)
+    posters: deque[Poster] = field(default_factory=deque)
     is_open: bool = False
     """The peer is ready."""
     is_set_aside: bool = False
@@ -291,9 +291,9 @@ class Line:
 
     def clear(self) -> None:
         """Send everybody away."""
-        for reader in self.readers:
-            reader.is_waiting = False
-        self.readers.clear()
+        for poster in self.posters:
+            poster.is_waiting = False
+        self.posters.clear()
 
 
 class Posting:
@@ -309,37 +309,37 @@ class Posting:
         self.turns: deque[Line] = deque()
         """Lines that may post; empty if nobody has anything to post."""
 
-    def offer(self, line: Line, reader: Reader) -> None:
-        """Put a reader into its peer's line; harmless if it stands there already, or has nothing to post."""
-        if not reader.is_waiting and reader.may_post and not reader.not_lent_yet and reader.next_read is not None:
-            reader.is_waiting = True
-            line.readers.append(reader)
+    def offer(self, line: Line, poster: Poster) -> None:
+        """Put a poster into its peer's line; harmless if it stands there already, or has nothing to post."""
+        if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
+            poster.is_waiting = True
+            line.posters.append(poster)
             self.take_turn(line)
 
     def take_turn(self, line: Line) -> None:
         """Something has changed for a line: it may post when its turn comes."""
-        if line.readers and not line.has_turn:
+        if line.posters and not line.has_turn:
             line.has_turn = True
             self.turns.append(line)
 
-    def next(self) -> Reader | None:
+    def next(self) -> Poster | None:
         """Return who posts its next read request now; `posted` says that it did."""
         while self.turns:
             line = self.turns[0]
-            readers = line.readers
-            while readers:
-                reader = readers[0]
-                if reader.next_read is not None and reader.may_post and not reader.not_lent_yet:
+            posters = line.posters
+            while posters:
+                poster = posters[0]
+                if poster.next_read is not None and poster.may_post and not poster.not_lent_yet:
                     break
-                readers.popleft().is_waiting = False
-            read = readers[0].next_read if readers and line.is_open else None
+                posters.popleft().is_waiting = False
+            read = posters[0].next_read if posters and line.is_open else None
             fits = read is not None and line.in_flight.fits(read)
             if fits and read is not None and not self.in_flight.fits(read):
                 return None  # it keeps its turn
             self.turns.popleft()
             line.has_turn = False
             if fits:
-                return readers[0]
+                return posters[0]
         return None
 
     def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
@@ -347,9 +347,9 @@ class Posting:
         line.in_flight.enter(transfer_id, num_bytes, num_descriptors)
         if not line.is_set_aside:
             self.in_flight.enter(transfer_id, num_bytes, num_descriptors)
-        if line.readers[0].next_read is None:
-            line.readers.popleft().is_waiting = False
-        if line.readers:
+        if line.posters[0].next_read is None:
+            line.posters.popleft().is_waiting = False
+        if line.posters:
             self.take_turn(line)
 
     def left(self, line: Line, transfer_id: TransferId) -> None:
