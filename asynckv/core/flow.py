@@ -49,8 +49,8 @@ class Flow:
     admitted: set[PullId] = field(default_factory=set)
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
     """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
-    turn: tuple[int, int] | None = None
-    """Priority and number of its place among the flows that may go on."""
+    ticket: tuple[int, int] | None = None
+    """Its priority and a running number, while it is among the flows that may go on: the smallest goes first."""
 
     @property
     def head(self) -> tuple[int, PullId] | None:
@@ -76,8 +76,8 @@ class Admission:
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
         self.turns: list[tuple[tuple[int, int], FlowKey]] = []
-        """Flows that may go on, a heap by their places; empty if nobody waits."""
-        self._places = itertools.count()
+        """Flows that may go on, a heap by their tickets; empty if nobody waits."""
+        self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -141,15 +141,15 @@ class Admission:
     def next(self) -> PullId | None:
         """Admit the next pull, if one may go on."""
         while self.turns and len(self._counted) < self._total:
-            turn, key = heapq.heappop(self.turns)
-            if not self._is_current(turn, key):
-                continue  # overtaken by a better place, or gone
+            ticket, key = heapq.heappop(self.turns)
+            if not self._is_current(ticket, key):
+                continue  # it has a better ticket by now, or is gone
             flow = self._flows[key]
-            flow.turn = None
+            flow.ticket = None
             head = flow.head
             if head is None or len(flow.admitted) >= self._window:
                 continue
-            if head[0] != turn[0]:
+            if head[0] != ticket[0]:
                 self._enlist(flow)  # its urgent ones were cancelled
                 continue
             pull_id = head[1]
@@ -203,21 +203,21 @@ class Admission:
         return wrong
 
     def _enlist(self, flow: Flow) -> None:
-        """Give a flow that could go on its place among the others, or a better one than it has."""
+        """Give a flow that could go on a ticket, or a better one than it has."""
         if not flow.waiting:
             return
         head = flow.head
-        if head is None or len(flow.admitted) >= self._window or (flow.turn is not None and flow.turn[0] <= head[0]):
+        if head is None or len(flow.admitted) >= self._window or (flow.ticket is not None and flow.ticket[0] <= head[0]):
             return
-        flow.turn = (head[0], next(self._places))
-        heapq.heappush(self.turns, (flow.turn, flow.key))
+        flow.ticket = (head[0], next(self._numbers))
+        heapq.heappush(self.turns, (flow.ticket, flow.key))
         if len(self.turns) > 2 * len(self._flows) + 64:
-            self.turns = [(turn, key) for turn, key in self.turns if self._is_current(turn, key)]
+            self.turns = [(ticket, key) for ticket, key in self.turns if self._is_current(ticket, key)]
             heapq.heapify(self.turns)
 
-    def _is_current(self, turn: tuple[int, int], key: FlowKey) -> bool:
+    def _is_current(self, ticket: tuple[int, int], key: FlowKey) -> bool:
         flow = self._flows.get(key)
-        return flow is not None and flow.turn == turn
+        return flow is not None and flow.ticket == ticket
 
 
 # -- read requests -----------------------------------------------------------------------------------
