@@ -26,13 +26,13 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asynckv.core.types import Address, PullId, TransferId
+from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
 __all__ = ["Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
 
-FlowKey = tuple[tuple[Address, str], ...]
-"""Address and incarnation of every rank that a pull answers for: one prefill engine, as this rank sees it."""
+FlowKey = tuple[Place, ...]
+"""The places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
 
 
 # -- pulls -------------------------------------------------------------------------------------------
@@ -207,7 +207,9 @@ class Admission:
         if not flow.waiting:
             return
         head = flow.head
-        if head is None or len(flow.admitted) >= self._window or (flow.ticket is not None and flow.ticket[0] <= head[0]):
+        if head is None or len(flow.admitted) >= self._window:
+            return
+        if flow.ticket is not None and flow.ticket[0] <= head[0]:
             return
         flow.ticket = (head[0], next(self._numbers))
         heapq.heappush(self.turns, (flow.ticket, flow.key))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
 from asynckv.core.flow import Line
-from asynckv.core.types import Address, Cohort, PullId, Reason, TransferId, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
@@ -168,7 +168,7 @@ class Peer:
     # -- questions ---------------------------------------------------------------------------------
 
     @property
-    def place(self) -> tuple[Address, str]:
+    def place(self) -> Place:
         """Which start of which process this is."""
         return self.address, self.incarnation
 

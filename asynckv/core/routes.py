@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asynckv.core.flow import FlowKey
 from asynckv.core.peer import Peer
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Endpoint, Params, Reason, rank_name
+from asynckv.core.types import Address, Endpoint, Params, Place, Reason, rank_name
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
@@ -160,7 +160,7 @@ class Routes:
             found.append(peer.tables[key] if shares else None)
         return found
 
-    def forget(self, place: tuple[Address, str]) -> None:
+    def forget(self, place: Place) -> None:
         """Forget what is read of a rank that is gone."""
         for known in [known for known in self._chosen if place in known[0]]:
             del self._chosen[known]

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, PullId, Reason, TransferId, members
+from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
 from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
 
@@ -79,14 +79,13 @@ class RemoteRank(NamedTuple):
     """A rank as params list it, with what is made of that once for all requests.
 
     Attributes:
-        place: Address and incarnation: which start of which process is meant.
         name: For people.
         is_predicted: The usual rule says that it is read.
     """
 
     tp_rank: int
     pp_stage: int
-    place: tuple[Address, str]
+    place: Place
     name: str
     is_predicted: bool
 

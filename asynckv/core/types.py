@@ -29,6 +29,7 @@ __all__ = [
     "Key",
     "Outcome",
     "Params",
+    "Place",
     "PullId",
     "Reason",
     "ReplyTo",
@@ -48,6 +49,9 @@ TransferId = NewType("TransferId", int)
 
 Address = NewType("Address", str)
 """Where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`."""
+
+Place = tuple[Address, str]
+"""Address and incarnation: which start of which remote process is meant."""
 
 ReplyTo = NewType("ReplyTo", bytes)
 """Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
