@@ -40,6 +40,7 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
+    RELEASE_NONCE,
     Ack,
     Draining,
     Goodbye,
@@ -582,11 +583,11 @@ class DecodeSide:
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is RELEASE.SENT)
+            asked = answer.nonce in source.nonces or (answer.nonce == RELEASE_NONCE and source.release is RELEASE.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
-        if isinstance(answer, Refused) and answer.nonce == 0:
+        if isinstance(answer, Refused) and answer.nonce == RELEASE_NONCE:
             self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
         effects = pull.answered(source, answer, now)

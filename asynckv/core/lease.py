@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec import Struct
 
 from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, rank_name
-from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
+from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import owed_readers
@@ -551,5 +551,5 @@ def _few(names: list[str]) -> str:
 
 
 def _refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
-    nonce = 0 if isinstance(message, Release) else message.nonce
+    nonce = RELEASE_NONCE if isinstance(message, Release) else message.nonce
     return Refused(message.key, message.pull_id, nonce, reason, detail)

@@ -45,6 +45,7 @@ __all__ = [
     "MAX_PACKET",
     "MAX_REQUEST_PACKET",
     "MINOR",
+    "RELEASE_NONCE",
     "Ack",
     "Claim",
     "Draining",
@@ -87,6 +88,10 @@ MAX_MESSAGES = 512
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
 Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+RELEASE_NONCE = 0
+"""The nonce in the refusal of a `Release`, which carries none itself; no claim or renewal has it."""
+
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
