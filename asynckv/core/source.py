@@ -50,6 +50,11 @@ MAX_NONCES = 8
 """Claims per source whose answers still count."""
 
 NEVER = -math.inf
+"""It has not happened."""
+
+LONG_AGO = -math.inf
+"""It happened before anything that this rank did: no clock is needed to say so."""
+
 _NOTHING: Iterator[ReadRequest] = iter(())
 
 
@@ -125,8 +130,8 @@ class Source:
     """The newest that was granted."""
     covered_until: float = NEVER
     """End of the longest promise."""
-    lent_before: float = math.inf
-    """The blocks were lent by then, on our clock."""
+    lent_by: float = math.inf
+    """The blocks were lent at this moment at the latest, on our clock; infinite while nothing is granted."""
     not_lent_yet: bool = False
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
@@ -184,7 +189,7 @@ class Source:
     @property
     def is_early(self) -> bool:
         """Granted, but the first read cannot be shown to be younger than the lease."""
-        return self.first_posted_at <= self.lent_before < math.inf
+        return self.first_posted_at <= self.lent_by < math.inf
 
     def wanted(self) -> None:
         """It may hold something of ours: it is to be met."""
@@ -207,7 +212,7 @@ class Source:
         """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.confirmed, self.bytes_read = math.inf, NEVER, False, 0
-        self.lent_before = NEVER  # granted by now, so whatever begins from here on is late enough
+        self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
     def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
@@ -247,7 +252,7 @@ class Source:
     def prove(self) -> None:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
-            timely = self.lent_before < self.first_posted_at
+            timely = self.lent_by < self.first_posted_at
             covered = self.confirmed or self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
@@ -273,9 +278,9 @@ class Source:
         # Params that left after the KV was written can only be read too late, never too early; and what
         # is granted before the first read needs no clock either.
         if written or self.first_posted_at == math.inf:
-            self.lent_before = NEVER
+            self.lent_by = LONG_AGO
         else:
-            self.lent_before = min(self.lent_before, now - answer.lent_for_s * (1 - RATE_MARGIN))
+            self.lent_by = min(self.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
         if answer.nonce > self.nonce_when_done and self.has_landed:
             self.confirmed = True
         if deadline > now or answer.nonce == next(reversed(self.nonces)):
@@ -297,7 +302,7 @@ class Source:
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:
             return None
-        reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
+        reason = Reason.LEASE_LOST if self.lent_by < math.inf else answer.reason
         text = f"{self.where} refused: {answer.reason}"
         return reason, f"{text} ({answer.detail})" if answer.detail else text
 
