@@ -67,6 +67,7 @@ class PrefillSide:
 
     Args:
         minor_versions: Of the protocol, as spoken by each process start over each connection.
+        memory_epoch: How often the memory was registered anew; params of an older one are refused.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class PrefillSide:
         timers: Timers,
         config: LeaseConfig,
         minor_versions: Mapping[tuple[str, ReplyTo], int],
+        memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
-        self.memory_epoch = 0
+        self.memory_epoch = memory_epoch
         self.closed_as = ""
         """How the engine takes nothing new, for people; empty while it does."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers

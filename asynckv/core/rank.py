@@ -93,12 +93,13 @@ class RankCore:
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         self.readers = Readers(identity, self.outbox)
         spoken = self.readers.minor_versions
-        self.prefill = PrefillSide(layout, self.ledger, self.outbox, self.timers, config.lease, spoken)
+        self.prefill = PrefillSide(
+            layout, self.ledger, self.outbox, self.timers, config.lease, spoken, identity.memory_epoch
+        )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
         )
-        self.prefill.memory_epoch = identity.memory_epoch
         self.inspect = Inspector(self.ledger, self.prefill, self.decode)
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
