@@ -377,7 +377,7 @@ class DecodeSide:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
                 if source.release is RELEASE.SETTLED:
                     self.peers.detach(source.rank.place, pull.pull_id, now)
-        if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
+        if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
 
@@ -464,7 +464,7 @@ class DecodeSide:
         for effect in effects:
             match effect:
                 case DO.SEND:
-                    for source, message in pull.due(self._nonces, now):
+                    for source, message in pull.make_messages(self._nonces, now):
                         self._outbox.send(*source.rank.place, message)
                 case DO.POST:
                     for source in pull.sources:
@@ -545,7 +545,7 @@ class DecodeSide:
             peer = self.peers.by_place.get(source.rank.place)
             if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
-                self._outbox.send(*source.rank.place, pull.release_of(source, now))
+                self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             if source.running or source.is_waiting:
                 self._make_room(source)
@@ -650,7 +650,7 @@ class DecodeSide:
                 tables = [source.tables for source in pull.sources]
             self._carry_out(pull, pull.routed(tables, now), now, at_once=at_once)
             return
-        self._carry_out(pull, pull.effects(), now)
+        self._carry_out(pull, pull.take_effects(), now)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""

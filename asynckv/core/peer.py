@@ -221,12 +221,12 @@ class Peer:
                 self.unused_at = now
 
     def greet(self, nonce: int, handshake_s: float, now: float) -> None:
-        """Begin a handshake; `hello` makes its message."""
+        """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + handshake_s
 
-    def hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
-        """Return the hello that is to be sent now."""
+    def make_hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
+        """Make the hello that is to be sent now."""
         self.retry_at = now + retry_s * 2 ** min(self.hellos, 3)
         self.hellos += 1
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
@@ -329,8 +329,8 @@ class Peer:
             due.append(Due.STALLED)
         return due
 
-    def ping(self, nonce: int, now: float) -> Ping:
-        """Return the ping that is to be sent now."""
+    def make_ping(self, nonce: int, now: float) -> Ping:
+        """Make the ping that is to be sent now."""
         self.pinged_at = now
         return Ping(nonce)
 

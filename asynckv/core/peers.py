@@ -122,7 +122,7 @@ class Peers:
             peer.greet(next(self._nonces), self._config.handshake_s, now)
             self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
-            self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+            self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
             failure = peer.reason, peer.detail + wait
@@ -262,9 +262,9 @@ class Peers:
         for due in peer.due(self._config, now):
             match due:
                 case Due.HELLO:
-                    self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+                    self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
                 case Due.PING:
-                    self._send(peer, peer.ping(next(self._nonces), now))
+                    self._send(peer, peer.make_ping(next(self._nonces), now))
                 case Due.FORGET:
                     self._drop(peer)
                     return []

@@ -415,8 +415,8 @@ class Pull:
             return "retired" if self.is_retired else "quarantined", self.retire_at
         return self.state.value, self.deadline
 
-    def is_stuck(self, now: float) -> bool:
-        """It has been in one state for `warn_s`, or for twice as long as when this was last so."""
+    def take_warning(self, now: float) -> bool:
+        """Say once that it has been in one state for `warn_s`, and again at each doubling."""
         if now < self.warn_at:
             return False
         since = self.since
@@ -491,12 +491,12 @@ class Pull:
         return self._settle(after, now)
 
     def want_claim(self, source: Source, now: float) -> None:
-        """A rank that will be read is ready: claim at once, beside the read. See `effects`."""
+        """A rank that will be read is ready: claim at once, beside the read. See `take_effects`."""
         if source.claim_at == math.inf and not source.nonces and self.state in _CLAIMS:
             source.claim_at = now
             self._effects.append(DO.SEND)
 
-    def effects(self) -> list[Effect]:
+    def take_effects(self) -> list[Effect]:
         """Return what has been brought about and not been returned yet."""
         effects, self._effects = self._effects, []
         return effects
@@ -617,8 +617,8 @@ class Pull:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def due(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
-        """Return every message that is due; `now` was read before they are sent."""
+    def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
+        """Make every message that is due; `now` was read before they are sent."""
         out: list[tuple[Source, Message]] = []
         for source in self.sources:
             if now >= source.claim_at:
@@ -627,7 +627,7 @@ class Pull:
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:
-                out.append((source, self.release_of(source, now)))
+                out.append((source, self.make_release(source, now)))
         return out
 
     def _claim(self, source: Source, nonce: int, now: float) -> Claim | Renew:
@@ -638,8 +638,8 @@ class Pull:
             return Renew(self.params.key, self.pull_id, nonce, seconds)
         return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
 
-    def release_of(self, source: Source, now: float) -> Release:
-        """Return the release to send to a rank now."""
+    def make_release(self, source: Source, now: float) -> Release:
+        """Make the release to send to a rank now."""
         source.released(self.limits.release_retry_s, now)
         return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self.outcome)
 
