@@ -153,7 +153,7 @@ class Routes:
         found: list[PeerTables | None] = []
         for peer, shares in zip(peers, assign(self._layout, [x for x in layouts if x], groups), strict=True):
             assert peer.layout is not None
-            key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
+            key = tuple((s.local_view.layer, s.local_part.name, s.lo, s.hi) for s in shares)
             if shares and key not in peer.tables:
                 tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids)
                 self._on_tables(peer, tables)
