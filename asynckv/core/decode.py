@@ -1,8 +1,9 @@
 """The decode side of one rank, put together: its pulls, the peers that they read from, and who reads next.
 
-Every event of a pull returns its effects (`core/pull.py`), and every event of a peer says what is due (`core/peer.py`);
-here they are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight are per peer, and
-what happens to one touches only the pulls that read from it. A rank that is only released is never waited for.
+A transition of a pull returns its effects (`core/pull.py`), and when time passes a peer says what is due
+(`core/peer.py`); here both are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight
+are per peer, and what happens to one touches only the pulls that read from it. A rank that is only released is never
+waited for.
 
 A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if that does not
 cover what we hold, all ranks that we answer for are met, and may be missing.
@@ -18,7 +19,7 @@ from typing import assert_never
 from asynckv.config import PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import Admission, InFlight, Posting
-from asynckv.core.ledger import Int64s, Ledger
+from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
@@ -54,6 +55,7 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
+from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
@@ -165,7 +167,7 @@ class DecodeSide:
 
     def _add(self, pull: Pull, now: float) -> None:
         self._register(pull)
-        # All first: who is not attached to a peer takes it for gone.
+        # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
             self._attach(pull, source, now)
         for source in pull.sources:
@@ -496,7 +498,7 @@ class DecodeSide:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
-        """Give a pull its place in the queue, unless one of its ranks has fallen silent: then when it is heard of."""
+        """Give a pull its place in the queue. If one of its ranks is silent it gets none; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.leave(pull.pull_id)
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
@@ -628,8 +630,8 @@ class DecodeSide:
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
-                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
-                # stages of our own every stage holds layers of ours, and may turn out not to fit.)
+                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. But if we
+                # have no stages, every remote stage holds layers of ours, and must have said so (docs/design.md).
                 if len(known) < len(sources):
                     stages = {source.rank.pp_stage for source in known}
                     whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)

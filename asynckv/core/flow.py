@@ -4,8 +4,9 @@ Three budgets, each in all and in part: requests per prefill engine, bytes and d
 
 - **Requests** are budgeted where a pull is admitted (`Admission`). Pulls of one prefill engine wait in one *flow*, in
   order of priority and arrival. The flows take turns: the one whose head has the best priority goes first, among equals
-  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. What is
-  counted is a pull from its admission to its outcome, whatever still drains afterwards.
+  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. A pull
+  counts from its admission until its bytes have landed, it goes back to the queue, or it has its outcome. What still
+  runs after its outcome counts no more.
 - **Bytes and descriptors** are budgeted where a read request is posted (`Posting`). Every peer has a *line* of sources
   with reads to post, first come first served, and the lines take turns. A pull that is larger than all budgets streams
   through them, and never waits for more than its next read request.

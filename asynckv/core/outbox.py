@@ -1,7 +1,11 @@
 """What the core wants done, and the desk it leaves its wishes on.
 
-The core never sends, posts or logs. It appends commands and messages to a `Outbox`; the engine empties
-it after every event, messages first: a claim travels beside the read, so it has to leave before it.
+The core never sends, posts or logs. It appends commands and messages to an `Outbox`, and the engine empties that once
+per turn of its loop: first the messages, because a claim that travels beside a read has to leave before it; then the
+commands; then it posts. Releases alone may wait until after that, or for the next turn, since nobody waits for them.
+
+Reads to post are not left here. They are asked for one by one (`DecodeSide.next_read` returns a `PostRead`), so that
+none is taken before there is time to post it.
 """
 
 from __future__ import annotations

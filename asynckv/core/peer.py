@@ -5,9 +5,10 @@ the conversation with that process: the handshake and its repeats, the back-off 
 while something is owed or held there, the silence that makes it SUSPECT, and its end.
 
 - A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
-  refusal that cannot change (geometry, wrong engine) is GONE for good.
+  refusal that cannot change (geometry, wrong engine) leads to GONE, and nothing is tried again while it is remembered.
 - SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
-- What is GONE is remembered for a while, so that late requests fail with the same cause.
+- What is GONE is remembered for `TOMBSTONE_S`, so that late requests fail with the same cause. After that, or sooner if
+  only the connection was lost, the same place is met as a new `Peer`.
 
 It refuses to know: pulls but for their ids, what is read of it, and when it is its turn (`core/flow.py`).
 """

@@ -179,10 +179,9 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> bool:
-        """The data plane knows it; False if nobody wants that any more."""
+        """The data plane knows it; False if it was lost or given up meanwhile."""
         peer.load_ended()
         if peer.state is not S.LOADING:
-            # Lost, or given up, while it was being loaded.
             self._outbox.commands.append(RemovePeer(peer))
             self.wake(peer)
             return False

@@ -1,7 +1,9 @@
 """One attempt to read one request, from the first word to the last block returned.
 
-    ANNOUNCED -> CONNECTING -> QUEUED <-> READING -> CONFIRMING -> NOTIFYING -> RELEASED
-                      \\_________\\__________\\____________\\-> DRAINING -> NOTIFYING -> QUARANTINED -> RELEASED
+    ANNOUNCED -> CONNECTING -> QUEUED -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
+
+is the usual way. Whatever goes wrong before NOTIFYING leads to DRAINING, and NOTIFYING follows that; QUARANTINED comes
+after NOTIFYING if something may still write. `docs/states.md` has all ways, drawn from the tables.
 
 Two promises end at different times. The **outcome** is bounded by the caller's deadline. The **custody** of the blocks
 is not: NIXL cannot cancel a transfer, so blocks go back only when nothing can write them any more. DRAINING waits for
@@ -133,7 +135,8 @@ def has_landed(pull: Pull, now: float) -> bool:
 
 def waits_to_be_lent(pull: Pull, now: float) -> bool:
     """It is not lent yet, and nothing runs."""
-    # Others may be lent already, and nobody lends anything while they wait behind this one.
+    # It makes room, or both may wait for ever: the prefill engine may need the blocks of request A, which is lent and
+    # queued behind this one, before it can compute this one.
     waits = False
     for source in pull.sources:
         if source.running:

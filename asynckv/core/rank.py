@@ -1,8 +1,7 @@
-"""One engine rank put together, and the only entrance to it: calls and packets in, messages and commands out.
+"""One engine rank put together: calls, packets and time come in, messages and commands go out.
 
-Everything comes with `now`: calls of the engine, packets, ends of transfers, the passing of time. What is to be done
-is left in the outbox. The engine drives a rank with real planes, a simulation with simulated ones; neither decides
-anything.
+Everything comes with `now`. What is to be done is left in the outbox. The engine drives a rank with real planes, a
+simulation with simulated ones.
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge -> decode side
@@ -11,6 +10,8 @@ anything.
               from whom we read                 -> decode side
     time      tick                              -> whoever asked to be woken
     questions inspect                           -> who holds what
+
+What the planes say of transfers, peers and addresses goes past it, to `RankCore.decode`; `core/__init__.py` lists that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import get_args
 
 import msgspec
 
-from asynckv.config import EngineConfig, check_lease
+from asynckv.config import MAX_NAME, EngineConfig, check_lease
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease, Lent
@@ -67,7 +68,6 @@ from asynckv.geometry.plan import BlockLists
 
 __all__ = ["RankCore"]
 
-MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
 
@@ -370,7 +370,7 @@ class RankCore:
     @property
     def is_closed(self) -> bool:
         """Nothing new is taken."""
-        return self.prefill.is_closed
+        return bool(self.prefill.closed_as)
 
     @property
     def is_idle(self) -> bool:

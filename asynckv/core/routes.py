@@ -38,7 +38,7 @@ class Ready(NamedTuple):
     """The ranks of a route, all of them ready, and what is read of each.
 
     Attributes:
-        num_changes: What `DecodeSide` had counted of changes when this was worked out: it holds until the next.
+        num_changes: What `Peers.num_changes` was when this was worked out: it holds until the next.
         peers: One per rank.
         tables: One per rank; None for one that is only released.
     """
@@ -72,8 +72,8 @@ class Routes:
 
     def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
         self._layout, self._on_tables = layout, on_tables
+        # One source of ids for all peers: two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)
-        # One for all peers: two of them may be one process under two addresses.
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._predicted: dict[int, Sequence[int]] = {}

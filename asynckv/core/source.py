@@ -64,7 +64,7 @@ class Role(enum.StrEnum):
     UNKNOWN = "unknown"
     """It may hold something of ours; nobody has asked it yet."""
     READ = "read"
-    """It is read, as far as is known: of what is known once all ranks to read are met."""
+    """It is to be read, as far as is known; what is read of it is known once all such ranks are met."""
     RELEASE_ONLY = "release_only"
     """Nothing is read of it, but it has lent the request to us and waits for our release."""
 
@@ -120,7 +120,8 @@ class Source:
     done_at: float = NEVER
     nonce_when_done: int = 0
     has_landed: bool = False
-    """Everything that is to be read has landed."""
+    """Nothing more will land: everything was posted and has ended, well or not, and nothing is in doubt. So while the
+    attempt has neither failed nor been cancelled all bytes are there."""
     bytes_read: int = 0
     """Landed so far."""
 

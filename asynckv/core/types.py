@@ -57,8 +57,11 @@ ReplyTo = NewType("ReplyTo", bytes)
 """Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
 
 MAX_ID = 16 * 1024
+"""Characters of a request id."""
+
 MAX_HASHES = 1 << 20
 MAX_HASH = 128
+"""Characters of one hash."""
 
 MAX_SECONDS = 7 * 86_400.0
 
@@ -215,7 +218,7 @@ def sendable(value: object, kind: type[T]) -> T:
         raise msgspec.ValidationError(text if len(text) < 500 else f"{text[:300]} ... {text[-100:]}") from exc
 
 
-SHORT = 8
+SHOWN_LETTERS = 8
 """Letters of an incarnation by which people know a start of a process."""
 
 
@@ -226,7 +229,7 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
     of the incarnation that this process logged when it started, if that is known.
     """
     stage = f"/pp{pp_stage}" if pp_stage else ""
-    start = f"@{incarnation[:SHORT]}" if incarnation else ""
+    start = f"@{incarnation[:SHOWN_LETTERS]}" if incarnation else ""
     return f"{engine_id}{stage}/tp{tp_rank}{start}"
 
 
