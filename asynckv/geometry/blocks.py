@@ -167,7 +167,7 @@ def check_block_ids(
     Raises:
         PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
-    given: Any = groups  # compiled, what is annotated is believed
+    given: Any = groups  # a caller's: compiled by mypyc, this file would believe the annotation
     pairs: list[tuple[Any, Any]] = []
     try:
         for first, ids in given:

@@ -9,6 +9,17 @@ lies between two cuts is in one kernel block here and in one there, at some offs
 span go together into a `Pairs`, which is all that a request is to the rest of the planning: numbers of blocks,
 without a byte in it. One pairing serves every remote rank whose groups look the same.
 
+With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
+
+    tokens     32      40      48              64              80              96  100         112
+    local      | 2             |       3       |       4       |       5       |       6       |
+    remote     |               1               |               2               |       3
+    spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
+
+The first span begins inside our block 2 and is read from there. The last one is read to the end of our block, since
+theirs reaches as far. So there are three kinds of spans here, `(local offset, remote offset, tokens)`: one for the
+block that the prefix ends in, and two that repeat.
+
 Groups of tokens and of states differ in what a place in a list means, so there is a rule for each:
 
 - *Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. The usual
@@ -175,9 +186,9 @@ class BlockLists:
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:
         """Say from which token on a group with a sliding window is read, and from which on it is needed."""
-        # To the start of its block, where that is one on both sides: fewer kinds of spans.
-        # One token more than the next one needs, where it is there: an engine that computes the last token
-        # again needs it (vLLM does after a full hit).
+        # `inside` is the first token that is needed: a window of 1,024 at token 5,000 begins at 3,977. `wider` is where
+        # reading begins if those tokens are there: one earlier, for an engine that computes the last token again (vLLM
+        # does after a full hit), and from the start of its block, so that there are fewer kinds of spans.
         inside = max(0, self.num_tokens - pair.local.window + 1)
         wider = max(0, inside - 1)
         wider -= wider % (pair.local_size if pair.local_size == pair.remote_size else pair.entry)

@@ -12,6 +12,12 @@ one of its own, the first time it occurs. States have a single span, the whole. 
 ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` are kept.
 
 The remote strides are a stranger's, so what a table may cost is counted before it is made.
+
+With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these. A kernel block is 16
+tokens on both sides, and tokens lie within heads. Then the 4 heads that both hold are contiguous on both sides,
+4 x 16 x 128 x 2 = 16 KiB, and a layer's `k` is one row. If heads lie within tokens instead, 4 of 8 heads are contiguous
+only within one token, 1 KiB, and it is 16 rows. With blocks of 16 tokens here and 32 there, there are two spans,
+`(0, 0, 16)` and `(0, 16, 16)`, each with a table of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +39,14 @@ from asynckv.geometry.match import Share
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
 __all__ = ["DescTable", "GroupPair", "PeerTables", "Span"]
+
+# What a stranger's layout may cost is bounded step by step:
+#
+#     spans of two block sizes        MAX_KINDS     before they are listed
+#     spans x shapes of parts         MAX_SHAPES    before any row is counted
+#     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
+#     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
+#     tables kept                     MAX_TABLES    after each plan
 
 MAX_TABLES = 1024
 """Most tables kept per peer; the least recently used go first."""
@@ -71,7 +85,7 @@ class DescTable:
     Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
 
     Attributes:
-        table_id: Unique per peer.
+        table_id: Unique among all tables of this rank: two peers may be one process under two addresses.
         span: Which tokens of two kernel blocks it is for.
         length: Bytes per descriptor, int64 `[rows]`.
         local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
@@ -153,7 +167,7 @@ class PeerTables:
         local: Our layout, checked.
         remote: The remote rank's layout, checked, and found comparable by `compare`.
         shares: What is read of it, from `assign`.
-        ids: Where table ids come from; one per peer.
+        ids: Where table ids come from, for all peers.
 
     Raises:
         LayoutError: The two memory orders would need absurdly many descriptors.
