@@ -23,7 +23,8 @@ from typing import get_args
 
 import msgspec
 
-from asynckv.config import MAX_NAME, EngineConfig, check_lease
+from asynckv.arguments import MAX_NAME
+from asynckv.config import EngineConfig, check_lease
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
 from asynckv.core.lease import Lease, Lent

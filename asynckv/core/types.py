@@ -19,6 +19,7 @@ from typing import Annotated, NewType, TypeVar, cast
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.arguments import MAX_NAME
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
 
@@ -67,6 +68,7 @@ MAX_SECONDS = 7 * 86_400.0
 
 # Bounds also reject nan and the infinities, which compare false with everything.
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+NonemptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 
 
@@ -91,7 +93,7 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
 class Cohort(Struct, frozen=True, array_like=True, gc=False):
     """The group of ranks of one decode engine that together read one lent request, and who speaks."""
 
-    id: Annotated[str, Meta(min_length=1, max_length=512)]
+    id: NonemptyName
     tp_size: Size = 1
     tp_rank: Rank = 0
     pp_size: Size = 1
@@ -102,7 +104,7 @@ class Endpoint(Struct, frozen=True, gc=False):
     """How to reach one prefill rank, and which start of it is meant."""
 
     tp_rank: Rank
-    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    address: NonemptyName
     incarnation: Annotated[str, Meta(min_length=1, max_length=64)]
     pp_stage: Rank = 0
 
@@ -129,7 +131,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
-    engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    engine_id: NonemptyName
     request_id: RequestText
     key: Key
     tp_size: Size = 1
