@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +40,7 @@ from asynckv.core.outbox import LoadPeer, PullEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Address, Cohort, Endpoint, Outcome, Params, ReplyTo, decode_params
+from asynckv.core.types import Cohort, Endpoint, Outcome, Params, decode_params
 from asynckv.core.wire import Ack, Claim, Granted, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.errors import ConfigError
 from asynckv.geometry.blocks import check_block_ids, runs_of
@@ -49,6 +49,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign
 from asynckv.geometry.plan import BlockLists, PeerTables, plan_read
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Fabric, Origin, Port
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 from scripts.command import check, listed, output, script
@@ -76,14 +77,19 @@ class Case:
     make: Callable[[int], Work]
 
 
-class Side:
+class Side(Port):
     """One node, and the packets that wait for it."""
 
-    def __init__(self, name: str, layout: Layout, config: EngineConfig) -> None:
-        self.address, self.route = Address(f"core://{name}"), ReplyTo(name.encode())
+    def __init__(self, fabric: Fabric, name: str, layout: Layout, config: EngineConfig) -> None:
+        super().__init__(fabric, f"core://{name}", name)
         identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
         self.node = RankCore(identity, config)
-        self.inbox: deque[tuple[Address | ReplyTo, bytes]] = deque()
+        self.inbox: deque[tuple[Origin, bytes]] = deque()
+        self.open()
+
+    def hear(self, origin: Origin, packet: bytes) -> None:
+        """Keep a packet for the next turn."""
+        self.inbox.append((origin, packet))
 
 
 class Pulls:
@@ -108,7 +114,7 @@ class Pulls:
         layers: int = 1,
     ) -> None:
         self.now = 0.0
-        self.counts: Counter[str] = Counter()
+        self.events = 0
         self._announced, self._in_flight = announced, in_flight
         limits = LimitsConfig(messages_per_s=1e9, message_burst=1 << 30)
         model = Model("core", (Heads(2, 32),) * layers)
@@ -117,9 +123,9 @@ class Pulls:
         def config(name: str) -> EngineConfig:
             return EngineConfig(engine_id=name, limits=limits, lease=LeaseConfig(lease_s=3600.0, max_lease_s=7200.0))
 
-        self.decode = Side("decode", layout, config("decode"))
-        self.prefill = [Side(f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
-        self._by_address = {side.address: side for side in self.prefill}
+        fabric = Fabric()
+        self.decode = Side(fabric, "decode", layout, config("decode"))
+        self.prefill = [Side(fabric, f"prefill{i}", layout, config(f"p{i}")) for i in range(peers)]
         source = random.Random(0)  # the same keys in every run, for the same number of instructions
         groups = [
             PrefillGroup(
@@ -154,8 +160,7 @@ class Pulls:
             while self.decode.node.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
-        self.counts.clear()
-        self.counts["messages"] = -self._num_sent()
+        self._met = self._count()
 
     def run(self, requests: int) -> None:
         """Pull the next requests of those that were prepared."""
@@ -176,16 +181,16 @@ class Pulls:
                 peer, params = self._asked[self._announce_next]
                 self.prefill[peer].node.lend(params, 1, self._time())
                 node.announce(params.request_id, params, "", 3600.0, self._time())
-                self.counts["events"] += 2
+                self.events += 2
                 self._announce_next += 1
         peer, params = self._asked[self._next]
         if not self._announced:
             self.prefill[peer].node.lend(params, 1, self._time())
-            self.counts["events"] += 1
+            self.events += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
         node.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
-        self.counts["events"] += 1
+        self.events += 1
         self._next += 1
 
     def _time(self) -> float:
@@ -201,10 +206,10 @@ class Pulls:
             while inbox:
                 origin, data = inbox.popleft()
                 side.node.receive(origin, data, self._time())
-                self.counts["events"] += 1
+                self.events += 1
             if side.node.next_at <= self.now:
                 side.node.tick(self._time())
-                self.counts["events"] += 1
+                self.events += 1
             self._settle(side)
 
     def _settle(self, side: Side) -> None:
@@ -214,22 +219,17 @@ class Pulls:
             for _ in range(TURN):
                 if (read := decode.next_read(self._time())) is not None:
                     decode.ended(TransferEnded(read.transfer_id, Ending.DONE), 0.0, self._time())
-                    self.counts["events"] += 2
+                    self.events += 2
                 elif decode.admit(self._time()) is not None:
-                    self.counts["events"] += 1
+                    self.events += 1
                 else:
                     break
             self._do(side)
 
     def _do(self, side: Side) -> None:
-        node, counts = side.node, self.counts
+        node = side.node
         for to, data in node.outbox.take_packets():
-            counts["packets"] += 1
-            counts["bytes"] += len(data)
-            if isinstance(to, bytes):
-                self.decode.inbox.append((side.address, data))
-            else:
-                self._by_address[to].inbox.append((self.decode.route, data))
+            side.send(to, data)
         while commands := node.outbox.commands:
             node.outbox.commands = []
             for command in commands:
@@ -244,12 +244,17 @@ class Pulls:
                         pass
 
     def statistics(self) -> dict[str, int]:
-        """Count events (calls of a node), packets, their bytes, and messages."""
-        return {**self.counts, "messages": self.counts["messages"] + self._num_sent()}
+        """Count events (calls of a node), packets, their bytes, and messages, since everybody was met."""
+        return {name: number - self._met[name] for name, number in self._count().items()}
 
-    def _num_sent(self) -> int:
+    def _count(self) -> dict[str, int]:
         sides = (self.decode, *self.prefill)
-        return sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent."))
+        return {
+            "events": self.events,
+            "messages": sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent.")),
+            "packets": sum(side.packets_out for side in sides),
+            "bytes": sum(side.bytes_out for side in sides),
+        }
 
 
 def _pulls(requests: int, **options: Any) -> Work:

@@ -29,7 +29,7 @@ from rich.table import Table
 import asynckv
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
 from asynckv.geometry.layout import Memory
-from asynckv.testing.planes import SimControl, SimData, SimNetwork
+from asynckv.testing.fabric import SimControl, SimData, SimNetwork
 from asynckv.tools.layouts import model_layout
 from asynckv.tools.models import Heads, Model
 

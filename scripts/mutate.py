@@ -14,6 +14,7 @@ goes to stdout, the last one sums up; progress goes to stderr. The same `--seed`
     python -m scripts.mutate --paths asynckv/geometry --list            # what could be planted, by kind and file
     python -m scripts.mutate --paths asynckv/geometry --sample 60 --seed 1 > results.jsonl
     python -m scripts.mutate --again results.jsonl                      # the survivors only, after you wrote tests
+    python -m scripts.mutate --paths asynckv/core --sample 60 --quick --services 40   # what dies soon, first
     python -m scripts.mutate --paths asynckv/core/lease.py --sample 20 --tests tests/test_machine.py
 """
 
@@ -24,6 +25,7 @@ import ast
 import contextlib
 import copy
 import difflib
+import importlib
 import itertools
 import json
 import os
@@ -37,30 +39,72 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import anyio._backends._asyncio
+import hypothesis.internal.conjecture.engine
+import hypothesis.stateful
+import msgspec
+import numpy.random
+import pytest
+import structlog
+import zmq.asyncio
+
 ROOT = Path(__file__).resolve().parent.parent
 
 TESTS: dict[str, str] = {
-    "asynckv/geometry/bounds.py": "layout messages pairing plan",
-    "asynckv/geometry/strides.py": "layout plan geometry",
-    "asynckv/geometry/layout.py": "layout layouts register_tensors explain geometry",
-    "asynckv/geometry/check.py": "layout fuzz layouts geometry",
-    "asynckv/geometry/overlap.py": "layout layouts explain geometry",
-    "asynckv/geometry/blocks.py": "pairing explain layout plan geometry",
-    "asynckv/geometry/match.py": "sources layouts explain geometry",
-    "asynckv/geometry/tables.py": "explain plan geometry",
-    "asynckv/geometry/pairing.py": "pairing explain plan geometry",
-    "asynckv/geometry/plan.py": "explain plan geometry",
-    "asynckv/core": "tables ledger limits spent messages requests admission machine lifecycle races engine",
-    "asynckv/edges": "keys sharing conformance posters nixl_edge zmq_edge process",
+    "asynckv/geometry/bounds.py": "layout messages pairing | plan",
+    "asynckv/geometry/strides.py": "layout geometry | plan",
+    "asynckv/geometry/layout.py": "layouts layout register_tensors explain | geometry",
+    "asynckv/geometry/check.py": "layouts layout | fuzz geometry",
+    "asynckv/geometry/overlap.py": "layouts explain layout | geometry",
+    "asynckv/geometry/blocks.py": "explain pairing prefill layout | plan geometry",
+    "asynckv/geometry/match.py": "layouts sources explain layout | geometry",
+    "asynckv/geometry/tables.py": "explain pairing | plan geometry",
+    "asynckv/geometry/pairing.py": "explain pairing | plan geometry",
+    "asynckv/geometry/plan.py": "explain pairing | plan geometry",
+    "asynckv/core/lease.py": "lease tables rows held prefill requests sources | machine races lifecycle engine",
+    "asynckv/core/ledger.py": "ledger prefill requests sources | machine races lifecycle engine",
+    "asynckv/core/spent.py": "spent requests | machine lifecycle",
+    "asynckv/core/limits.py": "limits requests | machine lifecycle engine",
+    "asynckv/core/wire.py": "messages limits lease | fuzz arguments machine zmq_edge",
+    "asynckv/core/types.py": "messages sources requests | fuzz arguments engine",
+    "asynckv/core/prefill.py": "prefill pull lease sources requests rows | machine races lifecycle engine",
+    "asynckv/core/lifecycle.py": "rows tables | lifecycle engine",
+    "asynckv/core/flow.py": "queue tables rows admission flow sources requests | machine races lifecycle engine",
+    "asynckv/core/pull.py": "rows pull tables proof sources requests admission held races | machine lifecycle engine",
+    "asynckv/core/source.py": "pull proof sources requests rows races | machine lifecycle engine",
+    "asynckv/core/attempts.py": "rows requests sources | machine races lifecycle engine",
+    "asynckv/core/peer.py": "tables peers rows requests limits sources races | machine lifecycle engine",
+    "asynckv/core/peers.py": "peers sources requests races | machine lifecycle engine",
+    "asynckv/core/readers.py": "agents peers requests limits | machine lifecycle engine",
+    "asynckv/core/outbox.py": "messages requests limits | machine lifecycle engine",
+    "asynckv/core/watch.py": "held requests | machine races lifecycle engine",
+    "asynckv/core": "requests sources rows pairing admission held races pull | messages machine lifecycle engine",
+    "asynckv/edges/zmq.py": "keys zmq_edge | conformance arguments",
+    "asynckv/edges/sharing.py": "sharing",
+    "asynckv/edges/choice.py": "sharing | conformance engine",
+    "asynckv/edges/transports.py": "sharing",
+    "asynckv/edges/torch.py": "register_tensors | real_models",
+    "asynckv/edges/clock.py": "clock manual_clock | lifecycle engine",
+    "asynckv/edges/keeper.py": "keeper | + process",
+    "asynckv/edges/process.py": "keeper process | + conformance process",
+    "asynckv/edges/process_wire.py": "process keeper | + conformance process",
+    "asynckv/edges/process_child.py": "process | + conformance process",
+    "asynckv/edges/process_main.py": "sharing | + conformance process",
+    "asynckv/edges/posters.py": "conformance nixl_edge posters",
+    "asynckv/edges/nixl_raw.py": "bench_floor | + bench_floor",
+    "asynckv/edges": "conformance nixl_edge process | posters sharing",
     "asynckv/scheduler.py": "lifecycle engine",
     "asynckv/engine": "engine lifecycle races threads arguments held",
 }
-"""File, or folder, to the tests that cover it, the quickest first: most mutants end at the first failure."""
+"""File, or folder, to the tests that cover it, the quickest first: most mutants end at the first failure.
+
+What stands after the bar runs only for what survived the tests before it; with a plus, slow tests too.
+"""
 
 OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -86,6 +130,8 @@ OPPOSITE: dict[type[ast.AST], type[ast.AST]] = {
 LARGEST = 64
 """Numbers above it stay: they are limits that somebody chose, and one more or less is no bug."""
 EXCHANGED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+IMPORTED = (anyio, hypothesis, msgspec, numpy, structlog, zmq)
+"""What tests import and no bug is planted in."""
 REMOVED = (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)
 
 
@@ -142,6 +188,14 @@ def mutants(path: str, source: str) -> list[Mutant]:
     return out
 
 
+def as_it_is_now(mutant: Mutant) -> Mutant | None:
+    """The same bug in code that has moved since; None if it is gone."""
+    path = ROOT / mutant.path
+    known = mutants(mutant.path, path.read_text()) if path.exists() else []
+    same = [m for m in known if (m.kind, m.before, m.after) == (mutant.kind, mutant.before, mutant.after)]
+    return min(same, key=lambda m: abs(m.line - mutant.line), default=None)
+
+
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
     """Nodes, what is done to them, and what they become."""
     for node in _code(tree):
@@ -171,7 +225,7 @@ def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, ast.AST]]:
                 yield node, "exchanged function", changed_call
             case _:
                 pass
-        if isinstance(node, ast.Call) and len(node.args) > 1 and not any(isinstance(a, ast.Starred) for a in node.args):
+        if isinstance(node, ast.Call) and len(node.args) > 1 and _has_order(node):
             swapped = copy.copy(node)
             swapped.args = [node.args[1], node.args[0], *node.args[2:]]
             yield node, "swapped arguments", swapped
@@ -195,6 +249,8 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(tree):
         if child in skipped or isinstance(child, ast.JoinedStr | ast.Import | ast.ImportFrom):
             continue
+        if isinstance(child, ast.BinOp) and isinstance(child.op, ast.LShift):
+            continue  # `1 << 18` is one of the large numbers
         if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             continue
         yield child
@@ -209,6 +265,13 @@ def _with(node: ast.Compare, field: str, index: int, value: ast.AST) -> ast.AST:
     return changed
 
 
+def _has_order(call: ast.Call) -> bool:
+    """Other arguments first are another call: not so of `min` and `max`."""
+    if isinstance(call.func, ast.Name) and call.func.id in ("min", "max"):
+        return False
+    return not any(isinstance(a, ast.Starred) for a in call.args)
+
+
 def _is_text(*nodes: ast.AST) -> bool:
     """Texts, lists and tuples are joined with a plus as well, and nothing else is done to them."""
     literal = ast.JoinedStr | ast.List | ast.Tuple | ast.ListComp
@@ -218,12 +281,15 @@ def _is_text(*nodes: ast.AST) -> bool:
 # -- running --------------------------------------------------------------------------------------------
 
 
-def known_tests(path: str) -> list[str]:
-    """The tests that cover a file, the quickest first."""
-    own = f"tests/test_{Path(path).stem}.py"
-    known = TESTS.get(path) or next((TESTS[str(p)] for p in Path(path).parents if str(p) in TESTS), "")
-    names = [f"tests/test_{name}.py" for name in known.split()] or [own]
-    return [name for name in names if (ROOT / name).exists()]
+def known_tests(path: str) -> list[list[str]]:
+    """The tests that cover a file, the quickest first: those that begin, and those that follow if they pass."""
+    known = TESTS.get(path) or next((TESTS[str(p)] for p in Path(path).parents if str(p) in TESTS), Path(path).stem)
+    out = []
+    for stage in known.split("|"):
+        names = [name for name in stage.split() if (ROOT / f"tests/test_{name}.py").exists()]
+        if names:
+            out.append([*(["-m", "not gpu"] if "+" in stage else []), *(f"tests/test_{name}.py" for name in names)])
+    return out
 
 
 def copy_tree(to: Path) -> None:
@@ -240,45 +306,104 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
-def run_tests(tree: Path, tests: Sequence[str], timeout_s: float | None) -> tuple[str, float]:
-    """Run tests in a copy: `passed`, `failed` or `timeout`, and the seconds it took; `said.txt` has what they said."""
+def run(tree: Path, command: Sequence[str], timeout_s: float | None, keep_bytecode: bool = False) -> tuple[str, float]:
+    """Run tests in a copy: `passed`, `failed` or `timeout`, and the seconds it took; `said.txt` has what they said.
+
+    In a fork of this process, which has imported all that is not under test: half of what a short test takes.
+    """
     began = time.monotonic()
-    said = (tree / "said.txt").open("wb")
-    child = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=said,
-        stderr=said,
-        start_new_session=True,  # a mutant may start children, which have to go with it
-    )
+    if (child := os.fork()) == 0:
+        try:
+            os._exit(_in_copy(tree, command, keep_bytecode))
+        finally:
+            os._exit(1)
+    found, is_there = "", True
     try:
-        found = "passed" if child.wait(timeout_s) == 0 else "failed"
-    except subprocess.TimeoutExpired:
-        found = "timeout"
+        while not found:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                found, is_there = "passed" if status == 0 else "failed", False
+            elif timeout_s and time.monotonic() - began > timeout_s:
+                found = "timeout"
+            else:
+                time.sleep(0.02)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        said.close()
+            os.killpg(child, signal.SIGKILL)
+        if is_there:
+            os.waitpid(child, 0)
     return found, time.monotonic() - began
 
 
-def judge(mutant: Mutant, tree: Path, tests: Sequence[str], timeout_s: float) -> dict[str, Any]:
+def _in_copy(tree: Path, command: Sequence[str], keep_bytecode: bool) -> int:
+    os.setsid()  # a mutant may start children, which have to go with it
+    said = os.open(tree / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    # What the run without a bug has compiled is good for all that follow: they write none, and a file with a bug in it
+    # is younger than what was compiled of it.
+    sys.dont_write_bytecode = not keep_bytecode
+    if not keep_bytecode:
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path[:] = [str(tree), *(entry for entry in sys.path if entry and Path(entry) != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("asynckv", "tests", "scripts")]:
+        del sys.modules[name]
+    if command[0] == "services":
+        return _violations(int(command[1]))
+    return int(pytest.main(list(command)))
+
+
+def _violations(services: int) -> int:
+    """Simulate services until one shows a bug; whether one did."""
+    simulate = importlib.import_module("asynckv.testing.simulation").simulate
+    return int(any(simulate(seed).violation for seed in range(services)))
+
+
+def pytest_configure() -> None:
+    """As a plugin of pytest: a failure is enough, the smallest example of it is of no use here."""
+    quick = hypothesis.settings(phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate], database=None)
+    hypothesis.settings.register_profile("mutate", quick)
+    hypothesis.settings.load_profile("mutate")
+
+
+def commands(path: str, tests: Sequence[str] | None, services: int, quick: bool) -> list[list[str]]:
+    """What is run for a mutant of a file, one after the other, until something fails."""
+    stages = [list(tests)] if tests else known_tests(path)[: 1 if quick else None]
+    if len(stages[0]) > 1 and not tests:
+        stages[:1] = [stages[0][:1], stages[0][1:]]  # the first alone: to collect the others takes as long as to run it
+    out = [[*PYTEST, *stage] for stage in stages]
+    if services and path.startswith("asynckv/core/"):
+        out.append(["services", str(services)])
+    return out
+
+
+PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "-p", "scripts.mutate", "--hypothesis-seed=0"]
+PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported here already
+
+
+def judge(mutant: Mutant, tree: Path, stages: Sequence[Sequence[str]], timeout_s: float) -> dict[str, Any]:
     """Plant one bug, run the tests, take it out again."""
     target = tree / mutant.path
-    source = target.read_text()
+    source, times = target.read_text(), target.stat()
+    found, seconds = "passed", 0.0
     try:
         target.write_text(mutant.planted(source))
-        found, seconds = run_tests(tree, tests, timeout_s)
+        for stage in stages:
+            found, took = run(tree, stage, timeout_s)
+            seconds += took
+            if found != "passed":
+                break
     finally:
         target.write_text(source)
+        os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
     outcome = {"passed": "survived", "failed": "killed", "timeout": "timeout"}[found]
     return {"outcome": outcome, "seconds": round(seconds, 1), "diff": mutant.diff(source), **asdict(mutant)}
 
 
 def play(
-    sample: Sequence[Mutant], jobs: int, timeout_s: float, tests: Sequence[str] | None
+    sample: Sequence[Mutant], jobs: int, timeout_s: float, stages: Callable[[str], list[list[str]]]
 ) -> Iterator[dict[str, Any]]:
     """Judge every mutant, in as many copies as there are jobs.
 
@@ -290,10 +415,10 @@ def play(
     for mutant in [*sample, *[None] * jobs]:
         waiting.put(mutant)
 
-    def work(tree: Path) -> None:
+    def work(tree: Path, limit_s: float) -> None:
         try:
             while (mutant := waiting.get()) is not None:
-                done.put(judge(mutant, tree, tests or known_tests(mutant.path), timeout_s))
+                done.put(judge(mutant, tree, stages(mutant.path), limit_s))
         except BaseException as exc:
             done.put(exc)
 
@@ -301,15 +426,16 @@ def play(
         trees = [Path(home, str(i)) for i in range(jobs)]
         for tree in trees:
             copy_tree(tree)
-        needed = sorted({test for m in sample for test in (tests or known_tests(m.path))})
-        found, seconds = run_tests(trees[0], needed, timeout_s or None)
-        timeout_s = timeout_s or 3 * seconds + 30
-        print(f"without a bug: {found} after {seconds:.0f} s ({' '.join(needed)})", file=sys.stderr)
+        # Every test once, and not once for each file that it covers.
+        needed = sorted({word for path in {m.path for m in sample} for stage in stages(path) for word in stage})
+        tests = [word for word in needed if word.endswith(".py")]
+        found, seconds = run(trees[0], [*PYTEST, *tests], None, keep_bytecode=True)
+        print(f"without a bug: {found} after {seconds:.0f} s ({' '.join(tests)})", file=sys.stderr)
         if found != "passed":
             said = (trees[0] / "said.txt").read_text(errors="replace")
             raise SystemExit(f"{said[-3000:]}\nthe tests have to pass before a bug is planted")
         for tree in trees:
-            threading.Thread(target=work, args=(tree,), daemon=True).start()
+            threading.Thread(target=work, args=(tree, timeout_s or 3 * seconds + 30), daemon=True).start()
         for _ in sample:
             row = done.get()
             if isinstance(row, BaseException):
@@ -329,12 +455,16 @@ def main() -> None:
     )
     parser.add_argument("--tests", nargs="+", help="tests to run instead of those that the script knows for a file")
     parser.add_argument("--again", type=Path, help="plant what survived in these results again, and nothing else")
+    parser.add_argument("--quick", action="store_true", help="only the tests that begin, of those known for a file")
+    parser.add_argument("--services", type=int, default=0, help="simulated services for what the tests of core missed")
     parser.add_argument("--list", action="store_true", help="say what could be planted, and run nothing")
     given = parser.parse_args()
     if given.again:
         rows = [json.loads(line) for line in given.again.read_text().splitlines()]
-        keys = Mutant.__dataclass_fields__
-        sample = [Mutant(**{k: row[k] for k in keys}) for row in rows if row.get("outcome") == "survived"]
+        survived = [row for row in rows if row.get("outcome") == "survived"]
+        found = [as_it_is_now(Mutant(**{k: row[k] for k in Mutant.__dataclass_fields__})) for row in survived]
+        sample = [mutant for mutant in found if mutant is not None]
+        print(f"{len(found) - len(sample)} of {len(found)} are of code that is gone", file=sys.stderr)
     else:
         files = [p for each in given.paths for p in (sorted((ROOT / each).rglob("*.py")) or [ROOT / each])]
         known = [m for p in files for m in mutants(p.relative_to(ROOT).as_posix(), p.read_text())]
@@ -344,10 +474,14 @@ def main() -> None:
             return
         random.Random(given.seed).shuffle(known)
         sample = list(itertools.islice((m for m in known if m.is_code((ROOT / m.path).read_text())), given.sample))
-    if lost := sorted({m.path for m in sample if not (given.tests or known_tests(m.path))}):
+
+    def stages(path: str) -> list[list[str]]:
+        return commands(path, given.tests, given.services, given.quick)
+
+    if lost := sorted({m.path for m in sample if not stages(m.path)}):
         parser.error(f"no tests are known for {', '.join(lost)}; name them with --tests")
     outcomes: Counter[str] = Counter()
-    for number, row in enumerate(play(sample, given.jobs, given.timeout_s, given.tests), 1):
+    for number, row in enumerate(play(sample, given.jobs, given.timeout_s, stages), 1):
         outcomes[row["outcome"]] += 1
         print(json.dumps(row), flush=True)
         where = f"{row['path']}:{row['line']} {row['kind']}"

@@ -11,19 +11,13 @@ import anyio
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from asynckv import Engine, EngineConfig, PrefillGroup, Registration, register_memory
-from asynckv.core import rank
 from asynckv.geometry.layout import Memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.world import make_layout
 
 BLOCKS = 32
-
-needs_python_core = pytest.mark.skipif(
-    not (rank.__file__ or "").endswith(".py"), reason="the core is compiled, and its methods cannot be replaced"
-)
 
 
 class Side:

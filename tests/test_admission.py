@@ -248,7 +248,7 @@ def test_who_comes_as_room_is_made_waits_behind_those_who_wait(is_elsewhere: boo
     waits = ask(world, first, decode, 11)
     world.deliver_all()
     (transfer_id,) = decode.reads
-    world.land(decode, transfer_id)
+    decode.reads[transfer_id].land()
     del decode.reads[transfer_id]
     # It ends, and before the turn of the loop in which the next is admitted somebody asks.
     decode.node.decode.ended(TransferEnded(transfer_id, Ending.DONE), 0.0, world.time(decode))
@@ -270,8 +270,8 @@ def test_bytes_and_descriptors_in_flight_both_have_to_fit_for_each_peer_and_for_
     largest = 0
     while any(reason(pull) is None for pull in pulls):
         of_peer = dict.fromkeys(decode.peers, 0)
-        for post in decode.reads.values():
-            of_peer[post.agent_name] += getattr(post.read, f"num_{what}")
+        for transfer_id, transfer in decode.reads.items():
+            of_peer[transfer.agent_name] += getattr(decode.posts[transfer_id], f"num_{what}")
         largest = max(largest, *(of_peer.values() if whose == "window" else [sum(of_peer.values())]))
         assert largest <= most
         step(world, decode)

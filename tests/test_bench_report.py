@@ -117,7 +117,7 @@ def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
         wanted = Options(concurrency=concurrency, pool_mb=8192)
         return Experiment(wanted, Model("small", (Heads(8, 128),) * 2), work).num_blocks()["decode"][0]
 
-    assert blocks(100, 4) == blocks(10_000, 4)
+    assert blocks(100, 4) == blocks(1_000, 4)
     assert blocks(100, 8) == 2 * blocks(100, 4)
 
 

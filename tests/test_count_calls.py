@@ -7,13 +7,11 @@ import json
 import pytest
 
 from scripts import count_calls
-from tests.engines import needs_python_core
 
 MOST = {"decode": 190, "prefill": 90}
 """Calls per pull of everything above the ports. What makes these fewer may lower the numbers here."""
 
 
-@needs_python_core
 def test_a_small_pull_makes_few_calls(capsys: pytest.CaptureFixture[str]) -> None:
     count_calls.main(warm=20, pulls=20, functions=0, to_json="-")
     found = json.loads(capsys.readouterr().out)
@@ -22,7 +20,6 @@ def test_a_small_pull_makes_few_calls(capsys: pytest.CaptureFixture[str]) -> Non
         assert found[side] == pytest.approx(sum(n for name, n in found["files"].items() if name.startswith(side)), 0.1)
 
 
-@needs_python_core
 def test_functions_are_listed_from_the_most_called_down(capsys: pytest.CaptureFixture[str]) -> None:
     count_calls.main(warm=2, pulls=4, functions=1, to_json="")
     out = capsys.readouterr().out

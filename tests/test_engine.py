@@ -30,8 +30,8 @@ from asynckv.config import PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.log import configure
-from asynckv.testing.planes import Fate
-from tests.engines import BLOCKS, Bench, needs_python_core, until
+from asynckv.testing.fabric import Fate
+from tests.engines import BLOCKS, Bench, until
 
 pytestmark = pytest.mark.anyio
 
@@ -329,7 +329,6 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
         assert fds[2] == fds[-1]
 
 
-@needs_python_core
 async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:
     prefill = sim.side("prefill", 1)
     async with prefill.engine:

@@ -67,11 +67,11 @@ async def move(
     prefill: tuple[int, int],
     decode: tuple[int, int],
     *,
-    cached: int = 0,
+    cached: Sequence[int] = (0,),
     here: dict[str, Any] | None = None,
     there: dict[str, Any] | None = None,
 ) -> None:
-    """Pull one request on every decode rank; sizes are (tp, pp)."""
+    """Pull a request on every decode rank, once for each number of cached tokens; sizes are (tp, pp)."""
     here, there = {"block_size": 16, **(here or {})}, {"block_size": 16, **(there or {})}
     pools: dict[str, list[Pool]] = {}
     for role, (tp, pp), sizes in (("prefill", prefill, there), ("decode", decode, here)):
@@ -84,7 +84,6 @@ async def move(
             for r in range(tp)
         ]
     theirs = lists(model, there["block_size"], 0, 3)
-    mine = lists(model, here["block_size"], cached, 9)
     async with contextlib.AsyncExitStack() as stack:
         engines: dict[str, list[Engine]] = {"prefill": [], "decode": []}
         for role, row in pools.items():
@@ -92,22 +91,24 @@ async def move(
                 engine = Engine(EngineConfig(engine_id=role), pool.registration)
                 engines[role].append(await stack.enter_async_context(engine))
         group = PrefillGroup("prefill", [e.endpoint for e in engines["prefill"]], pp_size=prefill[1])
-        params = group.make_params("req-P", theirs, TOKENS, written=True)
-        for pool in pools["prefill"]:
-            pool.fill(1, theirs, TOKENS)
-        for pool in pools["decode"]:
-            pool.poison(mine)
-        lent = [engine.lend(params) for engine in engines["prefill"]]
-        for engine, pool in zip(engines["decode"], pools["decode"], strict=True):
-            result = await engine.pull("req-D", mine, params)
-            wanted = pool.wanted(mine, TOKENS)
-            assert result.num_bytes >= wanted
-            assert pool.check(1, mine, TOKENS) == (wanted, 0)
-        for each in lent:
-            end = await each.wait_released()
-            assert (end.cause, end.owed) == ("released", ())
-        for engine in (*engines["prefill"], *engines["decode"]):
-            engine.check_integrity()
+        for number, hit in enumerate(cached):
+            params = group.make_params(f"req-P{number}", theirs, TOKENS, written=True)
+            mine = lists(model, here["block_size"], hit, 9)
+            for pool in pools["prefill"]:
+                pool.fill(number, theirs, TOKENS)
+            for pool in pools["decode"]:
+                pool.poison(mine)
+            lent = [engine.lend(params) for engine in engines["prefill"]]
+            for engine, pool in zip(engines["decode"], pools["decode"], strict=True):
+                result = await engine.pull(f"req-D{number}", mine, params)
+                wanted = pool.wanted(mine, TOKENS)
+                assert result.num_bytes >= wanted
+                assert pool.check(number, mine, TOKENS) == (wanted, 0)
+            for each in lent:
+                end = await each.wait_released()
+                assert (end.cause, end.owed) == ("released", ())
+            for engine in (*engines["prefill"], *engines["decode"]):
+                engine.check_integrity()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -119,21 +120,20 @@ async def test_unequal_tensor_parallel_sizes(name: str, prefill: int, decode: in
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 4), (4, 1), (3, 2), (2, 3), (4, 6)])
-@pytest.mark.parametrize("cached", [0, 37])
-async def test_more_sizes_and_a_prefix(name: str, prefill: int, decode: int, cached: int) -> None:
+async def test_more_sizes_and_a_prefix(name: str, prefill: int, decode: int) -> None:
     here = {"block_size": 12, "ratio": 3, "order": "hnd", "conv_order": "row"}
     there = {"block_size": 16, "ratio": 2, "order": "cross-hnd", "conv_order": "channel"}
-    await move(MODELS[name], (prefill, 1), (decode, 1), cached=cached, here=here, there=there)
+    await move(MODELS[name], (prefill, 1), (decode, 1), cached=(0, 37), here=here, there=there)
 
 
 @pytest.mark.parametrize(("here", "there"), [(16, 64), (64, 16), (48, 32), (32, 48)])
 async def test_block_sizes_with_a_prefix_inside_a_block(here: int, there: int) -> None:
     model = Model("both", (GQA, MAMBA2, NEAR))
-    await move(model, (1, 1), (1, 1), cached=21, here={"block_size": here}, there={"block_size": there})
+    await move(model, (1, 1), (1, 1), cached=(21,), here={"block_size": here}, there={"block_size": there})
 
 
 async def test_a_full_hit_reads_nothing_and_frees_every_rank() -> None:
-    await move(MODELS["mamba-2"], (3, 1), (2, 1), cached=TOKENS)
+    await move(MODELS["mamba-2"], (3, 1), (2, 1), cached=(TOKENS,))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((1, 2), (1, 3)), ((2, 1), (1, 2)), ((1, 3), (2, 1))])

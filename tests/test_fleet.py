@@ -150,6 +150,26 @@ async def test_a_process_ends_in_order_when_it_is_told_to_and_else_it_is_killed(
         assert two.status == -signal.SIGKILL
 
 
+ECHO = """
+from asynckv.testing.fleet import begin_child
+import os
+lines = begin_child().makefile("rwb")
+for line in lines:
+    lines.write(os.environ["GREETING"].encode() + b", " + line)
+    lines.flush()
+"""
+
+
+async def test_a_process_may_have_a_conversation_of_its_own() -> None:
+    async with Fleet({"TESTED": "yes"}) as fleet:
+        polite, killed = [await fleet.start_other(name, ECHO, {"GREETING": "hello"}) for name in ("polite", "killed")]
+        polite.writer.write(b"you\n")
+        assert await polite.reader.readline() == b"hello, you\n"
+        await polite.end()
+        assert (await polite.ended(), polite.status) == (f"polite (process {polite.pid}) exited with status 0", 0)
+    assert await killed.ended() == f"killed (process {killed.pid}) was killed by signal 9"
+
+
 async def test_nobody_outlives_a_fleet() -> None:
     async with Fleet() as fleet:
         one, stopped = await start(fleet), await start(fleet, "stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,8 +42,14 @@ CORE_MAY_IMPORT = {
 DOORS = {"nixl": "edges/nixl.py", "zmq": "edges/zmq.py", "torch": "edges/torch.py"}
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that a file says, read once."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         match node:
             case ast.Import(names):
                 yield from (alias.name for alias in names)
@@ -66,7 +73,7 @@ def test_the_rooms_are_pure(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PURE, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_they_never_print_opens_or_awaits(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         assert not isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"print", "open", "input", "exec", "eval", "__import__"}
@@ -109,7 +116,7 @@ def room(module: str) -> str:
 def arrows(path: Path) -> set[str]:
     """Modules of ours that one imports: at its top, inside functions, and for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         match node:
             case ast.Import(names):
                 found |= {alias.name for alias in names}

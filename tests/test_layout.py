@@ -491,6 +491,17 @@ def test_what_is_not_said_of_a_dense_part_is_what_a_part_says_by_itself() -> Non
     assert dense_part("k", "float16", [("token", 4), ("dim", 2)]) == Part("k", "float16", 2, 0, dims)
 
 
+@pytest.mark.parametrize("heads", [(0, 1), (1, 2), (2, 4)])
+def test_a_share_of_the_heads_is_refused_where_no_dim_has_them(heads: tuple[int, int]) -> None:
+    """All ranks would be taken to hold the same, and one be read for another."""
+    order, sizes = ("block", "token", "dim"), {"block": 10, "token": 4, "dim": 8}
+    with pytest.raises(LayoutError, match=rf"heads \({heads[0]}, {heads[1]}\) of num_heads 4 .* has no head"):
+        attention_view(layer="l", order=order, sizes=sizes, dtype="float16", heads=heads, num_heads=4)
+    for whole, num_heads in (((0, 0), 0), ((0, 1), 1), ((0, 4), 4)):
+        view = attention_view(layer="l", order=order, sizes=sizes, dtype="float16", heads=whole, num_heads=num_heads)
+        assert view.parts[0].axis == ""
+
+
 def test_a_share_of_a_part_that_is_not_sharded_has_no_range() -> None:
     latent = attention_view(
         layer="l", order=("block", "token", "dim"), sizes={"block": 10, "token": 4, "dim": 8}, dtype="float16"

@@ -243,6 +243,33 @@ def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it
     assert lease.tick(AT + 15.0).has_ended
 
 
+def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
+    for seconds in (0.0, 0.0009):
+        answer = Reading(lend()).claim(0.0, seconds).answer
+        assert isinstance(answer, Refused)
+        assert answer.detail == f"{seconds:g} s were asked for, and a grant is of milliseconds"
+
+
+def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:
+    """Time is looked at after an event: until it was seen to be up, the blocks are what they were, and may stay so."""
+    lease = lend()
+    reader = Reading(lease)
+    assert granted(reader.claim(10.5)) == 4.0
+    assert not lease.tick(AT + 14.4).has_ended
+    assert granted(reader.renew(14.6)) == 4.0  # of a promise that had run out
+    assert not lease.tick(AT + 18.5).has_ended
+    assert lease.tick(AT + 18.7).has_ended
+    assert state_of(lease) is LeaseState.EXPIRED
+    lease = lend()
+    reader, other = Reading(lease), Reading(lease, pull="other")
+    reader.claim(0.0)
+    other.claim(4.5)  # whatever it is that makes somebody look
+    assert refused(reader.renew(4.6)) is Reason.EXPIRED
+    lease.tick(AT + 10.0)
+    with pytest.raises(LocalProtocolError):
+        reader.claim(10.0)
+
+
 def test_a_shorter_renewal_takes_nothing_back() -> None:
     lease = lend()
     reading = Reading(lease)

@@ -194,7 +194,7 @@ async def test_a_restarted_prefill_rank_is_read_again_with_new_params(bench: Ben
         address = prefill.engine.endpoint.address
         again = bench.side("prefill", 7, lease=QUICK, **({"bind": address} if bench.real else {}))
         if not bench.real:
-            again.engine._driver.control._address = address  # type: ignore[attr-defined]
+            again.engine._driver.control.address = address  # type: ignore[assignment, misc]
         async with again.engine:
             asked: list[PullError] = []
 

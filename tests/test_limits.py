@@ -6,6 +6,7 @@ import pytest
 
 from asynckv import ConfigError, LimitsConfig
 from asynckv.config import EngineConfig
+from asynckv.core import limits
 from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, encode_packet
@@ -33,6 +34,27 @@ def test_only_so_many_senders_are_remembered() -> None:
     for i in range(2 * MAX_BUCKETS):
         limiter.take(i, 0.0)
     assert len(limiter) == MAX_BUCKETS
+
+
+@pytest.mark.parametrize("charged", [False, True])
+def test_who_was_silent_for_longest_is_forgotten_and_who_spoke_lately_is_not(
+    monkeypatch: pytest.MonkeyPatch, charged: bool
+) -> None:
+    """Else whoever floods us would only have to wait for others to come, and begin anew."""
+    monkeypatch.setattr(limits, "MAX_BUCKETS", 2)
+    limiter = Limiter(1.0, 2.0)
+
+    def spend(whose: str) -> None:
+        if charged:
+            limiter.charge(whose, 0.0, 1.0)
+        else:
+            assert limiter.take(whose, 0.0)
+
+    for whose in ("flood", "other", "flood", "newcomer"):
+        spend(whose)
+    assert not limiter.take("flood", 0.0)
+    assert limiter.take("newcomer", 0.0)
+    assert [limiter.take("other", 0.0) for _ in range(3)] == [True, True, False]
 
 
 def test_a_flood_is_dropped_and_others_are_served() -> None:

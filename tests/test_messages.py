@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from asynckv.core import wire as m
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
 from asynckv.errors import LayoutError, RemoteProtocolError
 from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
 from asynckv.geometry.check import decode_layout
@@ -121,6 +122,21 @@ def test_whatever_a_reader_may_say_fits_a_listeners_cap() -> None:
     assert [x for data in many for x in m.decode_packet(data).messages] == [LONGEST] * 5
 
 
+def test_no_message_is_followed_by_the_garbage_collector() -> None:
+    """Thousands wait at a time, and none can lead to itself: to look at them again and again costs for nothing."""
+    assert [type(message).__name__ for message in ALL if gc.is_tracked(message)] == []
+
+
+@pytest.mark.parametrize("length", [m.MAX_DETAIL - 1, m.MAX_DETAIL, m.MAX_DETAIL + 1, 3 * m.MAX_DETAIL])
+def test_a_detail_that_is_too_long_is_cut_to_what_may_be_said(length: int) -> None:
+    whole = "x" * length
+    (packet,) = packets([m.Refused(KEY, "pull", 1, Reason.WRONG_COHORT, whole)])
+    (said,) = m.decode_packet(packet).messages
+    assert isinstance(said, m.Refused)
+    assert len(said.detail) == min(length, m.MAX_DETAIL)
+    assert said.detail == whole if length <= m.MAX_DETAIL else said.detail.endswith("xxx ...")
+
+
 @given(st.lists(st.integers(1, MAX_ID), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_long_packets_are_cut_in_order_and_short_ones_are_not(sizes: list[int]) -> None:
@@ -135,6 +151,24 @@ def test_long_packets_are_cut_in_order_and_short_ones_are_not(sizes: list[int]) 
 def test_another_major_version_is_named() -> None:
     with pytest.raises(RemoteProtocolError, match="protocol version 2 is not 1"):
         m.decode_packet(msgspec.msgpack.encode([2, "something", {"new": 1}]))
+
+
+def test_a_packet_that_speaks_of_versions_is_not_of_another_one() -> None:
+    """What is wrong with a packet is told in its own words too: they decide nothing."""
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
+    (hello,) = m.decode_packet(world.letters[0].data).messages
+    assert isinstance(hello, m.Hello)
+    said = [m.MAJOR, prefill.node.identity.incarnation, "", [[3, hello.nonce, "protocol version", ""]]]
+    data = msgspec.msgpack.encode(said)
+    with pytest.raises(RemoteProtocolError, match="protocol version"):
+        m.decode_packet(data)
+    decode.node.receive(prefill.address, data, world.time(decode))
+    assert pull.failure is None
+    decode.node.receive(prefill.address, msgspec.msgpack.encode([m.MAJOR + 1, *said[1:]]), world.time(decode))
+    assert pull.failure is not None
+    assert pull.failure[0] is Reason.PROTOCOL
 
 
 def test_a_newer_minor_version_may_add_fields() -> None:
@@ -203,3 +237,48 @@ def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, objec
     assert pull.reason is Reason.GEOMETRY
     assert message in pull.detail
     assert "its layout cannot be used" in pull.detail
+
+
+def unchecked(message: m.Refused | m.Unwelcome, reason: Reason) -> m.Refused | m.Unwelcome:
+    """A message with a reason that none of ours would give."""
+    msgspec.structs.force_setattr(message, "reason", reason)
+    return message
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
+    """That an attempt is complete, was cancelled or ran out of time, say, is for its own side to find out."""
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
+
+    def answer(message: m.Refused | m.Unwelcome) -> None:
+        data = m.encode_packet(prefill.node.identity.incarnation, "", [unchecked(message, reason)])
+        decode.node.receive(prefill.address, data, world.time(decode))
+        world.settle(decode)
+
+    welcomes = {Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED}
+    if reason not in welcomes:
+        (hello,) = m.decode_packet(world.letters[0].data).messages
+        assert isinstance(hello, m.Hello)
+        answer(m.Unwelcome(hello.nonce, Reason.PROTOCOL, ""))
+        assert pull.failure is None
+    world.deliver_all()
+    (source,) = pull.sources
+    answer(m.Refused(pull.params.key, pull.pull_id, next(iter(source.nonces)), Reason.UNKNOWN))
+    own = {Reason.COMPLETE, Reason.CANCELLED, Reason.TIMEOUT, Reason.NOT_LENT_YET, Reason.GEOMETRY, Reason.UNPLANNABLE}
+    own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
+    own |= {Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
+    assert (pull.failure is None) is (reason in own)
+    assert decode.node.outbox.counters["dropped.malformed"] == (reason in own) + (reason not in welcomes)
+    world.lend(prefill, pull.params)
+    world.run(3.0)
+    assert (pull.reason is Reason.COMPLETE) is (reason in own)
+
+
+def test_what_is_wrong_with_a_value_is_said_in_full_unless_it_is_long() -> None:
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'nobody'$"):
+        sendable("nobody", Reason)
+    with pytest.raises(msgspec.ValidationError, match=r"^Invalid enum value 'a+ \.\.\. b+'$") as caught:
+        sendable("a" * 500 + "b" * 500, Reason)
+    assert len(str(caught.value)) == 405

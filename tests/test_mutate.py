@@ -43,7 +43,7 @@ def planted(kind: str) -> list[str]:
         ("negated condition", ["if (not (a < b and (not a in (3,)))):"]),
         ("arithmetic", ["return min((a // 2), b)"]),
         ("exchanged function", ["return (max(a * 2, b))"]),
-        ("swapped arguments", ["self.total += (g(-b, a))", "return (min(b, a * 2))"]),
+        ("swapped arguments", ["self.total += (g(-b, a))"]),
         ("removed statement", ["pass", "pass"]),
         ("sign", ["if a < b and (a in (3,)):", "self.total += g(a, (b))"]),
         (
@@ -84,15 +84,15 @@ def test_every_file_of_geometry_has_tests() -> None:
 def test_tests_that_fail_kill_and_tests_that_hang_do_too(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("def f(a):\n    return a < 3\n")
     (tmp_path / "test_code.py").write_text(
-        "from code import f\ndef test_it():\n    assert f(2)\n    while f(4): pass\n".replace("code", "thing")
+        "from thing import f\ndef test_it():\n    assert f(2)\n    while f(4): pass\n"
     )
     (tmp_path / "code.py").rename(tmp_path / "thing.py")
     [boundary, *_] = [m for m in mutants("thing.py", (tmp_path / "thing.py").read_text()) if m.kind == "comparison"]
-    assert mutate.judge(boundary, tmp_path, ["test_code.py"], 60.0)["outcome"] == "survived"
+    assert mutate.judge(boundary, tmp_path, [["test_code.py"]], 60.0)["outcome"] == "survived"
     wrong = Mutant("thing.py", 2, 11, "constant", "a < 3", "a < 2")
-    assert mutate.judge(wrong, tmp_path, ["test_code.py"], 60.0)["outcome"] == "killed"
+    assert mutate.judge(wrong, tmp_path, [["test_code.py"]], 60.0)["outcome"] == "killed"
     hanging = Mutant("thing.py", 2, 11, "constant", "a < 3", "a < 9")
-    assert mutate.judge(hanging, tmp_path, ["test_code.py"], 2.0)["outcome"] == "timeout"
+    assert mutate.judge(hanging, tmp_path, [["test_code.py"]], 2.0)["outcome"] == "timeout"
     assert "a < 3" in (tmp_path / "thing.py").read_text()
 
 

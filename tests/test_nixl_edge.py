@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import importlib.util
+import itertools
 import json
+import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -207,7 +213,9 @@ async def test_a_back_end_that_is_missing_is_named_with_those_that_are_there() -
 
 async def test_completions_wake_the_loop(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
-    assert reader.plane.describe()["completions"].endswith("epoll descriptors of UCX")
+    described = reader.plane.describe()
+    assert described["completions"].endswith("epoll descriptors of UCX")
+    assert described["nixl_variant"].startswith("nixl")
     await check_reads(reader, "owner", owner.arrays)
     assert reader.plane.statistics()["wakeups"] > 0
 
@@ -235,6 +243,60 @@ async def test_closing_under_a_running_read_is_harmless(linked: tuple[Side, Side
     reader.plane.close()
     assert reader.plane.poll() == []
     assert reader.plane.statistics()["running"] == 0
+    calls, later = reader.calls, asyncio.get_running_loop().time() + 0.05
+    await until(lambda: asyncio.get_running_loop().time() > later)
+    assert reader.calls == calls, "what is closed asks to be polled"
+
+
+@pytest.mark.parametrize(
+    ("torch", "there", "chosen"),
+    [
+        ("cuda: str = '12.8'", "nixl_cu12 nixl_cu13", "nixl_cu12"),
+        ("cuda = '13.0'", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("hip = None\ncuda = None", "nixl_cu12 nixl_cu13", "nixl_cu13"),
+        ("", "nixl_cu12", "nixl_cu12"),
+        ("cuda = '12.8'", "nixl_cu13", "nixl_cu13"),
+    ],
+)
+def test_the_variant_of_nixl_is_that_of_torchs_cuda_where_it_is_there(
+    torch: str, there: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nixl_cu13._bindings", "nixl_cu12._bindings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "version.py").write_text(torch)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    found = {"torch": spec if torch else None} | dict.fromkeys(there.split(), spec)
+    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    assert nixl._variant() == chosen
+
+
+def test_the_epoll_set_that_watches_those_of_all_agents_is_no_agents_own() -> None:
+    with select.epoll() as one, select.epoll() as other, select.epoll() as all_of_them:
+        for each in (one, other):
+            all_of_them.register(each.fileno(), select.EPOLLIN)
+        own = {one.fileno(), other.fileno()}
+        assert set(nixl_agent._own(own | {all_of_them.fileno()})) == own
+        assert set(nixl_agent._own(own)) == own
+
+
+def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, ours, raises = logging.getLogger(), logging.NullHandler(), logging.raiseExceptions
+
+    def meddling(name: str) -> str:
+        root.handlers.clear()
+        logging.raiseExceptions = not raises
+        return name
+
+    monkeypatch.setattr(importlib, "import_module", meddling)
+    before = list(root.handlers)
+    try:
+        root.addHandler(ours)
+        assert nixl._load().endswith("._api")
+        assert root.handlers == [*before, ours]
+        assert logging.raiseExceptions is raises
+    finally:
+        root.removeHandler(ours)
+        logging.raiseExceptions = raises
 
 
 # -- evidence --------------------------------------------------------------------------------------
@@ -305,6 +367,41 @@ async def test_what_nixl_itself_does_not_know_any_more_may_still_write(linked: t
     assert reader.plane.poll() == []
     found = reader.plane.statistics()
     assert (found["running"], found["in_doubt"]) == (0, 1)
+
+
+@pytest.mark.parametrize("posting_threads", [0, 1])
+async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is_in_doubt(
+    sides: list[Side], posting_threads: int
+) -> None:
+    """Who is met again is read again: what may never end must not keep a process that lives from ever being read."""
+    config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
+    reader, owner = Side("reader", 1, config), Side("owner", 2)
+    sides += [reader, owner]
+    owner.plane.watch(True)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    agent = reader.plane._posters[0].agent if posting_threads else reader.plane._agent
+    assert agent is not None
+    raw, handles = agent._raw, list[int]()
+
+    def status(handle: int) -> Any:
+        handles.append(handle)
+        raise agent._lost("broken") if handle != handles[0] else RuntimeError("unheard of")
+
+    agent._raw = Meddler(raw, getXferStatus=status, postXferReq=lambda handle, _: 1)
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(11, "owner", TABLES[0], local, remote)
+    assert endings(await reader.heard(1)) == [(11, "in_doubt")]
+    reader.read(12, "owner", TABLES[1], *pairs(TABLES[1], 0))
+    (lost,) = await reader.heard(1)
+    assert (lost.transfer_id, lost.ending, lost.peer_lost) == (12, Ending.FAILED, True)
+    agent._raw = raw
+    # The peer is gone, and met again, while what is in doubt keeps it loaded.
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    await check_reads(reader, "owner", owner.arrays)
+    assert reader.plane.statistics()["in_doubt"] == 1
+    reader.plane.remove_remote_agent("owner")
+    assert reader.plane.statistics()["peers"] == 1
+    await check_reads(reader, "owner", owner.arrays)
 
 
 async def test_a_handle_that_nixl_keeps_is_released_later(linked: tuple[Side, Side]) -> None:
@@ -381,6 +478,25 @@ async def test_a_poll_asks_until_nothing_new_is_found(linked: tuple[Side, Side])
     assert endings(reader.plane.poll()) == [(number, "done") for number in (4, 3, 2, 1, 0)]
 
 
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_an_end_that_ucx_wakes_nobody_for_is_found_all_the_same(linked: tuple[Side, Side], doubt: bool) -> None:
+    reader, _ = linked
+    for fd in reader.plane._fds:
+        asyncio.get_running_loop().remove_reader(fd)
+    one = np.zeros(1, np.int32)
+    reader.read(1, "owner", TABLES[1], one, one)
+    assert reader.plane.statistics()["running"] == 1
+    if doubt:
+        raw = meddle(reader, getXferStatus=lambda handle: 1 // 0)
+        assert endings(reader.plane.poll()) == [(1, "in_doubt")]
+        assert reader.plane._agent is not None
+        reader.plane._agent._raw = raw
+    looks = itertools.count()
+    # Not at the first look: there is another as long as it takes.
+    raw = meddle(reader, getXferStatus=lambda handle: 1 if next(looks) < 4 else raw.getXferStatus(handle))
+    assert endings(await reader.heard(1)) == [(1, "done")]
+
+
 # -- what is kept ----------------------------------------------------------------------------------
 
 
@@ -421,7 +537,7 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
         assert reader.plane.statistics()["peers"] == sum(want)
         for agent in (reader.plane._agent, *(poster.agent for poster in reader.plane._posters)):
             assert agent is not None
-            known, names = agent.knows, [owner.agent.name for owner in owners]
+            known, names = agent.is_connected, [owner.agent.name for owner in owners]
             await until(lambda: [known(name) for name in names] == list(want))  # noqa: B023
             assert [agent._agent.check_remote_metadata(name) for name in names] == list(want)
             # Of those that nothing is read from now, nothing is prepared.
@@ -436,11 +552,12 @@ async def test_agents_that_are_kept_connected_are_the_last_few(
     await check_reads(reader, "owner3", owners[3].arrays)
 
 
+@pytest.mark.parametrize("bound", [("MAX_LISTS", 3), ("MAX_KEPT_ROWS", TABLES[0].num_rows + 2)])
 @pytest.mark.parametrize("doubt", [False, True])
 async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
-    linked: tuple[Side, Side], doubt: bool, monkeypatch: pytest.MonkeyPatch
+    linked: tuple[Side, Side], doubt: bool, bound: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "MAX_LISTS", 3)
+    monkeypatch.setattr(nixl_agent, *bound)
     reader, owner = linked
     await check_reads(reader, "owner", owner.arrays)
     agent = reader.plane._agent

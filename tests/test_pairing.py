@@ -93,9 +93,10 @@ def test_runs_outside_their_bounds_never_arrive(run: list[int]) -> None:
         msgspec.convert([0, [run]], BlockRuns)
 
 
-def test_a_placeholder_of_theirs_inside_a_run_is_no_block() -> None:
+@pytest.mark.parametrize("runs", [((4, 3),), ((4, 2), (8, 1))])
+def test_a_placeholder_of_theirs_inside_a_run_is_no_block(runs: Any) -> None:
     group = Group("g", 4, 40, null_block=5)
-    case = {"here": Group("g", 4, 40), "there": group, "lists": ((0, [1, 2, 3]), BlockRuns(0, ((4, 3),)), 12)}
+    case = {"here": Group("g", 4, 40), "there": group, "lists": ((0, [1, 2, 3]), BlockRuns(0, runs), 12)}
     kind, text = outcome(case)
     assert kind is RemoteTooShort
     assert "token 4" in text
@@ -107,6 +108,32 @@ def test_ids_beyond_what_indices_can_say_are_refused_and_not_wrapped() -> None:
     kind, text = outcome(case)
     assert kind is PlanRefused
     assert str(FAR - 1) in text
+
+
+@pytest.mark.parametrize(
+    ("runs", "named"), [(((37, 4),), 40), (((40, 1),), 40), (((37, 3), (41, 1)), 41), (((41, 1), (1, 3)), 41)]
+)
+def test_a_block_that_the_other_side_never_declared_is_refused_wherever_it_stands(runs: Any, named: int) -> None:
+    group = Group("g", 4, 40)
+    tokens = 4 * sum(count for _, count in runs)
+    lists = ((0, list(range(1, tokens // 4 + 1))), BlockRuns(0, runs), tokens)
+    kind, text = outcome({"here": Group("g", 4, 40), "there": group, "lists": lists})
+    assert kind is PlanRefused
+    assert f"block {named}," in text
+
+
+@pytest.mark.parametrize(("window", "size"), [(5, 4), (6, 4), (5, 2), (6, 2)])
+def test_of_a_window_every_token_that_the_next_one_sees_has_to_be_there(window: int, size: int) -> None:
+    """Of 16 tokens, a window of 6 lets the next one see 11 ... 15, and one of 5 only the last block."""
+    here, there = Group("g", 4, 40, window=window), Group("g", size, 40, window=window)
+    lent = 4 // size  # blocks in the last four tokens
+    case = {"here": here, "there": there, "lists": ((0, [1, 2, 3, 4]), BlockRuns(0, ((NULL, 3 * lent), (7, lent))), 16)}
+    if window == 6:
+        kind, text = outcome(case)
+        assert kind is RemoteTooShort
+        assert f"token {12 - size} on" in text
+    else:
+        assert [local for _, local, *_ in outcome(case)] == [[4]] * lent
 
 
 # -- what is remembered of endpoints -----------------------------------------------------------------
@@ -167,6 +194,16 @@ def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
     for number in (1, 2):
         with pytest.raises(PlanRefused, match="must be listed"):
             places(node, number, endpoints(1, 1000), tp_size=2)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_that_there_cannot_be_makes_no_group_whole(rank: int) -> None:
+    listed = [*endpoints(1, 1000), Endpoint(rank, "tcp://127.0.0.1:2000", "c" * 32)]
+    if rank == 1:
+        assert len(places(make_node(), 1, listed)) == 2
+        return
+    with pytest.raises(PlanRefused, match="must be listed"):
+        places(make_node(), 1, listed, tp_size=2)
 
 
 # -- what may wait a turn --------------------------------------------------------------------------

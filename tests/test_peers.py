@@ -37,6 +37,7 @@ from asynckv.core.wire import (
 )
 from asynckv.errors import ConfigError, PlanRefused
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Port
 from tests.test_admission import ask, world_of
 from tests.world import Rank, World, reason
 
@@ -223,7 +224,7 @@ def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None
 def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
-    (peer,) = decode.node.decode.peers.values()
+    (peer,) = decode.node.decode.peers.by_place.values()
     assert len(peer.line.posters) == 1
     if how == "says goodbye":
         say(world, prefill, decode, Goodbye())
@@ -402,6 +403,50 @@ def test_one_address_serves_one_start_of_a_process_at_a_time() -> None:
     assert (pull.reason, other.reason) == (Reason.RESTARTED, Reason.COMPLETE)
 
 
+def outcome_and_hellos(world: World, prefill: Rank, decode: Rank, number: int) -> tuple[Reason | None, int]:
+    """Ask for something, and return how it ended at once and how many hellos were said for it."""
+    said(world, decode)
+    pull = ask(world, prefill, decode, number)
+    return pull.reason, sum(isinstance(message, Hello) for message in said(world, decode))
+
+
+def test_a_rank_that_was_lost_is_left_in_peace_for_a_moment_and_then_met_anew() -> None:
+    """Meanwhile whoever wants to read from it hears at once, and for the same cause."""
+    world, (prefill,), decode = world_of(backoff_s=0.5)
+    ask(world, prefill, decode, 0)
+    world.deliver_all()
+    say(world, prefill, decode, Goodbye())
+    assert outcome_and_hellos(world, prefill, decode, 1) == (Reason.PEER_LOST, 0)
+    world.advance(0.6)
+    assert outcome_and_hellos(world, prefill, decode, 2) == (None, 1)
+
+
+def test_what_no_handshake_can_change_is_not_asked_again_for_as_long_as_it_is_remembered() -> None:
+    """Another version or another geometry stays what it is for as long as that process runs."""
+    world, (prefill,), decode = world_of(backoff_s=0.5, release_timeout_s=1.0)
+    ask(world, prefill, decode, 0)
+    (hello,) = said(world, decode)
+    assert isinstance(hello, Hello)
+    say(world, prefill, decode, Unwelcome(hello.nonce, Reason.PROTOCOL, "upgrade"))
+    for number in range(1, 6):
+        world.advance(10.0)
+        assert outcome_and_hellos(world, prefill, decode, number) == (Reason.PROTOCOL, 0)
+    world.advance(61.0)
+    assert outcome_and_hellos(world, prefill, decode, 6) == (None, 1)
+
+
+def test_params_that_name_another_for_a_rank_that_is_known_read_nothing_from_it() -> None:
+    """It was met as what it is: a list of endpoints with a mistake in it must not fetch another engine's blocks."""
+    world, (prefill,), decode = world_of()
+    ask(world, prefill, decode, 0)
+    world.run()
+    params = msgspec.structs.replace(world.params([prefill], "r", [1], 4, written=True), engine_id="somebody else")
+    pull = world.pull(decode, "d", [1], params)
+    assert pull.reason is Reason.WRONG_TARGET
+    assert "correct the endpoints" in pull.detail
+    assert decode.reads == {}
+
+
 def test_metadata_that_was_changed_on_the_way_is_not_loaded() -> None:
     """It says where a data plane reaches: what is loaded is what its owner has summed up."""
     world, (prefill,), decode = world_of()
@@ -428,17 +473,19 @@ def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     answers = said(world, prefill)
     assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
     assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
-    (lent,) = prefill.node.requests(world.time(prefill))
+    (lent,) = prefill.node.inspect.requests(world.time(prefill))
     assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
 
 
 def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
     """To count everything takes long where there is much: no stranger has it done a thousand times a second."""
     world, (prefill,), _ = world_of()
+    stranger = Port(world, "world://stranger", "s")
+    stranger.open()
     for number in range(100):
-        packet = encode_packet("stranger", "", [StatusRequest(number)])
-        prefill.node.receive(ReplyTo(b"s"), packet, world.time(prefill))
-    world.settle(prefill)
+        stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
+    for _ in range(100):
+        world.deliver()
     assert len(said(world, prefill)) == prefill.node.config.limits.hello_burst
 
 

@@ -237,7 +237,7 @@ def test_layouts_that_differ_are_told_apart_with_both_values(change: dict[str, A
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> None:
-    lengths = data.draw(st.lists(st.one_of(st.integers(1, 3), st.integers(1, 200)), min_size=1, max_size=20))
+    lengths = data.draw(st.lists(st.one_of(st.integers(1, 3), st.integers(1, 66)), min_size=1, max_size=12))
     ids: list[int] = []
     at = 0
     for length in lengths:
@@ -360,7 +360,27 @@ def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.
     assert refused == (not nothing and not needed <= places and bool(needed))
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 4), (4, 8), (11, 12)])
+def test_our_own_list_has_to_reach_the_tokens_that_are_wanted(first: int, end: int) -> None:
+    layout = make_layout(block_size=4)
+    for ids in ([1], np.array([1])):
+        check_block_ids(layout, [(first, ids)], end)
+        check_block_ids(layout, [(first, [])], end + 1)
+        with pytest.raises(PlanRefused, match=rf"1 blocks of 4 tokens from token {first} on end at token {end}, but"):
+            check_block_ids(layout, [(first, ids)], end + 1)
+
+
 # -- which tables are kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most", "made"), [(3, 0), (4, 4), (5, 4)])
+def test_tables_are_made_ahead_only_for_groups_that_need_few(
+    monkeypatch: pytest.MonkeyPatch, most: int, made: int
+) -> None:
+    """Blocks of 6 and of 4 tokens meet in four ways, from 0, 4, 6 and 8 on."""
+    monkeypatch.setattr(tables, "MAX_REGULAR", most)
+    here, there = (make_layout(num_blocks=8, block_size=size, layers=1, base=size << 40) for size in (6, 4))
+    assert len(peer_map(here, there).regular) == made
 
 
 def tables_of(plan: Plan) -> set[int]:
@@ -415,6 +435,20 @@ def test_a_full_peer_is_one_with_more_tables_than_are_kept(monkeypatch: pytest.M
         peer, _ = crowded(monkeypatch, 8, spans)
         assert peer.is_full is full
         assert bool(peer.evict(set())) is full
+
+
+def test_few_large_tables_are_kept_as_many_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a peer is bounded by its memory: the rows of a table are as many as its strides make them."""
+    monkeypatch.setattr(tables, "MAX_KEPT_ROWS", 20)
+    peer, made = crowded(monkeypatch, 1000, 12)  # of two rows each, beside the regular one
+    assert {table.num_rows for table in peer.regular} == {2}
+    assert peer.is_full
+    assert [table.table_id for table in peer.evict(set())] == made[:3]
+    assert not peer.is_full
+    assert [tables_of(read(peer, first, [1], [2], 64)) for first in range(4, 13)] == [{name} for name in made[3:]]
+    assert not peer.is_full
+    read(peer, 1, [1], [2], 64)
+    assert peer.is_full
 
 
 def test_services_that_keep_a_single_table_read_with_none_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

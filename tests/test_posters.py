@@ -34,7 +34,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
-from tests.test_nixl_edge import SIZE, TABLES, Bytes, Side, check_reads, contents, copied, pairs, request
+from tests.test_nixl_edge import SIZE, TABLES, Bytes, Meddler, Side, check_reads, contents, copied, pairs, request
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
@@ -258,6 +258,29 @@ async def test_failed_is_told_only_when_nothing_of_the_agent_is_left(sides: list
     assert kept[0]["exception"].__traceback__ is not None
 
 
+async def test_what_was_in_doubt_before_a_thread_broke_has_ended_with_its_agent(
+    sides: list[Side], collected: None
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
+    reader, _ = await link(sides)
+    (poster,) = reader.plane._posters
+    local, remote = pairs(TABLES[0], 0)
+    reader.read(1, "owner", TABLES[0], local, remote)
+    while_the_loop_stands(lambda: poster.agent.running)
+    poster.agent._raw = Meddler(poster.agent._raw, getXferStatus=lambda handle: 1 // 0)
+    while_the_loop_stands(lambda: reader.plane._inbox)
+    assert [(each.transfer_id, each.ending) for each in reader.plane.poll()] == [(1, Ending.IN_DOUBT)]
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"]) == (0, 1)
+    _spoil(poster.agent)
+    reader.read(2, "owner", TABLES[0], local, remote)
+    while_the_loop_stands(lambda: not poster._thread.is_alive())
+    told = [(each.transfer_id, each.ending) for each in reader.plane.poll()]
+    assert told[-2:] == [(1, Ending.FAILED), (2, Ending.FAILED)]
+    found = reader.plane.statistics()
+    assert (found["running"], found["in_doubt"]) == (0, 0)
+
+
 async def test_what_runs_stays_in_doubt_while_somebody_keeps_the_agent(sides: list[Side]) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: None)
     reader, _ = await link(sides)
@@ -445,9 +468,9 @@ async def test_what_is_dropped_is_dropped_by_every_thread(sides: list[Side]) -> 
     for _ in range(2):
         await check_reads(reader, "owner", owner.arrays)
     agents = [poster.agent for poster in reader.plane._posters]
-    assert [agent.knows("owner") for agent in agents] == [True, True]
+    assert [agent.is_connected("owner") for agent in agents] == [True, True]
     reader.plane.remove_remote_agent("owner")
-    await until(lambda: not any(agent.knows("owner") for agent in agents))
+    await until(lambda: not any(agent.is_connected("owner") for agent in agents))
     assert not any(agent._agent.check_remote_metadata("owner") for agent in agents)
     # What comes too late fails there, and whoever is met again is loaded again by all.
     local, remote = pairs(TABLES[0], 0)
@@ -605,6 +628,22 @@ def test_the_interpreter_ends_though_nobody_closed() -> None:
     code = "import asyncio; from tests import test_posters; asyncio.run(test_posters._leave_open())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_bulk_is_handed_over_as_long_as_threads_are_not_much_slower() -> None:
+    pace = nixl._Pace(2)
+    assert pace.favours_threads, "nothing is known"
+    pace.note(by_thread=True, num_bytes=10, seconds=1e6)
+    assert pace.favours_threads, "of the loop nothing is known"
+    pace = nixl._Pace(2)
+    pace.note(by_thread=False, num_bytes=1000, seconds=1.0)
+    even = 2.0 * nixl.PACE  # two threads copy at once
+    pace.note(by_thread=True, num_bytes=1000, seconds=1.5 * even)
+    assert not pace.favours_threads
+    pace.note(by_thread=True, num_bytes=1000, seconds=0.4 * even)
+    assert pace.favours_threads, "0.95 on average"
+    pace.note(by_thread=False, num_bytes=1000, seconds=0.4)
+    assert not pace.favours_threads, "the loop copies faster than it did"
 
 
 @pytest.mark.parametrize("wrong", [{"posting_threads": n} for n in (-1, 17, True, 1.0, "two", None)])

@@ -14,7 +14,7 @@ from asynckv.config import EngineConfig, LeaseConfig
 from asynckv.core.lease import MAX_HISTORY, MAX_PULLS, Lent
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
-from asynckv.core.types import Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -258,6 +258,33 @@ def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
     (answer,) = say(rank, claim(params), 1.0)
     assert isinstance(answer, Refused)
     assert answer.reason is Reason.UNKNOWN
+
+
+def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -> None:
+    """Who has a long name for its request takes more of the room for what comes early."""
+    world, rank = prefill_rank(LeaseConfig(max_parked=100, parked_s=5.0))
+    prefill, counters = rank.node.prefill, rank.node.outbox.counters
+    params = world.params([rank], "r", [3], 4)
+
+    def early(number: int, length: int, reply_to: ReplyTo) -> None:
+        key = msgspec.structs.replace(params.key, sequence=1000 + number)
+        say(rank, msgspec.structs.replace(claim(params), key=key, request_id="x" * length), 0.0, reply_to)
+
+    for number in range(50):
+        early(number, MAX_ID, ReplyTo(b"%d" % number))
+    taken = 17 * 6  # the last may exceed by what one takes
+    assert (prefill.num_parked, counters["parked.refused"]) == (taken, 44)
+    # No message grows where there is no room.
+    early(0, MAX_ID, ReplyTo(b"0"))
+    assert (prefill.num_parked, counters["parked.refused"]) == (taken, 44)
+    rank.node.tick(5.0)
+    assert prefill.num_parked == 0
+    for number in range(100):
+        early(number, 1000, ReplyTo(b"%d" % number))
+    assert prefill.num_parked == 100
+    early(0, MAX_ID, ReplyTo(b"0"))
+    assert (prefill.num_parked, counters["parked.refused"]) == (100, 45)
+    assert world.lend(rank, params).grants == {}
 
 
 # -- which blocks can be lent --------------------------------------------------------------------------

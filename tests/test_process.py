@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -39,6 +41,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.core.wire import Release, decode_packet
 from asynckv.edges import keeper
+from asynckv.edges import process_wire as wire
 from asynckv.edges.process import ProcessPlane, ServingPlane
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -215,6 +218,77 @@ async def test_a_release_goes_on_being_said_after_our_own_agent_died(sim: Bench)
         await until(lambda: state(decode) == "new")
         sim.network.fate = lambda sender, to, packet: "deliver"
         assert (await passing(sim, asyncio.create_task(lent.wait_released()))).cause == "released"
+
+
+# -- frames ------------------------------------------------------------------------------------------
+
+
+def ends(most: int = 1000) -> tuple[wire.Link, wire.Link]:
+    ours, theirs = socket.socketpair()
+    return wire.Link(ours), wire.Link(theirs, most)
+
+
+async def test_a_frame_arrives_when_it_is_whole_however_it_was_cut() -> None:
+    ours, theirs = socket.socketpair()
+    link = wire.Link(theirs, 1000)
+    bodies = [b"", b"x", b"yy" * 100]
+    said = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    whole = list(itertools.accumulate(4 + len(body) for body in bodies))
+    found: list[bytes] = []
+    for at in range(len(said)):
+        assert link.receive() == ([], True)
+        ours.send(said[at : at + 1])
+        if at + 1 in whole:
+            frames, is_there = link.receive()
+            assert is_there
+            found += frames
+    assert found == bodies
+    ours.send(said)
+    assert link.receive() == (bodies, True)
+    ours.close()
+    link.close()
+
+
+async def test_of_a_frame_that_is_longer_than_any_nothing_is_taken() -> None:
+    one, other = ends(most=1000)
+    one.send_bytes(b"x" * 1000)
+    assert other.receive() == ([b"x" * 1000], True)
+    for body in (b"before", b"x" * 1001, b"after"):
+        one.send_bytes(body)
+    assert other.receive() == ([b"before"], False)
+    assert other.receive() == ([], False)
+    one.close()
+    other.close()
+
+
+async def test_what_does_not_fit_waits_in_order_and_nothing_blocks() -> None:
+    one, other = ends(most=wire.CHUNK * 4)
+    bodies = [bytes([number]) * (wire.CHUNK * size) for number, size in enumerate((1, 3, 2, 4))]
+    assert [one.send_bytes(body) for body in bodies][-1] is False
+    found: list[bytes] = []
+    for _ in range(10_000):
+        frames, is_there = other.receive()
+        assert is_there
+        found += frames
+        if one.flush():
+            break
+    frames, _ = other.receive()
+    assert found + frames == bodies
+    one.close()
+    other.close()
+
+
+async def test_whoever_is_gone_is_found_out_by_who_listens_and_what_is_said_to_it_is_dropped() -> None:
+    one, other = ends()
+    other.send_bytes(b"goodbye")
+    other.close()
+    other.close()
+    assert one.send_bytes(b"x" * wire.CHUNK * 8)
+    assert one.flush()
+    assert one.receive()[0] == [b"goodbye"]
+    assert one.receive() == ([], False)
+    assert one.receive() == ([], False)
+    one.close()
 
 
 # -- real processes ----------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def test_a_lapsed_promise_counts_for_nothing_once_the_owner_has_said_so() -> Non
     _, renewal = it.wait(1.1)[0]
     it.refuse(renewal, Reason.EXPIRED)
     assert isinstance(it.ask(), Claim)
-    assert it.decode.node.gauges()["pulls_unanswered"] == 1
+    assert it.decode.node.inspect.gauges()["pulls_unanswered"] == 1
     it.land()
     it.wait(20.1)
     assert it.outcome is Reason.TIMEOUT
@@ -337,6 +337,20 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     assert (it.decode.reads, [source.next_read for source in it.pull.sources]) == ({}, [None])
     assert it.decode.returned == [it.pull]
     assert it.wait(15.0) == []
+
+
+def test_a_release_that_nobody_acknowledges_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
+    """Its lease runs out by itself: to say so saves its owner that time, and is worth no more than that."""
+    it = Reading(release_retry_s=0.2, release_timeout_s=30.0)
+    it.grant(it.ask(), 10.0)
+    it.land()
+    said = list[float]()
+    while it.world.now < 40.0:
+        said += [it.world.now for message in it.said() if isinstance(message, Release)]
+        it.world.advance(0.02)
+    pauses = [b - a for a, b in itertools.pairwise(said)]
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, *[5.0] * 4], abs=0.03)
+    assert it.state is PullState.RELEASED
 
 
 def test_bytes_that_are_proven_stay_so_whatever_is_said_of_the_lease() -> None:

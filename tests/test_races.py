@@ -12,11 +12,14 @@ import pytest
 
 from asynckv import AsyncKVError, BackendError, LocalProtocolError, PrefillGroup, PullCancelled, PullError, ReadFailed
 from asynckv.config import PullConfig
+from asynckv.core.attempts import Request, RequestState
 from asynckv.core.decode import DecodeSide
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet
-from tests.engines import Bench, Side, needs_python_core, until
+from tests.engines import Bench, Side, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import reason
@@ -305,6 +308,27 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.check()
 
 
+@pytest.mark.parametrize("ending", [Ending.IN_DOUBT, Ending.FAILED])
+def test_a_transfer_that_brings_nothing_is_no_sign_that_a_peer_moves(ending: Ending) -> None:
+    """Nothing arrives from it, whatever becomes of its transfers one by one."""
+    world, (prefill,), decode = world_of(total_requests=8, window_requests=8)
+    for i in range(8):
+        ask(world, prefill, decode, i)
+    world.deliver_all()
+    (peer,) = decode.node.decode.peers.by_place.values()
+    for turn in range(8):
+        assert not peer.line.is_set_aside or turn >= 4
+        world.deliver_all()
+        world.advance(0.25)
+        if turn % 2:  # never as long as `suspect_s` without an end
+            first = next(iter(decode.reads))
+            world.tell(decode, TransferEnded(first, ending, "no disconnect"))
+            decode.reads.pop(first, None)
+    assert (peer.state, peer.line.is_set_aside) == (PeerState.READY, True)
+    world.complete(decode, next(iter(decode.reads)))
+    assert not peer.line.is_set_aside
+
+
 def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world, (first, second), decode = world_of(2, total_requests=4, window_requests=4, total_bytes=256, window_bytes=256)
     for i in range(8):
@@ -325,7 +349,6 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     world.check()
 
 
-@needs_python_core
 async def test_a_bug_while_a_pull_begins_leaves_nothing_behind(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         first = group.make_params("first", [(0, [2])], 16, written=True)
@@ -366,6 +389,62 @@ async def test_new_params_discharge_the_old(sim: Bench) -> None:
         assert (lent.is_over, box["lent"].is_over) == (True, True)
         assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
         assert decode.blocks([6]) == prefill.blocks([3])
+
+
+MAY_BE_READ_YET = {Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
+"""Whoever has lent the request may lend it still: the same params, another connection."""
+
+LENT_NO_MORE = {Reason.EXPIRED, Reason.REVOKED, Reason.WITHDRAWN, Reason.CONSUMED, Reason.UNKNOWN}
+LENDER_IS_GONE = {Reason.RESTARTED, Reason.ENGINE_CLOSED, Reason.STALE_MEMORY}
+"""Whoever says so, or is gone, will never lend it again: new params, of a prompt that was prefilled anew."""
+
+
+@pytest.mark.parametrize("reason", [each for each in Reason if each is not Reason.COMPLETE])
+def test_what_is_tried_again_may_do_better_then(reason: Reason) -> None:
+    """With new params where the old ones are worth nothing; never where the answer would be the same, or too late."""
+    follows = []
+    for can_renew in (False, True):
+        world, (prefill,), decode = world_of()
+        pull = ask(world, prefill, decode, 0)
+        request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, can_renew, 0.0)
+        pull.wanted(True, 0, request.retryable)
+        decode.node.decode.fail(pull, reason, "because", world.time(decode))
+        request.tried(pull)
+        request.ended(world.time(decode))
+        follows.append(request.state is RequestState.PAUSING)
+    is_lost = reason in LENT_NO_MORE | LENDER_IS_GONE
+    assert follows == [reason in MAY_BE_READ_YET, reason in MAY_BE_READ_YET or is_lost]
+
+
+@pytest.mark.parametrize("not_before", [0.0, 3.0, 60.0])
+def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_before: float) -> None:
+    """Sooner it would fail for the same cause; and later than the deadline nobody waits for it."""
+    world, (prefill,), decode = world_of()
+    pull = ask(world, prefill, decode, 0)
+    request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, False, 0.0)
+    pull.could_not_meet(not_before)
+    decode.node.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
+    request.tried(pull)
+    request.ended(1.0)
+    begins = max(1.1, not_before)
+    assert request.next_at == begins
+    assert request.state is (RequestState.PAUSING if begins < 50.0 else RequestState.OVER)
+
+
+def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_have_a_bound() -> None:
+    world, (prefill,), decode = world_of()
+    request = Request(PullRequest("d0", [(0, [0])], ask(world, prefill, decode, 0).params), 8, 0.1, 1e6, False, 0.0)
+    pauses = []
+    while request.state is not RequestState.OVER:
+        pull = ask(world, prefill, decode, request.attempts)
+        decode.node.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
+        request.tried(pull)
+        request.ended(0.0)
+        if request.state is RequestState.PAUSING:
+            pauses.append(request.next_at)
+            request.time()
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    assert request.attempts == 9
 
 
 async def test_pauses_between_attempts_grow(sim: Bench) -> None:

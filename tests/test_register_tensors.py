@@ -59,6 +59,8 @@ def test_num_blocks_is_what_is_declared() -> None:
         (kv(2, 8, 5, 2, 16), {}, "dim 'token' has 5 entries, but 4 were declared"),
         (kv(2, 8, 4, 3, 16), {}, "dim 'head' has 3 entries, but 2 were declared"),
         (kv(8, 4, 2, 16), {}, "has 4 dims"),
+        (kv(2, 16, 4, 2, 16), {"ratio": 2}, "dim 'token' has 4 entries, but 2 were declared"),
+        (kv(2, 15, 2, 2, 16), {"ratio": 2}, "15 kernel blocks, fewer than the 16 declared"),
         (kv(dtype=torch.float64), {}, "dtype 'float64' is unknown"),
         (torch.zeros(2, 8, 4, 2, 16, device="meta"), {}, "meta device"),
         (torch.zeros(2, 8, 1, 2, 16, dtype=torch.bfloat16).expand(2, 8, 4, 2, 16), {}, "stride 0"),
@@ -69,6 +71,17 @@ def test_num_blocks_is_what_is_declared() -> None:
 def test_what_does_not_fit_is_refused(tensor: torch.Tensor, change: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         register_tensors({"layers.0": tensor}, **{**DECLARED, **change})
+
+
+def test_a_block_of_several_kernel_blocks_is_so_many_places_of_the_tensor() -> None:
+    (group,) = register_tensors({"a": kv(2, 16, 2, 2, 16)}, **DECLARED, ratio=2).layout.groups
+    assert (group.block_size, group.num_blocks, group.num_kernel_blocks, group.kernel_size) == (4, 8, 16, 2)
+
+
+def test_a_part_that_no_axis_cuts_holds_no_range_of_one() -> None:
+    part = TensorPart(layer="a", name="latent", tensor=torch.zeros(8, 4, 16), order=("block", "token", "dim"))
+    ((made,),) = (view.parts for view in register_parts([part], groups=[Group("g", 4, 8)]).layout.views)
+    assert (made.axis, made.held, made.extent, made.tokens_per_entry) == ("", (0, 0), 0, 1)
 
 
 def test_overlapping_tensors_are_refused() -> None:

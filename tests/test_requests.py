@@ -20,6 +20,7 @@ from asynckv.core import wire as m
 from asynckv.core.attempts import RETRYABLE, RETRYABLE_ELSEWHERE
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
@@ -612,18 +613,13 @@ def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None
     world, prefill, decode = pair()
     old = world.params([prefill], "old", [3], 4, written=True)
     world.lend(prefill, old)
-    reborn = world.add("reborn", make_layout(), engine_id="prefill", seed=3)
-    del world.ranks["p"]
-    world.ranks["p"] = reborn
-    reborn.name = "p"
+    reborn = world.add("p", make_layout(), engine_id="prefill", seed=3)
     failed = world.pull(decode, "old", [9], old)
     world.run()
     assert failed.reason is Reason.RESTARTED
     new = world.params([reborn], "new", [3], 4, written=True)
     world.lend(reborn, new)
     good = world.pull(decode, "new", [9], new)
-    # The handshake's metadata names the rank's own memory.
-    world.ranks["reborn"] = reborn
     world.run()
     assert good.reason is Reason.COMPLETE
 
@@ -792,3 +788,40 @@ def test_a_forked_scheduler_mints_keys_of_its_own() -> None:
     keys = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(sequence for _, _, sequence, _ in keys) == [0, 1]
     assert len({epoch for epoch, _, _, _ in keys}) == 2
+
+
+def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
+    """What we were away is no silence of theirs, but what we were there is, however little of it at a time."""
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    it = world.pull(decode, "d-req", [9], params, timeout=100)
+    world.deliver_all()
+    (peer,) = decode.node.decode.peers.by_place.values()
+    seen = []
+    for _ in range(70):
+        world.letters.clear()
+        world.now += 0.6
+        decode.node.tick(world.time(decode))
+        world.settle(decode)
+        seen.append(peer.state)
+    assert seen[0] is PeerState.READY
+    assert PeerState.SUSPECT in seen
+    assert peer.state is PeerState.GONE
+    assert it.failure is not None
+    assert it.failure[0] is Reason.PEER_LOST
+
+
+def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    world.lend(prefill, params)
+    world.pull(decode, "d-req", [9], params, timeout=1000)
+    world.deliver_all()
+    (peer,) = decode.node.decode.peers.by_place.values()
+    for late in (*[0.6] * 50, 40.0, 600.0, 0.6):
+        world.now += late
+        decode.node.tick(world.time(decode))
+        world.settle(decode)
+        assert peer.state is PeerState.READY
+        world.deliver_all()

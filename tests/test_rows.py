@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from asynckv.config import PullConfig
@@ -322,6 +323,14 @@ def failed(it: Request, doubt: bool = False) -> Request:
     return it
 
 
+def time_is_over(it: Request) -> None:
+    it.time(2.0)
+
+
+def is_returned(it: Request) -> None:
+    it.returned(2.0)
+
+
 def check_attempts() -> None:
     """Take every row of a request's tables once."""
     it, attempt = request(), Attempt().to(S.CONFIRMING)
@@ -340,34 +349,34 @@ def check_attempts() -> None:
     # Nothing is held, nobody is asked: the next attempt follows the pause.
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
-    it.time()
+    it.time(2.0)
     assert (it.state, it.attempts, it.take_discharges()) == (RequestState.TRYING, 2, [])
     # The blocks are waited for, and then the caller's word.
     it = failed(request(can_renew=True), doubt=True)
     for step, there in (
-        (Request.time, RequestState.RECOVERING),
-        (Request.returned, RequestState.RENEWING),
-        (lambda x: x.renewed(PARAMS), RequestState.TRYING),
+        (time_is_over, RequestState.RECOVERING),
+        (is_returned, RequestState.RENEWING),
+        (lambda x: x.renewed(PARAMS, 2.0), RequestState.TRYING),
     ):
         step(it)
         assert it.state is there
     assert (it.attempts, it.take_discharges()) == (2, [])
     it = failed(request(), doubt=True)
-    it.time()
-    it.returned()
+    it.time(2.0)
+    it.returned(2.0)
     assert it.state is RequestState.TRYING
     it = failed(request(can_renew=True))
-    it.time()
+    it.time(2.0)
     assert it.state is RequestState.RENEWING
     # Given up, wherever it stands: who was told that another attempt follows hears that none does.
-    for steps in ((), (Request.time,), (Request.time, Request.returned)):
+    for steps in ((), (time_is_over,), (time_is_over, is_returned)):
         it = failed(request(can_renew=True), doubt=True)
         for step in steps:
             step(it)
         it.give_up()
         assert it.state is RequestState.OVER
         assert [reason for _, reason in it.take_discharges()] == [Reason.READ_FAILED]
-    for step in (Request.time, Request.returned, Request.give_up, Request.refused):
+    for step in (time_is_over, is_returned, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
 
@@ -380,16 +389,36 @@ def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed(table: Any) -> None:
 def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
     for reason in (Reason.CANCELLED, Reason.ENGINE_CLOSED):
         it = failed(request(), doubt=True)
-        it.time()
+        it.time(2.0)
         it.stop(reason)
-        it.returned()
+        it.returned(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
         assert [why for _, why in it.take_discharges()] == [reason]
 
 
+def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
+    """A pause, blocks that come back and new params may all be late: nobody waits for another attempt by then."""
+    other = msgspec.structs.replace(PARAMS, request_id="prefilled anew")
+    cases: list[tuple[tuple[Callable[[Request], None], ...], Callable[[Request], None]]] = [
+        ((), lambda x: x.time(50.0)),
+        ((time_is_over,), lambda x: x.returned(50.0)),
+        ((time_is_over, is_returned), lambda x: x.renewed(PARAMS, 50.0)),
+        ((time_is_over, is_returned), lambda x: x.renewed(other, 50.0)),
+    ]
+    for steps, late in cases:
+        it = failed(request(can_renew=True), doubt=True)
+        for step in steps:
+            step(it)
+        late(it)
+        assert (it.state, it.attempts) == (RequestState.OVER, 1)
+        found = {(wanted.params.request_id, why) for wanted, why in it.take_discharges()}
+        assert (PARAMS.request_id, Reason.READ_FAILED) in found
+    assert (other.request_id, Reason.TIMEOUT) in found, "what was prefilled anew is needed by nobody"
+
+
 def test_a_request_is_discharged_once() -> None:
     it = failed(request())
-    it.time()
+    it.time(2.0)
     it.refused()
     assert [why for _, why in it.take_discharges()] == [Reason.UNPLANNABLE]
     assert it.take_discharges() == []

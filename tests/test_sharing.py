@@ -72,6 +72,23 @@ def test_shared_memory_of_any_kind_is_found_by_its_file(kind: str, tmp_path: Pat
             keep[0].unlink()
 
 
+def test_descriptor_0_is_one_like_any_other() -> None:
+    """A service may have closed its standard input."""
+    code = (
+        "import os; os.close(0)\n"
+        "from asynckv import shared_memory\n"
+        "from asynckv.edges.sharing import Shares\n"
+        "from asynckv.geometry.layout import Memory\n"
+        "import numpy as np\n"
+        "memory = shared_memory(4096)\n"
+        "os.open('/dev/null', os.O_RDONLY)\n"
+        "pool = np.frombuffer(shared_memory(4096), np.uint8)\n"
+        "os.close(0)\n"
+        "assert Shares([Memory(pool.ctypes.data, pool.nbytes)]).fds == (0,)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_descriptor_is_left_open_whether_memory_is_shared_or_not() -> None:
     memory, private = shared_memory(SIZE), np.zeros(SIZE, np.uint8)
     before = set(os.listdir("/proc/self/fd"))

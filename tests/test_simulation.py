@@ -6,16 +6,13 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 
 from asynckv.testing.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
-from tests.engines import needs_python_core
-from tests.mutations import INSIDE, PLANTED, doors
+from tests.mutations import PLANTED, doors
 from tests.rigged import Rank, Rigged
 
 
@@ -87,34 +84,65 @@ def test_a_seed_gives_the_same_run_in_any_process() -> None:
 
 
 SEEN = {
+    "a_curable_failure_discharges": 5,
+    "a_failed_attempt_says_it_was_the_last": 5,
+    "a_lease_lasts_as_long_as_any_may": 10,
+    "a_place_is_never_given_back": 6,
+    "answers_from_anybody_count": 8,
+    "answers_need_no_question": 8,
+    "any_cohort_may_read": 4,
+    "anybody_may_release": 4,
+    "anybody_may_renew": 4,
+    "blocks_are_never_retired": 11,
+    "bytes_in_flight_are_not_counted": 45,
     "cancelling_does_nothing": 113,
+    "claims_below_the_newest_are_refused": 4,
     "closing_breaks_promises": 81,
     "draining_forgets_who_is_left": 36,
     "draining_lends": 32,
     "early_releases_below_the_newest_are_lost": 26,
+    "expiry_breaks_promises": 8,
     "failed_announcements_are_final": 50,
+    "frees_before_it_drained": 13,
     "gaps_are_closed_by_forgetting_what_was_lent": 77,
+    "gaps_are_kept_without_end": 14,
     "grants_are_used_to_their_last_moment": 22,
     "lapsed_promises_are_renewed": 90,
     "more_is_promised_than_is_kept": 22,
     "more_read_than_are_admitted": 75,
+    "old_references_are_served_after_sleep": 9,
     "one_handshake_at_a_time": 40,
-    "rates_are_equal": 22,
+    "peers_outlive_the_agent_that_loaded_them": 14,
+    "rates_are_equal": 17,
+    "release_by_count": 5,
+    "request_ids_are_not_compared": 4,
+    "retries_do_not_wait_for_their_blocks": 11,
     "retries_have_time_without_end": 29,
+    "retries_into_the_same_blocks": 13,
     "revoking_breaks_promises": 27,
     "revoking_does_nothing": 127,
+    "skipped_ranks_hear_nothing": 5,
+    "skipped_ranks_hear_our_own_id": 5,
+    "sleep_breaks_promises": 9,
+    "strikes_off_all_attempts_of_a_rank": 5,
+    "tokens_are_not_compared": 4,
+    "trusts_an_exception": 11,
     "what_has_ended_long_ago_is_not_lent_yet": 109,
+    "what_was_withdrawn_may_be_lent": 6,
     "whoever_is_late_was_told_to_wait": 27,
     "withdrawing_frees_at_once": 96,
     "withdrawing_leaves_early_claims_waiting": 47,
     "withdrawing_what_is_lent_does_nothing": 96,
 }
-"""The first seeds that were seen to catch a bug, of those within 150: they are tried first, which saves time."""
+"""The first seeds that were seen to catch a bug, of those in 4 ... 150: they are tried first, which saves time.
+
+What changes the order of events makes them stale, which costs time and nothing else: `python -m tests.first_seeds`.
+"""
 
 SLOW = {
     "closing_returns_blocks_too_soon": 1096,
-    "completion_stamped_before_it_was_observed": 766,
-    "deadline_from_another_transmission": 879,
+    "completion_stamped_before_it_was_observed": 1017,
+    "deadline_from_another_transmission": 51,
     "draining_revokes": 152,
     "nobody_says_that_no_attempt_follows": 246,
     "one_queue_for_all": 1126,
@@ -139,11 +167,7 @@ def test_ranks_are_honest_but_for_their_bug() -> None:
         assert list(rigged.events(1 << 30)) == list(honest.events(1 << 30))
 
 
-def planted(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=needs_python_core if n in INSIDE else ()) for n in sorted(names)]
-
-
-@pytest.mark.parametrize("name", planted(PLANTED.keys() - SLOW.keys()))
+@pytest.mark.parametrize("name", sorted(PLANTED.keys() - SLOW.keys()))
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors(name, monkeypatch)
     assert any(simulate(seed, doors=rigged).violation for seed in (SEEN.get(name, 0), *range(150)))
@@ -151,7 +175,7 @@ def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", planted(SLOW))
+@pytest.mark.parametrize("name", sorted(SLOW))
 def test_a_planted_bug_is_caught_sooner_or_later(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors(name, monkeypatch)
     assert any(simulate(seed, doors=rigged).violation for seed in (SLOW[name], *range(4000)))
@@ -167,7 +191,8 @@ def test_thousands_of_services_keep_every_promise() -> None:
 
 def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors("frees_before_it_drained", monkeypatch)
-    script = next(s for s in map(make_script, range(50)) if play(s, rigged).violation)
+    seeds = (SEEN["frees_before_it_drained"], *range(50))
+    script = next(s for s in map(make_script, seeds) if play(s, rigged).violation)
     padded = replace(script, faults=(*script.faults, Fault("delay", 0.1, 0.1, ("p0",), 0.1)))
     small = minimise(padded, doors=rigged)
     assert small.violation

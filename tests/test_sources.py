@@ -11,6 +11,8 @@ import pytest
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.outbox import Disconnect
+from asynckv.core.peer import PeerState
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Endpoint, Outcome, Params, Reason, decode_params
 from asynckv.errors import LocalProtocolError, PlanRefused
@@ -19,7 +21,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.scheduler import PrefillGroup
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Rank, World, make_layout, reason
+from tests.world import Buffers, Letter, Rank, World, make_layout, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -89,7 +91,7 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     assert all(r.node.is_idle for r in (*it.prefill, *it.decode))
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
-        met = {p.tp_rank for p in rank.node.decode.peers.by_place.values()}
+        met = {p.tp_rank for p in rank.node.decode.peers.by_place.values() if p.state is not PeerState.NEW}
         assert met == {source.tp_rank for source in row.sources if source.reads}
 
 
@@ -417,6 +419,77 @@ def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
             it.world.run(50.0)
         assert not it.decode[0].node.decode.peers.by_place
         assert not it.decode[0].peers
+
+
+def links_closed(rank: Rank) -> list[Disconnect]:
+    return [c for c in rank.node.outbox.commands if isinstance(c, Disconnect)]
+
+
+def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
+    """Its hello would leave first, and the answer be lost with the link that is closed behind it."""
+    it = Pair(1, 1)
+    decode = it.decode[0]
+    params, _ = it.lend([3], 4)
+    again, _ = it.lend([4], 4)
+    it.world.pull(decode, "d", [9], params)
+    it.world.run()
+    now = it.world.time(decode)
+    for after in (601.0, 662.0):  # idle, then forgotten
+        decode.node.tick(now + after)
+    assert not decode.node.decode.peers.by_place
+    assert links_closed(decode) == [Disconnect(it.prefill[0].address)]
+    decode.node.pull(PullRequest("again", [(0, [9])], again), 30.0, now + 662.0)
+    assert links_closed(decode) == []
+
+
+def hit(it: Pair, rank: Rank, request_id: str, params: Params) -> None:
+    """All of a request's blocks are here already: its ranks are only released."""
+    pull = rank.node.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
+    for to, data in rank.node.outbox.take_packets():
+        it.world.letters.append(Letter(rank, str(to), data, False))
+    while it.world.letters:
+        letter = it.world.letters.pop()
+        if letter.answer:
+            rank.node.receive(letter.sender.address, letter.data, it.world.time(rank))
+        else:
+            it.world.letters.append(letter)
+            it.world.deliver(len(it.world.letters) - 1)
+    assert (pull.reason, pull.is_over) == (Reason.COMPLETE, True)
+
+
+def test_a_rank_that_is_only_released_keeps_its_link_for_the_next_and_is_forgotten_in_the_end() -> None:
+    """Full prefix hits come one after the other: a link for each would be made anew, and nobody's short cut hold."""
+    it = Pair(1, 1)
+    decode = it.decode[0]
+    peers = decode.node.decode.peers
+    changes = peers.num_changes
+    for number in range(3):
+        params, _ = it.lend([3 + number], 4)
+        hit(it, decode, f"d{number}", params)
+        assert links_closed(decode) == []
+        assert [peer.state for peer in peers.by_place.values()] == [PeerState.NEW]
+    assert peers.num_changes == changes
+    it.world.run()
+    for _ in range(13):
+        it.world.run(50.0)
+    assert not peers.by_place
+
+
+def test_what_is_known_of_a_group_of_ranks_holds_until_one_of_them_ceases_to_be_ready() -> None:
+    it = Pair(2, 1)
+    peers = it.decode[0].node.decode.peers
+    params, _ = it.lend([3], 4)
+    it.world.pull(it.decode[0], "d", [9], params)
+    it.world.run()
+    assert peers.num_changes == 0, "that they were met ends nothing that was known of others"
+    it.world.advance(1.0)
+    again, _ = it.lend([4], 4)
+    it.world.pull(it.decode[0], "again", [9], again)
+    for _ in range(8):
+        it.world.advance(0.25)
+        it.world.letters.clear()
+    assert {peer.state for peer in peers.by_place.values()} == {PeerState.SUSPECT}
+    assert peers.num_changes == 2
 
 
 def test_too_many_ranks_are_refused_at_once() -> None:

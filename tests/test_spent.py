@@ -101,3 +101,11 @@ def test_schedulers_are_bounded_and_the_one_that_lends_is_not_forgotten() -> Non
     assert spent.num_forgotten == MAX_EPOCHS + 1
     assert all(key(2 * epoch, "busy") in spent for epoch in range(2 * MAX_EPOCHS))
     assert spent.num_gaps == sum(len(firsts) - 1 for firsts, _ in spent._runs.values())
+
+
+def test_of_many_schedulers_with_a_gap_each_as_many_gaps_are_closed_as_there_is_no_room_for() -> None:
+    spent = SpentKeys(max_gaps=256)  # so many that several are closed at once, where one scheduler has them
+    for number in range(300):
+        spent.add(key(1, f"e{number}"))
+    assert (spent.num_gaps, spent.num_given_up) == (256, 44)
+    assert sum(key(0, f"e{number}") in spent for number in range(300)) == 44

@@ -242,6 +242,12 @@ async def test_ten_thousand_packets_arrive_in_order_both_ways_at_once() -> None:
         assert a.statistics()["packets_in"] == a.statistics()["packets_out"] == number
 
 
+async def test_a_plane_that_has_just_started_has_counted_nothing() -> None:
+    async with planes(1) as [(plane, _)]:
+        assert {name for name, count in plane.statistics().items() if count} == set()
+        assert plane.statistics().keys() >= {"packets_in", "packets_out", "links"}
+
+
 async def test_a_burst_longer_than_a_batch_is_read_to_its_end() -> None:
     # ZMQ's descriptor announces it once; whoever stops early hears nothing more.
     number = 10 * edge.BATCH + 1

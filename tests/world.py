@@ -7,12 +7,10 @@ when it *lands*, so that a core that frees or believes too early is caught by th
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from asynckv.config import EngineConfig
 from asynckv.core.events import Ending, TransferEnded
@@ -22,7 +20,6 @@ from asynckv.core.outbox import (
     HeldForLong,
     LeaseEnded,
     LoadPeer,
-    PostRead,
     PullEnded,
     RemovePeer,
 )
@@ -30,13 +27,14 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Address, Endpoint, Params, Reason, ReplyTo, TransferId, decode_params
+from asynckv.core.types import Address, Endpoint, Params, Reason, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
 from asynckv.geometry.match import assign
-from asynckv.geometry.plan import BlockLists, PeerTables
+from asynckv.geometry.plan import BlockLists, PeerTables, ReadRequest
 from asynckv.scheduler import PrefillGroup
+from asynckv.testing.fabric import Fabric, Nic, Origin, Port
 
 NUM_BLOCKS = 12
 BLOCK = 4
@@ -143,28 +141,23 @@ class Buffers:
             self.arrays[memory][start : start + length] = value
 
 
-@dataclass(eq=False)
-class Rank:
+class Rank(Port):
     """One node with its memory and its own clock."""
 
-    name: str
-    node: RankCore
-    buffers: Buffers
-    rate: float = 1.0
-    epoch: float = 0.0
-    peers: dict[str, Rank] = field(default_factory=dict)
-    users: Counter[str] = field(default_factory=Counter)
-    reads: dict[TransferId, PostRead] = field(default_factory=dict)
-    ended: list[Pull] = field(default_factory=list)
-    returned: list[Pull] = field(default_factory=list)
-    leases_ended: list[Lease] = field(default_factory=list)
-    loading: list[Peer] = field(default_factory=list)
-    said: list[tuple[float, HeldForLong]] = field(default_factory=list)
-    agents: int = 1
-
-    @property
-    def address(self) -> Address:
-        return Address(f"world://{self.name}")
+    def __init__(self, world: World, name: str, node: RankCore, buffers: Buffers, rate: float, epoch: float) -> None:
+        super().__init__(world, f"world://{name}", name)
+        self.node, self.buffers, self.rate, self.epoch = node, buffers, rate, epoch
+        self.nic = Nic(world, node.identity.agent_name, name, buffers.arrays)
+        self.peers, self.reads = self.nic.remotes, self.nic.running
+        self.posts: dict[TransferId, ReadRequest] = {}
+        """All that was ever posted."""
+        self.ended: list[Pull] = []
+        self.returned: list[Pull] = []
+        self.leases_ended: list[Lease] = []
+        self.loading: list[Peer] = []
+        self.said: list[tuple[float, HeldForLong]] = []
+        self.nic.start(buffers.layout.memories, lambda: None)
+        self.open()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -176,16 +169,25 @@ class Rank:
 class Letter:
     """A packet under way."""
 
-    sender: Rank
-    to: str
+    sender: Port
+    receiver: Port
+    origin: Origin
     data: bytes
-    answer: bool
+
+    @property
+    def to(self) -> Address:
+        return self.receiver.address
+
+    @property
+    def answer(self) -> bool:
+        return isinstance(self.origin, str)
 
 
-class World:
+class World(Fabric):
     """Ranks, the letters between them, and time."""
 
     def __init__(self, config: EngineConfig | None = None, *, reuse: bool = True) -> None:
+        super().__init__()
         self.now = 0.0
         self.ranks: dict[str, Rank] = {}
         self.letters: list[Letter] = []
@@ -201,8 +203,11 @@ class World:
         engine_id = engine_id or name
         identity = Identity(engine_id, f"{name}-{len(self.ranks)}", f"agent-{name}", name.encode(), layout, 1000)
         config = replace(config, engine_id=engine_id)
-        rank = self.ranks[name] = Rank(name, RankCore(identity, config), Buffers(layout, seed), rate, epoch)
+        rank = self.ranks[name] = Rank(self, name, RankCore(identity, config), Buffers(layout, seed), rate, epoch)
         return rank
+
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
+        self.letters.append(Letter(sender, receiver, origin, packet))
 
     def time(self, rank: Rank) -> float:
         return rank.epoch + self.now * rank.rate
@@ -239,23 +244,18 @@ class World:
         node = rank.node
         while True:
             for to, data in node.outbox.take_packets():
-                answer = isinstance(to, bytes)
-                self.letters.append(Letter(rank, to.decode() if isinstance(to, bytes) else str(to), data, answer))
+                rank.send(to, data)
             commands, node.outbox.commands = node.outbox.commands, []
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
-                        rank.peers.setdefault(peer.agent_name, self.ranks[metadata.decode()])
-                        rank.users[peer.agent_name] += 1
+                        owner = self.ranks[metadata.decode()]
+                        rank.nic.load(peer.agent_name, owner.nic, owner.buffers.layout.memories)
                         rank.loading.append(peer)
                         if self.auto_load:
                             self.load(rank)
                     case RemovePeer(peer):
-                        rank.users[peer.agent_name] -= 1
-                        if not rank.users[peer.agent_name]:
-                            running = [t for t, r in rank.reads.items() if r.agent_name == peer.agent_name]
-                            assert not running, "a peer was removed under a running transfer"
-                            del rank.peers[peer.agent_name]
+                        rank.nic.remove_remote_agent(peer.agent_name)
                     case PullEnded(pull):
                         assert pull not in rank.ended, "two outcomes"
                         rank.ended.append(pull)
@@ -277,8 +277,8 @@ class World:
                         pass
             posts = False
             while (read := node.decode.next_read(self.time(rank))) is not None:
-                posts = True
-                rank.reads[read.transfer_id] = read
+                posts, rank.posts[read.transfer_id] = True, read.read
+                rank.reads[read.transfer_id] = rank.nic.prepare(read.transfer_id, read.agent_name, read.read)
             posts = node.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
                 return
@@ -290,40 +290,16 @@ class World:
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
         letter = self.letters[index] if keep else self.letters.pop(index)
-        if letter.answer:
-            to = next((r for r in self.ranks.values() if r.name == letter.to), None)
-            origin: Address | ReplyTo = letter.sender.address
-        else:
-            to = next((r for r in self.ranks.values() if r.address == letter.to), None)
-            origin = ReplyTo(letter.sender.name.encode())
-        if to is not None:
-            to.node.receive(origin, letter.data, self.time(to))
+        if (to := self.ranks.get(letter.receiver.name)) is not None:
+            to.node.receive(letter.origin, letter.data, self.time(to))
             self.settle(to)
 
     def deliver_all(self) -> None:
         while self.letters:
             self.deliver()
 
-    def land(self, rank: Rank, transfer_id: TransferId) -> None:
-        """Copy a read's bytes, as they are now."""
-        read = rank.reads[transfer_id]
-        remote, table = rank.peers[read.agent_name], read.read.table
-        for a, b in zip(read.read.local.tolist(), read.read.remote.tolist(), strict=True):
-            row, mine = divmod(a, table.local_blocks)
-            other, theirs = divmod(b, table.remote_blocks)
-            assert row == other
-            length = int(table.length[row])
-            memory, offset, stride = (int(x) for x in table.local[row])
-            remote_memory, remote_offset, remote_stride = (int(x) for x in table.remote[row])
-            start, source = offset + mine * stride, remote_offset + theirs * remote_stride
-            data: npt.NDArray[np.uint8] = remote.buffers.arrays[remote_memory][source : source + length]
-            target = rank.buffers.arrays[memory]
-            assert start + length <= len(target)
-            assert len(data) == length
-            target[start : start + length] = data
-
     def complete(self, rank: Rank, transfer_id: TransferId) -> None:
-        self.land(rank, transfer_id)
+        rank.reads[transfer_id].land()
         self.tell(rank, TransferEnded(transfer_id, Ending.DONE))
 
     def complete_all(self) -> None:
@@ -345,7 +321,6 @@ class World:
             del rank.reads[transfer_id]
             node.decode.ended(TransferEnded(transfer_id, Ending.FAILED, "our agent died"), 0.0, now)
         rank.peers.clear()
-        rank.users.clear()
         node.agent_lost("our agent died", True, now)
         loading, rank.loading = rank.loading, []
         for peer in loading:
@@ -353,13 +328,13 @@ class World:
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):
-                if transfer_id in other.reads and other.peers[read.agent_name] is rank:
+                if transfer_id in other.reads and read.owner is rank.nic:
                     self.tell(other, TransferEnded(transfer_id, Ending.FAILED, "its agent died", True))
 
     def replace_agent(self, rank: Rank) -> None:
         """Another agent serves a rank's memory."""
-        rank.agents += 1
-        rank.node.agent_replaced(f"agent-{rank.name}-{rank.agents}", rank.name.encode())
+        rank.nic.starts += 1
+        rank.node.agent_replaced(rank.nic.join().name, rank.name.encode())
         self.settle(rank)
 
     def advance(self, seconds: float) -> None:

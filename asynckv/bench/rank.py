@@ -25,7 +25,6 @@ from asynckv.bench import protocol as p
 from asynckv.bench.floor import Floor
 from asynckv.bench.memory import CudaPool, Pool
 from asynckv.config import EngineConfig, LeaseConfig, NixlConfig, PullConfig
-from asynckv.core import rank as core_rank
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.observe import log
@@ -321,9 +320,7 @@ async def _run(pipe: p.Pipe) -> None:
         )
         async with engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
-            pipe.write(
-                p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop, "core": _core()})
-            )
+            pipe.write(p.Ready(os.getpid(), engine.endpoint, {**engine.describe(), "event_loop": loop}))
             await _serve(pipe, Worker(setup, pool, engine))
     except AsyncKVError as exc:
         pipe.write(p.Failed(str(exc), isinstance(exc, ConfigError | BackendError)))
@@ -331,11 +328,6 @@ async def _run(pipe: p.Pipe) -> None:
         pipe.write(
             p.Failed(f"no memory for a pool of {setup.num_blocks} blocks; lower --pool-mb or --concurrency", True)
         )
-
-
-def _core() -> str:
-    """How the core runs: as Python, or compiled when it was installed."""
-    return "python" if (core_rank.__file__ or "").endswith(".py") else "compiled"
 
 
 async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:

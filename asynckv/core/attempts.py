@@ -199,35 +199,25 @@ class Request:
         self.next_at = when
         self._enter(after)
 
-    def time(self) -> None:
+    def time(self, now: float) -> None:
         """The pause is over, or was cut short."""
-        after = self._allow(E.TIME)
-        if self.stopped is not None:
-            self.give_up()
-        else:
-            self._enter(after)
+        self._go_on(E.TIME, now)
 
-    def returned(self) -> None:
+    def returned(self, now: float) -> None:
         """Nothing can write the blocks of the last attempt any more."""
-        after = self._allow(E.RETURNED)
-        if self.stopped is not None:
-            self.give_up()
-        else:
-            self._enter(after)
+        self._go_on(E.RETURNED, now)
 
-    def renewed(self, params: Params) -> None:
+    def renewed(self, params: Params, now: float) -> None:
         """The caller has said with which params to go on."""
-        after = self._allow(E.RENEWED)
-        if self.stopped is not None:
-            # Given up meanwhile: what was prefilled anew is needed no more either.
-            if params != self.wanted.params:
-                self._discharges.append((replace(self.wanted, params=params), self.stopped))
-            self.give_up()
-            return
+        self._allow(E.RENEWED)
         if params != self.wanted.params:
-            self._discharge()
-            self.wanted = replace(self.wanted, params=params)
-        self._enter(after)
+            if self._may_go_on(now):
+                self._discharge()
+                self.wanted = replace(self.wanted, params=params)
+            else:
+                # Given up meanwhile: what was prefilled anew is needed no more either.
+                self._discharges.append((replace(self.wanted, params=params), self.stopped or Reason.TIMEOUT))
+        self._go_on(E.RENEWED, now)
 
     def stop(self, reason: Reason) -> None:
         """No attempt may follow; what waits for one is to give up."""
@@ -238,6 +228,17 @@ class Request:
         self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _may_go_on(self, now: float) -> bool:
+        # Whatever is waited for may come late: no attempt begins when its caller waits no longer.
+        return self.stopped is None and now < self.deadline
+
+    def _go_on(self, event: RequestEvent, now: float) -> None:
+        after = self._allow(event)
+        if self._may_go_on(now):
+            self._enter(after)
+        else:
+            self.give_up()
 
     def _allow(self, event: RequestEvent) -> RequestState:
         after = ON_EVENT[self.state].get(event)

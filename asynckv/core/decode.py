@@ -246,8 +246,8 @@ class DecodeSide:
         else:
             del self.transfers[transfer_id]
             counters["transfers.done" if ending is Ending.DONE else "transfers.failed"] += 1
-        peer.transfer_ended(transfer_id, in_doubt, now)
-        if peer.line.is_set_aside and peer.state is S.READY:
+        peer.transfer_ended(transfer_id, ending, now)
+        if ending is Ending.DONE and peer.line.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
         if ending is Ending.DONE:
             counters["bytes.read"] += transfer.num_bytes

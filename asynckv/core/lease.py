@@ -98,7 +98,9 @@ WHEN: Mapping[LeaseState, Mapping[Callable[[Lease, float], bool], LeaseState]] =
     L.EXPIRED: {},
     L.REVOKED: {},
 }
-"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts."""
+"""Entered at once when the condition holds, whatever event or moment made it so; the first that holds counts. They are
+looked at after an event, not before: a claim or a renewal that comes late, but before anybody has looked, is granted,
+for the blocks are still what they were."""
 
 
 class Lent(Struct, frozen=True, kw_only=True, gc=False):
@@ -460,7 +462,9 @@ class Lease:
         left = min(self.lent.grant_s, ask.seconds, self.lent_at + self.lent.max_lease_s - now)
         seconds = math.floor(left * 1000) / 1000
         if seconds <= 0:
-            return _refused(ask, Reason.EXPIRED, f"lent for longer than max_lease_s {self.lent.max_lease_s}")
+            too_short = f"{ask.seconds:g} s were asked for, and a grant is of milliseconds"
+            too_long = f"lent for longer than max_lease_s {self.lent.max_lease_s}"
+            return _refused(ask, Reason.EXPIRED, too_short if ask.seconds < 0.001 else too_long)
         pull_id = PullId(ask.pull_id)
         grant = self.grants.get(pull_id)
         if grant is None:

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
+from asynckv.core.events import Ending
 from asynckv.core.flow import Line
 from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
@@ -282,10 +283,11 @@ class Peer:
         if not self.line.in_flight:
             self.moved_at = now
 
-    def transfer_ended(self, transfer_id: TransferId, in_doubt: bool, now: float) -> None:
-        """A transfer of it ended, or fell in doubt and may still write."""
-        self.moved_at = now
-        if not in_doubt:
+    def transfer_ended(self, transfer_id: TransferId, ending: Ending, now: float) -> None:
+        """A transfer of it ended, or fell in doubt and may still write; only one that is done shows that it moves."""
+        if ending is Ending.DONE:
+            self.moved_at = now
+        if ending is not Ending.IN_DOUBT:
             self.transfers.discard(transfer_id)
 
     def removed(self) -> None:
@@ -306,8 +308,8 @@ class Peer:
             case S.READY | S.SUSPECT:
                 return [Due.IDLE] if now >= self.unused_at + config.idle_s else []
             case S.NEW:
-                # It was only released, or could not be met.
-                return [Due.FORGET] if not self.pulls and not self.is_loading and now >= self.not_before else []
+                unused = not self.pulls and not self.is_loading
+                return [Due.FORGET] if unused and now >= self._forget_at(config) else []
             case _:
                 over = now >= self.gone_at + TOMBSTONE_S and not self.transfers and not self.pulls
                 return [Due.FORGET] if over else []
@@ -315,8 +317,9 @@ class Peer:
     def _heartbeat(self, config: PullConfig, now: float) -> list[Due]:
         ping_at = self._ping_at(config)
         if now > ping_at + config.heartbeat_s:
-            # We were away (stopped, asleep, busy): that is no silence of theirs. What they said may wait unread.
-            self.watched_at = now - config.heartbeat_s
+            # We were away (stopped, asleep, busy) since then: that is no silence of theirs, and what they said may wait
+            # unread. What was silence before stays so, or who is always late would never miss anybody.
+            self.watched_at = max(self.heard_at, self.watched_at) + now - ping_at
             ping_at = self._ping_at(config)
         silent_s = self.silent_s(now)
         if silent_s >= config.gone_s:
@@ -343,6 +346,10 @@ class Peer:
         # One expression for the wish and the check: with two, rounding could wake it for ever.
         return max(self.heard_at, self.watched_at, self.pinged_at) + config.heartbeat_s
 
+    def _forget_at(self, config: PullConfig) -> float:
+        # It could not be met, or was only released: then the link is kept, for whoever hits the same prefix again.
+        return self.not_before if self.failures else max(self.not_before, self.unused_at + config.idle_s)
+
     def wake_at(self, config: PullConfig) -> float:
         """When `due` has something to say."""
         match self.state:
@@ -355,7 +362,7 @@ class Peer:
             case S.READY | S.SUSPECT:
                 return self.unused_at + config.idle_s
             case S.NEW if not self.pulls and not self.is_loading:
-                return max(self.not_before, self.unused_at)
+                return self._forget_at(config)
             case S.GONE if not self.pulls and not self.transfers:
                 # Not before: a tombstone that cannot be cleared yet must not be woken for it again and again.
                 return self.gone_at + TOMBSTONE_S

@@ -55,7 +55,7 @@ class Peers:
     ) -> None:
         self.by_place: dict[Place, Peer] = {}
         self.num_changes = 0
-        """How often any of them came, went or changed its state: what was found out of them holds until the next."""
+        """How often any of them ceased to be ready, was lost or forgotten: what was found out holds until the next."""
         self._layout, self._cohort, self._config = layout, cohort, config
         self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
@@ -79,14 +79,17 @@ class Peers:
             is_other = peer.identity != (engine_id, rank.pp_stage, rank.tp_rank)
             again = is_other or (peer.reason not in FINAL and now >= peer.not_before)
             if again and not peer.is_loading:
-                # Transfers that may never end keep the old one in the data plane; the new one is loaded beside it.
+                # Transfers that may never end keep the old one in the data plane, which then reads over the same
+                # connection for the new one, or makes another if that one broke.
                 self._timers.forget(peer)
                 peer = None
         if peer is None:
             line = Line(InFlight(self._config.window_bytes, self._config.window_descriptors))
             peer = Peer(engine_id, rank.tp_rank, rank.pp_stage, *rank.place, line)
             self.by_place[rank.place] = peer
-            self.num_changes += 1
+            # What is said to it from now on must not be lost with the link of whoever was forgotten there just before.
+            unlink = Disconnect(peer.address)
+            self._outbox.commands[:] = [c for c in self._outbox.commands if c != unlink]
         return peer
 
     # -- who needs whom ----------------------------------------------------------------------------
@@ -103,9 +106,7 @@ class Peers:
         if peer is None:
             return
         peer.detach(pull_id, now)
-        if not peer.pulls and peer.state is S.NEW and not peer.is_loading and now >= peer.not_before:
-            self._drop(peer)
-        elif peer.state is S.GONE:
+        if peer.state is S.GONE:
             self.reap(peer)
         elif not peer.pulls and peer.scheduled_at == math.inf:
             self.wake(peer)  # else it is woken earlier, and finds out
@@ -288,5 +289,5 @@ class Peers:
 
     def _changed(self, peer: Peer, before: PeerState) -> None:
         if peer.state is not before:
-            self.num_changes += 1
+            self.num_changes += before is S.READY or peer.state is S.GONE
             self._outbox.commands.append(PeerChanged(peer, before, peer.state))

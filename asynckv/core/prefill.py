@@ -43,6 +43,9 @@ __all__ = ["PrefillSide"]
 MAX_ENDED = 8192
 """Requests that have ended and are remembered; of older ones a late reader hears that they are unknown."""
 
+PARKED_TEXT = 1024
+"""Letters of a request id that have room in one place for what came early, so that places bound its memory."""
+
 _ENDED_AS = {
     LeaseState.RELEASED: Reason.CONSUMED,
     LeaseState.EXPIRED: Reason.EXPIRED,
@@ -62,6 +65,11 @@ class ParkedMessage(Struct, frozen=True):
     reply_to: ReplyTo
     sender: str
     until: float
+
+    @property
+    def room(self) -> int:
+        """How many of the places it takes: one, but for who has a long name for its request."""
+        return 1 + len(self.message.request_id) // PARKED_TEXT
 
 
 class PrefillSide:
@@ -94,13 +102,13 @@ class PrefillSide:
         self.next_at = math.inf
         """When a parked message may fall due."""
         self._parked_by: Counter[ReplyTo] = Counter()
-        """Connections, and how many of their messages are parked: what they call themselves is their own word."""
+        """Connections, and the room that their parked messages take: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
         self.spent = SpentKeys()
 
     @property
     def num_parked(self) -> int:
-        """Claims and releases that wait for their request to be lent."""
+        """Places taken by claims and releases that wait for their request to be lent."""
         return self._parked_by.total()
 
     # -- calls -------------------------------------------------------------------------------------
@@ -306,7 +314,7 @@ class PrefillSide:
         # floods us leaves room for others.
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
         full = self.num_parked >= most or (self.num_parked >= most // 2 and self._parked_by[reply_to] >= share)
-        if known is None and full:
+        if full and (known is None or len(message.request_id) > len(known.message.request_id)):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # Not remembered; its sender repeats it.
@@ -321,8 +329,8 @@ class PrefillSide:
             if isinstance(known.message, Release):
                 kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
-        self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
-        self._parked_by[reply_to] += 1
+        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
+        self._parked_by[reply_to] += parked.room
         if len(self._parked_order) > 8 * most:
             self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
@@ -339,7 +347,7 @@ class PrefillSide:
         return parked
 
     def _unpark(self, parked: ParkedMessage) -> None:
-        self._parked_by[parked.reply_to] -= 1
+        self._parked_by[parked.reply_to] -= parked.room
         if not self._parked_by[parked.reply_to]:
             del self._parked_by[parked.reply_to]
 

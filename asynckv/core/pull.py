@@ -476,8 +476,7 @@ class Pull:
 
     def turn_came(self, now: float) -> None:
         """There is room for it, but its plan cannot be made; see `admitted`."""
-        if now < self.admitted_at:
-            self.admitted_at = now
+        self.admitted_at = min(self.admitted_at, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """It may read, according to these plans of sources that have none yet."""
@@ -741,6 +740,7 @@ class Pull:
     def _fail(self, reason: Reason, detail: str, now: float) -> None:
         if self.failure is not None or self.reason is not None:
             return
+        assert reason is not Reason.COMPLETE  # that is for whom nothing failed
         self.failure = (reason, detail)
         self.failed_at, self.failed_in = now, self._phase
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)

@@ -43,6 +43,7 @@ from asynckv.core.wire import (
     Claim,
     Hello,
     Message,
+    OtherVersion,
     Ping,
     Pong,
     Release,
@@ -400,7 +401,7 @@ class RankCore:
         except RemoteProtocolError as exc:
             self.outbox.counters["dropped.malformed"] += 1
             self._messages.charge(origin, now, MALFORMED)
-            if "protocol version" in str(exc):
+            if isinstance(exc, OtherVersion):
                 self._foreign_version(origin, str(exc), now)
             return
         if len(packet.messages) > 1:

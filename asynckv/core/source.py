@@ -137,8 +137,6 @@ class Source:
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
     """When it said so last."""
-    confirmed: bool = False
-    """A claim sent after the last read was granted."""
     proven: bool = False
     """The bytes are what was lent."""
     claim_at: float = math.inf
@@ -212,7 +210,7 @@ class Source:
     def restart(self, max_bytes: int, max_descriptors: int) -> None:
         """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
-        self.first_posted_at, self.done_at, self.confirmed, self.bytes_read = math.inf, NEVER, False, 0
+        self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
         self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
@@ -254,7 +252,8 @@ class Source:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at
-            covered = self.confirmed or self.done_at < self.covered_until
+            # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
+            covered = self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
     # -- claims ------------------------------------------------------------------------------------
@@ -282,8 +281,6 @@ class Source:
             self.lent_by = LONG_AGO
         else:
             self.lent_by = min(self.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
-        if answer.nonce > self.nonce_when_done and self.has_landed:
-            self.confirmed = True
         if deadline > now or answer.nonce == next(reversed(self.nonces)):
             self.claims = 0
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
@@ -298,7 +295,7 @@ class Source:
             return None
         if answer.reason is Reason.EXPIRED and self.nonces[answer.nonce] < self.covered_until:
             # A renewal that crossed its own deadline. The lease itself may stand: claim anew, once.
-            self.covered_until, self.confirmed, self.claim_at = NEVER, False, now
+            self.covered_until, self.claim_at = NEVER, now
             return None
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:
@@ -312,7 +309,6 @@ class Source:
     def ended(self, now: float) -> None:
         """The attempt has its outcome: nothing more is claimed or posted, and the release is due."""
         self.claim_at, self.next_read = math.inf, None
-        self.has_landed = not self.running and not self.doubtful
         if self.release is not RELEASE.SETTLED:
             self.release_at = now
 

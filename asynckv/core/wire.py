@@ -16,7 +16,7 @@ successor. A claim and a renewal carry a `nonce`, the answer returns it, so that
 question. Durations are told, points in time never are: clocks are not compared.
 
 **The door is `decode_packet`.** Whatever a stranger's packet says to an engine comes in by it, and by nothing else. The
-messages are a closed union, their bounds stand in their types, so that decoding is validation: what comes out is a
+messages are a closed union, their bounds stand with their types, so that decoding is validation: what comes out is a
 value of which all of the core may believe the types and the ranges (not that its sender means well), or a
 `RemoteProtocolError`. Only the layout inside a `Welcome` stays closed, because it is large: `decode_layout` looks at
 its length first. (Params are no message: they come through a router, in the caller's hands, and `decode_params` checks
@@ -54,6 +54,7 @@ __all__ = [
     "Hello",
     "Message",
     "NotYet",
+    "OtherVersion",
     "Packet",
     "Ping",
     "Pong",
@@ -96,6 +97,33 @@ RELEASE_NONCE = 0
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
+UNWELCOME = frozenset({Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED})
+REFUSED = frozenset(
+    {
+        Reason.UNKNOWN,
+        Reason.CONSUMED,
+        Reason.EXPIRED,
+        Reason.REVOKED,
+        Reason.WITHDRAWN,
+        Reason.RESTARTED,
+        Reason.STALE_MEMORY,
+        Reason.BLOCKS_DIFFER,
+        Reason.WRONG_REQUEST,
+        Reason.WRONG_COHORT,
+        Reason.NOT_OWED,
+        Reason.RELEASED_ALREADY,
+        Reason.FOREIGN_PULL,
+        Reason.OVERLOADED,
+        Reason.ENGINE_CLOSED,
+    }
+)
+"""What a rank may give as its reason. All others are for the reader to find out: nobody tells it that it is through."""
+
+
+def _check_reason(reason: Reason, sayable: frozenset[Reason]) -> None:
+    if reason not in sayable:  # in a packet, msgspec makes this an error of its own
+        raise ValueError(f"reason {reason.value!r} is not for a peer to give")
+
 
 class Hello(Struct, frozen=True, array_like=True, tag=1, gc=False):
     """Ask a rank who it is and what it holds. Names whom the asker expects to find."""
@@ -133,6 +161,9 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
     nonce: Nonce
     reason: Reason
     detail: Detail
+
+    def __post_init__(self) -> None:
+        _check_reason(self.reason, UNWELCOME)
 
 
 class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
@@ -190,6 +221,9 @@ class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
     nonce: Nonce
     reason: Reason
     detail: Detail = ""
+
+    def __post_init__(self) -> None:
+        _check_reason(self.reason, REFUSED)
 
 
 class Release(Struct, frozen=True, array_like=True, tag=9, gc=False):
@@ -279,6 +313,10 @@ class Packet(Struct, frozen=True, array_like=True, gc=False):
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
 
 
+class OtherVersion(RemoteProtocolError):
+    """A packet of another major version of the protocol."""
+
+
 class _Header(Struct, frozen=True, array_like=True, gc=False):
     """The first field of any packet of any major version."""
 
@@ -299,14 +337,17 @@ def decode_packet(data: bytes) -> Packet:
     """Decode bytes from outside: the only door.
 
     Raises:
-        RemoteProtocolError: Whatever is wrong with them; nothing else is ever raised.
+        OtherVersion: They are of another major version.
+        RemoteProtocolError: Whatever else is wrong with them; nothing else is ever raised.
     """
     try:
         packet = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise RemoteProtocolError(f"{_other_major(data)}malformed packet of {len(data)} bytes: {exc}") from exc
+        other = _other_major(data)
+        kind = OtherVersion if other else RemoteProtocolError
+        raise kind(f"{other}malformed packet of {len(data)} bytes: {exc}") from exc
     if packet.major != MAJOR:
-        raise RemoteProtocolError(f"protocol version {packet.major} is not {MAJOR}; upgrade the older side")
+        raise OtherVersion(f"protocol version {packet.major} is not {MAJOR}; upgrade the older side")
     return packet
 
 

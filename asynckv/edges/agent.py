@@ -37,6 +37,7 @@ from asynckv.core.types import TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
 __all__ = ["Agent", "make_epoll"]
@@ -44,8 +45,8 @@ __all__ = ["Agent", "make_epoll"]
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
-(`MAX_TABLES` in `asynckv/geometry/tables.py`)."""
+"""Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer (`MAX_TABLES` of
+`asynckv/geometry/tables.py`). Their rows are bounded as well."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -216,9 +217,27 @@ class Agent:
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
         self._remotes[name] = _Remote(memories)
 
-    def knows(self, name: str) -> bool:
-        """Say whether a remote agent is loaded."""
-        return name in self._remotes
+    def is_connected(self, name: str) -> bool:
+        """Say whether a remote agent is loaded, and its connection has not broken."""
+        return name in self._remotes and name not in self._gone
+
+    def forget_broken(self, name: str) -> None:
+        """Forget a connection that broke, so that the remote agent can be loaded anew; harmless if it did not.
+
+        Transfers in doubt stay: they are asked as ever, and NIXL does not know most of them any more (measured: new
+        reads work all the same). Their lists are never released.
+
+        Raises:
+            BackendError: A transfer runs there still; its end would not be known any more.
+        """
+        if name not in self._gone:
+            return
+        if any(transfer.name == name for transfer in self.running.values()):
+            raise BackendError(f"the connection to {name} has broken, and a transfer over it has not ended yet")
+        for transfer in self.doubtful.values():
+            if transfer.name == name:
+                self._remotes[name].lists.pop(id(transfer.lists.table), None)
+        self.drop(name)
 
     def drop_lists(self, name: str) -> None:
         """Release the descriptor lists of a remote agent which nothing reads from now; harmless if there are none."""
@@ -259,18 +278,22 @@ class Agent:
             self._release_lists(*made)
             made.clear()
             raise BackendError(refused)
-        self._make_room(remote)
+        self._make_room(remote, table.num_rows)
         lists = remote.lists[id(table)] = _Lists(table, *made)
         return lists
 
-    def _make_room(self, remote: _Remote) -> None:
+    def _make_room(self, remote: _Remote, num_rows: int) -> None:
         """Release the oldest lists beyond so many, but none that a transfer uses."""
-        excess = len(remote.lists) + 1 - MAX_LISTS
-        if excess > 0:
-            in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
-            for key in [key for key in remote.lists if key not in in_use][:excess]:
-                lists = remote.lists.pop(key)
-                self._release_lists(lists.local, lists.remote)
+        num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
+        if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
+            return
+        in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+        for key in [key for key in remote.lists if key not in in_use]:
+            if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
+                break
+            lists = remote.lists.pop(key)
+            num_rows -= lists.table.num_rows
+            self._release_lists(lists.local, lists.remote)
 
     def _release_lists(self, *handles: Any) -> None:
         for handle in handles:

@@ -323,6 +323,18 @@ class NixlPlane:
                 raise BackendError(f"peer {name} is loaded with other metadata; every start of a process has a name")
             known.users += 1
             self._kept.pop(name, None)
+            agents = (self._agent, *(poster.agent for poster in self._posters if poster.is_alive))
+            if all(each is None or each.is_connected(name) for each in agents):
+                return
+            # It broke while a transfer was in doubt, which keeps the peer: others are read over another connection.
+            known.ready.clear()
+            try:
+                await self._load_remote(agent, memories)
+            except BaseException:
+                self.remove_remote_agent(name)
+                raise
+            finally:
+                known.ready.set()
             return
         remote = self._remotes[name] = _Remote(agent.metadata, memories)
         try:
@@ -336,8 +348,10 @@ class NixlPlane:
 
     async def _load_remote(self, remote: AgentInfo, memories: Sequence[Memory]) -> None:
         assert self._agent is not None
-        # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
-        await anyio.to_thread.run_sync(self._agent.load, remote, memories)
+        if not self._agent.is_connected(remote.name):
+            self._agent.forget_broken(remote.name)
+            # Opens the endpoint: 4 to 14 ms during which the loop has better things to do.
+            await anyio.to_thread.run_sync(self._agent.load, remote, memories)
         # Only what NIXL took once is given to it again.
         loads = [poster.load(remote, memories) for poster in self._posters if poster.is_alive]
         outcomes = await asyncio.gather(*map(asyncio.wrap_future, loads), return_exceptions=True)

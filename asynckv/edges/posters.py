@@ -295,7 +295,9 @@ class Poster:
     def _load(self, agent: Agent, remote: AgentInfo, memories: Sequence[Memory], loaded: Future[None]) -> None:
         refused = ""
         try:
-            agent.load(remote, memories)
+            if not agent.is_connected(remote.name):
+                agent.forget_broken(remote.name)
+                agent.load(remote, memories)
         except BackendError as exc:
             refused = str(exc)
         if refused:

@@ -26,6 +26,7 @@ from asynckv.edges.keeper import DEATHS, Keeper
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPlane
 
 __all__ = ["ProcessPlane", "ServingPlane"]
@@ -257,8 +258,10 @@ class ProcessPlane(_Kept):
         tables = self._tables.setdefault(name, {})
         if (known := tables.get(id(table))) is not None:
             return known[0]
-        if len(tables) >= MAX_TABLES:
-            oldest, _ = tables.pop(next(iter(tables)))
+        num_rows = table.num_rows + sum([known.num_rows for _, known in tables.values()])
+        while tables and (len(tables) >= MAX_TABLES or num_rows > MAX_KEPT_ROWS):
+            oldest, gone = tables.pop(next(iter(tables)))
+            num_rows -= gone.num_rows
             self._keeper.order(wire.Forget(oldest))
         self._num_tables += 1
         tables[id(table)] = self._num_tables, table

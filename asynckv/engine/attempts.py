@@ -202,16 +202,16 @@ class Retries:
             driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
             with self._waking(request.next_at):
                 await self._wake.wait()
-            request.time()
+            request.time(driver.clock.now())
         with self._waking(request.deadline):
             try:
                 if request.state is state.RECOVERING:
                     found = await self._first(error.returned())
-                    request.give_up() if found is None else request.returned()
+                    request.give_up() if found is None else request.returned(driver.clock.now())
                 if request.state is state.RENEWING and self._renew_params is not None:
                     given = await self._first(self._renew_params(error))
                     params = None if given is None or given[0] is None else decode_params(given[0])
-                    request.give_up() if params is None else request.renewed(params)
+                    request.give_up() if params is None else request.renewed(params, driver.clock.now())
             except BlocksRetired:
                 request.give_up()
             except Exception as exc:

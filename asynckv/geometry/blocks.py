@@ -167,10 +167,9 @@ def check_block_ids(
     Raises:
         PlanRefused: A group is missing, an id is negative, too large or given twice, or a list ends too soon.
     """
-    given: Any = groups  # a caller's: compiled by mypyc, this file would believe the annotation
     pairs: list[tuple[Any, Any]] = []
     try:
-        for first, ids in given:
+        for first, ids in groups:
             pairs.append((first, ids))
     except (TypeError, ValueError):
         raise PlanRefused(f"groups is {shown(groups)}; give one (first_token, block_ids) per group") from None

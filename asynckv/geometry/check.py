@@ -170,8 +170,8 @@ def _blamed(exc: msgspec.ValidationError, layout: Any) -> str:
         else:
             said[-1] += f"[{at}]"
             value = _entry(value, at)
-    shown = f"of {len(value)} entries" if isinstance(value, list | tuple) else f"{value!r:.80}"
-    return f"{' '.join(said) or 'the layout'} is {shown}: {told[:1].lower()}{told[1:200]}"
+    is_what = f"of {len(value)} entries" if isinstance(value, list | tuple) else f"{value!r:.80}"
+    return f"{' '.join(said) or 'the layout'} is {is_what}: {told[:1].lower()}{told[1:200]}"
 
 
 def _field(value: Any, kind: type[Struct], name: str) -> Any:

@@ -291,7 +291,7 @@ def attention_view(
         layer: Name by which both engines know the layer.
         order: A permutation of `block`, `kv`, `head`, `token`, `dim`, slowest first. Without `kv` the
             memory holds one part named `kv` (keys and values packed in `dim`, or a latent). Without
-            `head` every rank holds the same (a latent).
+            `head` every rank holds the same (a latent), so that none has a share of the heads.
         sizes: Entries per dim; `block` counts kernel blocks, `token` is the kernel block size.
         dtype: Element type, a key of `ITEMSIZE`.
         heads: `[lo, hi)` of the global KV heads that this rank holds.
@@ -302,13 +302,19 @@ def attention_view(
         offset: Bytes from the memory's base to the first element.
 
     Raises:
-        LayoutError: The order is no permutation, sizes are missing, or the dtype is unknown.
+        LayoutError: The order is no permutation, or has no head for the heads that are given; sizes are missing, or the
+            dtype is unknown.
     """
     order = texts("order", order, 16, 64, LayoutError)
     known = {"block", "kv", "head", TOKEN, "dim"}
     if len(set(order)) != len(order) or not known - {"kv", "head"} <= set(order) <= known:
         raise LayoutError(
             f"order {tuple(order)!r} is not a permutation of block, kv, head, token, dim (kv and head may be left out)"
+        )
+    if "head" not in order and heads != (0, num_heads):
+        raise LayoutError(
+            f"heads {shown(heads)} of num_heads {shown(num_heads)} are held, but the order {tuple(order)!r} has no "
+            f"head: every rank would be taken to hold the same; name the dim of the heads, or leave them out if it does"
         )
     itemsize = _itemsize(dtype)
     sizes = {

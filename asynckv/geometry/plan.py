@@ -172,9 +172,7 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
 
 def _expand(part: _Part) -> ReadRequest:
     section = part.section
-    table, local, remote = section.table, section.local, section.remote
-    if part.hi - part.lo < len(local):
-        local, remote = local[part.lo : part.hi], remote[part.lo : part.hi]
+    table, local, remote = section.table, section.local[part.lo : part.hi], section.remote[part.lo : part.hi]
     if part.end > 1:  # the first row's indices are the blocks themselves
         local = (table.local_index[part.row : part.end] + local).ravel()
         remote = (table.remote_index[part.row : part.end] + remote).ravel()

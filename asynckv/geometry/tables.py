@@ -9,7 +9,8 @@ blocks.
 Which tokens of the two blocks meet is a **span**: `(offset here, offset there, tokens)`. Equal block sizes on aligned
 boundaries know a single span, the whole block; two sizes know a few, that repeat. A first token inside a block adds
 one of its own, the first time it occurs. States have a single span, the whole. There is a table per span: the regular
-ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` are kept.
+ones are made when the peer is first met, any other when a request needs it, and no more than `MAX_TABLES` of them, and
+`MAX_KEPT_ROWS` rows, are kept.
 
 The remote strides are a stranger's, so what a table may cost is counted before it is made.
 
@@ -63,6 +64,10 @@ MAX_REGULAR = 64
 MAX_ROWS = 1 << 18
 """Most rows of all tables made for a peer beforehand, and of one made later: the remote strides decide it. So
 many take 50 ms; 128 layers of keys and values have as many where blocks of 1,024 tokens share one token at a time."""
+
+MAX_KEPT_ROWS = 4 * MAX_ROWS
+"""Most rows of all tables kept per peer, some 70 MB: a stranger's strides make tables of many rows, and odd first
+tokens many tables."""
 
 WARN_ROWS = 64
 """Rows per layer beyond which an operator is told that the memory orders do not go together."""
@@ -182,6 +187,7 @@ class PeerTables:
         self._layers = {pair: len({s.local_view.layer for s in shares}) for pair, shares in pairs.items()}
         self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Span, DescTable] = OrderedDict()
+        self._num_kept_rows = 0
         self._ids = ids
         self.warnings: list[str] = []
         self.group_pairs = tuple(
@@ -243,26 +249,30 @@ class PeerTables:
             self._tables.move_to_end(span)
             return table
         table = self._tables[span] = self._compile(span)
+        self._num_kept_rows += table.num_rows
         return table
 
     @property
     def is_full(self) -> bool:
-        """There are more tables than are kept."""
-        return len(self._tables) > MAX_TABLES
+        """There are more tables, or rows of them, than are kept."""
+        return len(self._tables) > MAX_TABLES or self._num_kept_rows > MAX_KEPT_ROWS
 
     def evict(self, in_use: set[int]) -> list[DescTable]:
-        """Forget tables beyond `MAX_TABLES`, the least recently used first, and return them.
+        """Forget tables beyond what is kept, the least recently used first, and return them.
 
         Tables in use stay, for whoever planned with one has yet to post with it; so do the regular ones, which the next
-        aligned request would only make again. There may be more than `MAX_TABLES` then.
+        aligned request would only make again. There may be more than are kept then.
         """
-        excess = len(self._tables) - MAX_TABLES
-        if excess <= 0:
+        if not self.is_full:
             return []
         kept = in_use | {table.table_id for table in self.regular}
-        out = [table for table in self._tables.values() if table.table_id not in kept][:excess]
-        for table in out:
+        out = []
+        for table in [table for table in self._tables.values() if table.table_id not in kept]:
+            if not self.is_full:
+                break
             del self._tables[table.span]
+            self._num_kept_rows -= table.num_rows
+            out.append(table)
         return out
 
     def _num_rows(self, span: Span) -> int:

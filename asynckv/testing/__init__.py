@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asynckv.testing.clock import ManualClock
     from asynckv.testing.conformance import check_control_plane, check_data_plane
-    from asynckv.testing.planes import SimControl, SimData, SimNetwork
+    from asynckv.testing.fabric import SimControl, SimData, SimNetwork
     from asynckv.testing.simulation import (
         FAULTS,
         Fault,
@@ -46,9 +46,9 @@ __all__ = [
 
 HOME = {
     "ManualClock": "clock",
-    "SimControl": "planes",
-    "SimData": "planes",
-    "SimNetwork": "planes",
+    "SimControl": "fabric",
+    "SimData": "fabric",
+    "SimNetwork": "fabric",
     "check_control_plane": "conformance",
     "check_data_plane": "conformance",
 }

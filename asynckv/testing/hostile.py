@@ -12,7 +12,8 @@ It has heard every packet, and reaches every listener. What that may change is t
   beyond `max_lease_s`, even if its reader is dead; the answer goes to the route that it came by. If the request is not
   lent yet the first answer is lost to the reader that way, and it has to repeat its claim. A repeated hello takes the
   goodbye. A release that was sent takes its effect once, and a claim after it is refused.
-- A reader believes nobody but the address that it is connected to, and of that only answers to its own nonces.
+- A reader believes nobody but the address that it is connected to, and of that only answers to its own nonces, which
+  refuse for reasons that are a rank's to give.
 
 Wherever nothing may change, that is compared before and after each packet.
 """
@@ -32,6 +33,7 @@ from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
+    REFUSED,
     Ack,
     Claim,
     Goodbye,
@@ -47,7 +49,8 @@ from asynckv.core.wire import (
     encode_packet,
 )
 from asynckv.errors import AsyncKVError
-from asynckv.testing.world import Process, World, WorldControl
+from asynckv.testing.fabric import Port
+from asynckv.testing.world import Process, World
 
 __all__ = ["Hostile"]
 
@@ -84,10 +87,10 @@ class Hostile:
         self.rng.choice(self._tricks)()
 
     @property
-    def _control(self) -> WorldControl | None:
-        control = self.world.listeners.get(self.address)
+    def _control(self) -> Port | None:
+        control = self.world.ports.get(self.address)
         is_away = self.process.now > self.world.now + PATIENCE_S
-        return control if control is not None and control.process is self.process and not is_away else None
+        return control if control is not None and control.name == self.process.name and not is_away else None
 
     def _heard(self, most: int) -> list[bytes]:
         """Some packets that were sent to this rank, or to anybody."""
@@ -107,10 +110,10 @@ class Hostile:
         if control is None:
             return
         for packet in self._heard(3):
-            routes = sorted(control.asked)
+            routes = sorted(self.world.asked[control.name])
             route = ReplyTo(self.rng.choice(routes)) if routes and self.rng.random() < 0.3 else ROUTE
             self.world.counts["hostile.replayed"] += 1
-            control.deliver(route, packet)
+            control.hear(route, packet)
 
     def _forge(self) -> None:
         """Say what would be valid if somebody else said it."""
@@ -165,7 +168,7 @@ class Hostile:
             return
         self.world.counts["hostile.forged"] += 1
         before = _leases(self.node)
-        control.deliver(ROUTE, encode_packet(source, self.node.identity.incarnation, [message]))
+        control.hear(ROUTE, encode_packet(source, self.node.identity.incarnation, [message]))
         now = self.process.epoch + self.process.now * self.process.rate
         for token, (owed, final, held) in _leases(self.node).items():
             was_owed, was_final, was_held = before[token]
@@ -198,7 +201,7 @@ class Hostile:
                 )
                 for _ in range(50)
             ]
-            control.deliver(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
+            control.hear(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
         parked = self.node.inspect.gauges()["parked"]
         for _ in range(CLAIMS // EACH):
             stranger = f"{rng.getrandbits(128):032x}"
@@ -209,7 +212,7 @@ class Hostile:
                 key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
-            control.deliver(ROUTE, encode_packet(stranger, identity.incarnation, early))
+            control.hear(ROUTE, encode_packet(stranger, identity.incarnation, early))
         taken, most = self.node.inspect.gauges()["parked"] - parked, self.node.config.lease.max_parked
         if taken > max(most // 2, 1):
             self.world.violate(f"one connection takes {taken} of {most} places at {self.process.name} for early claims")
@@ -234,7 +237,7 @@ class Hostile:
                 source.incarnation,
                 Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED))),
             ),
-            (source.address, source.incarnation, Unwelcome(nonce, Reason.GEOMETRY, "")),
+            (source.address, source.incarnation, Unwelcome(nonce, Reason.RESTARTED, "")),
             (
                 source.address,
                 source.incarnation,
@@ -248,10 +251,17 @@ class Hostile:
             (NOWHERE, source.incarnation, Ack(key, pull_id)),
             (NOWHERE, source.incarnation, Goodbye()),
         ]
-        for address, sender, lie in rng.sample(lies, len(lies)):
+        lies = rng.sample(lies, len(lies))
+        for reason in sorted(set(Reason) - REFUSED):
+            # Even the rank itself cannot say this: it is the reader's own to find out.
+            own = Refused(key, pull_id, known, Reason.EXPIRED)
+            msgspec.structs.force_setattr(own, "reason", reason)
+            lies.append((source.address, source.incarnation, own))
+            self.world.counts[f"hostile.malformed.{self.process.name}"] += 1
+        for address, sender, lie in lies:
             self.world.counts["hostile.lied"] += 1
             before = _beliefs(pull, source)
-            control.deliver(address, encode_packet(sender, node.identity.incarnation, [lie]))
+            control.hear(address, encode_packet(sender, node.identity.incarnation, [lie]))
             if _beliefs(pull, source) != before:
                 self.world.violate(f"a forged {type(lie).__name__} changed what {self.process.name} believes: {lie}")
 
@@ -274,7 +284,6 @@ def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
         pull.failure,
         source.covered_until,
         source.lent_by,
-        source.confirmed,
         source.release,
         source.not_lent_yet,
     )

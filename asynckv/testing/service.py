@@ -25,7 +25,7 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Key, ReplyTo
+from asynckv.core.types import Address, Key, ReplyTo
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
@@ -210,12 +210,12 @@ class _Rank:
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._core.decode.transfers
         mine = posted[transfer.transfer_id].pull
-        owner = transfer.owner.process.name.split("#")[0]
+        owner = transfer.owner.host.split("#")[0]
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
         if self.service.is_counted:
             self._fits(transfer)
-        for other in self.data.transfers.values():
+        for other in self.data.running.values():
             theirs = posted.get(other.transfer_id)
             if other.is_dead or other is transfer or (theirs is not None and theirs.pull is mine):
                 continue
@@ -232,7 +232,7 @@ class _Rank:
     def _fits(self, transfer: Transfer) -> None:
         """No more is in flight than may be, from each rank and in all."""
         posted = self.engine._core.decode.transfers
-        known = [t for t in self.data.transfers.values() if not t.is_over and t.transfer_id in posted]
+        known = [t for t in self.data.running.values() if not t.is_over and t.transfer_id in posted]
         running = [t for t in known if posted[t.transfer_id].pull.reason is None]
         same = [t for t in running if t.owner is transfer.owner]
         for others, most in ((same, PULL.window_bytes), (running, PULL.total_bytes)):
@@ -393,8 +393,8 @@ class Service:
             return (usual, usual + rng.random() ** 2 * 4.0)
         return (usual,)
 
-    def _transfer_fate(self, reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
-        names = reader.process.name.split("#")[0], owner.process.name.split("#")[0]
+    def _transfer_fate(self, reader: str, owner: str, rng: random.Random) -> TransferFate:
+        names = reader.split("#")[0], owner.split("#")[0]
         r = [rng.random() for _ in range(6)]
         usual = TransferFate((2e-5 + r[0] ** 3 * 2e-3) * self.script.data, inline=r[1] < 0.3)
         if r[2] < self._active("stuck", *names):
@@ -642,11 +642,11 @@ class Service:
             for _ in range(rng.randint(1, 4)):
                 bad[rng.randrange(len(bad))] = rng.randrange(256)
             packets += [bytes(bad), packet]
-        control = self.world.listeners.get(f"sim://{rank.name}")
+        control = self.world.ports.get(Address(f"sim://{rank.name}"))
         if control is not None:
             for packet in packets:
                 when = self.world.now + rng.random() * 0.01
-                rank.process.call_at(when, control.deliver, ReplyTo(b"stranger"), packet)
+                rank.process.call_at(when, control.hear, ReplyTo(b"stranger"), packet)
 
     def _cancel(self, number: int) -> None:
         for attempt, task in self.tasks.get(number, ()):
@@ -922,14 +922,16 @@ class Service:
             if node.outbox.counters["internal_errors"]:
                 world.violate(f"{rank.name}: internal errors")
                 return
-            if node.outbox.counters["dropped.malformed"] and not any(f.kind == "garbage" for f in self.script.faults):
-                malformed = node.outbox.counters["dropped.malformed"]
+            malformed = (
+                node.outbox.counters["dropped.malformed"] - world.counts[f"hostile.malformed.{rank.process.name}"]
+            )
+            if malformed > 0 and not any(f.kind == "garbage" for f in self.script.faults):
                 world.violate(f"{rank.name} was sent {malformed} malformed packets by its own kind")
                 return
             if late := [h for h in rank.engine.holds() if h.reason not in ("retired", "quarantined")]:
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
                 return
-            stuck = [t for t in rank.data.transfers.values() if not t.is_over]
+            stuck = [t for t in rank.data.running.values() if not t.is_over]
             if not stuck and not node.is_idle:
                 world.violate(f"{rank.name} is not idle: {node.inspect.gauges()}")
                 return

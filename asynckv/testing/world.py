@@ -18,29 +18,22 @@ import itertools
 import math
 import random
 import selectors
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVarTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.core.types import ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
+from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
 
 __all__ = ["Process", "Transfer", "Violation", "WireFate", "World", "WorldClock", "WorldControl", "WorldData"]
 
 Ts = TypeVarTuple("Ts")
-Bytes = npt.NDArray[np.uint8]
-
-
-class Violation(Exception):
-    """Something happened that must never happen."""
 
 
 class _NoSelector(selectors.BaseSelector):
@@ -141,7 +134,7 @@ class Process:
         self.frozen_s = 0.0
         self.pauses = 0.0
         self.is_dead, self.died_at = False, math.inf
-        self.random = world.random_of(name)
+        self.random, self.wire = world.random_of(name), world.random_of("wire", name)
         self._is_turn_due = False
         self.loop = _Loop(self)
 
@@ -184,8 +177,12 @@ class Process:
         self.frozen_until = max(self.frozen_until, until)
 
     def kill(self) -> None:
-        """End it without a word."""
+        """End it without a word: nobody answers it, nor reads from it, any more."""
         self.is_dead, self.died_at = True, self.world.now
+        self.world.ports.pop(ReplyTo(self.name.encode()), None)
+        for nic in [nic for nic in self.world.nics.values() if nic.host == self.name]:
+            nic.leave()
+            nic.ends += 1
 
     def close(self) -> None:
         """Give back what the loop holds."""
@@ -204,7 +201,7 @@ WireFate = Callable[[str, str, random.Random], Sequence[float]]
 """Given sender and receiver: delays of every copy that arrives; none is a loss."""
 
 
-class World:
+class World(Fabric):
     """All processes, everything between them, and time.
 
     Args:
@@ -213,24 +210,41 @@ class World:
     """
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self.seed = seed
         self.now = 0.0
         self.violation = ""
         self.trace: list[tuple[float, str, str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.processes: dict[str, Process] = {}
-        self.listeners: dict[str, WorldControl] = {}
-        self.agents: dict[str, WorldData] = {}
+        self.asked: defaultdict[str, set[ReplyTo]] = defaultdict(set)
+        """Which routes a process has heard questions from."""
         self.fate: WireFate = lambda sender, to, rng: (5e-5 + rng.random() * 2e-4,)
         self.is_calm: Callable[[float], bool] = lambda until: True
         """No process is going to die before a time."""
-        self.transfer_fate: Callable[[WorldData, WorldData, random.Random], TransferFate] = _usual
+        self.transfer_fate: Callable[[str, str, random.Random], TransferFate] = _usual
         self.on_sent: Callable[[Process, str, bytes], None] = lambda process, to, packet: None
         """Called with what a process says to an address."""
         self.on_delivered: Callable[[Process, str, bytes], None] = lambda process, origin, packet: None
         """Called with what a process is about to hear from an address."""
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
+
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
+        """Let fate decide when a packet arrives, and how often."""
+        source, target = self.processes[sender.name], self.processes[receiver.name]
+        if isinstance(origin, bytes):
+            self.asked[receiver.name].add(origin)
+        sent_at = source.now
+
+        def arrive() -> None:
+            # A process that was ahead of the world may have died before it came to send this.
+            if sent_at <= source.died_at:
+                target.loop.call_soon(receiver.hear, origin, packet)
+
+        for delay in self.fate(source.name, target.name, source.wire):
+            self.note(source.name, f"-> {target.name}", packet)
+            target.at(sent_at + delay, arrive)
 
     def random_of(self, *names: object) -> random.Random:
         """A source of randomness of its own, so that one fault more does not change all others."""
@@ -313,94 +327,35 @@ class WorldClock:
         return process.loop.call_at(at, callback)
 
 
-class WorldControl:
-    """Packets between processes."""
+class WorldControl(Port):
+    """Packets between processes; the same address after a restart."""
 
     def __init__(self, process: Process, address: str) -> None:
-        self.process, self._address = process, Address(address)
-        self._on_packet: Callable[[Address | ReplyTo, bytes], None] | None = None
-        self._links: set[Address] = set()
-        self._random = process.world.random_of("wire", process.name)
-        self.asked: dict[bytes, WorldControl] = {}
+        super().__init__(process.world, address, process.name)
+        self.process = process
 
-    @property
-    def address(self) -> Address:
-        """Where others reach it; the same after a restart."""
-        return self._address
-
-    async def start(
-        self,
-        on_packet: Callable[[Address | ReplyTo, bytes], None],
-        on_refused: Callable[[str, str], None] = lambda cause, who: None,
-    ) -> None:
-        """Listen."""
-        self._on_packet = on_packet
-        self.process.world.listeners[self._address] = self
-
-    def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
+    def send(self, to: Origin, packet: bytes) -> bool:
         """Hand a packet to the wire."""
-        process, world = self.process, self.process.world
-        process.spend()
-        if self._on_packet is None:
-            return False
-        if isinstance(to, bytes):
-            asker = self.asked.get(to)
-            if asker is None or asker.process.is_dead or self._address not in asker._links:
-                return False
-            for delay in world.fate(process.name, asker.process.name, self._random):
-                self._carry(asker, self._address, packet, delay)
-            return True
-        self._links.add(to)
-        world.on_sent(process, to, packet)
-        listener = world.listeners.get(to)
-        if listener is not None:
-            route = ReplyTo(process.name.encode())
-            listener.asked[route] = self
-            for delay in world.fate(process.name, listener.process.name, self._random):
-                self._carry(listener, route, packet, delay)
-        return True
+        self.process.spend()
+        if self.is_open and isinstance(to, str):
+            self.process.world.on_sent(self.process, to, packet)
+        return super().send(to, packet)
 
-    def _carry(self, to: WorldControl, origin: Address | ReplyTo, packet: bytes, delay: float) -> None:
-        sender, receiver = self.process, to.process
-        sender.world.note(sender.name, f"-> {receiver.name}", packet)
-        sent_at = sender.now
-
-        def arrive() -> None:
-            # A process that was ahead of the world may have died before it came to send this.
-            if sent_at <= sender.died_at:
-                receiver.loop.call_soon(to.deliver, origin, packet)
-
-        receiver.at(sent_at + delay, arrive)
-
-    def deliver(self, origin: Address | ReplyTo, packet: bytes) -> None:
+    def hear(self, origin: Origin, packet: bytes) -> None:
         """Take a packet, in the process's loop."""
-        if self._on_packet is None or (isinstance(origin, str) and origin not in self._links):
+        if not self.is_open or (isinstance(origin, str) and origin not in self.links):
             return
         self.process.spend()
         self.process.world.note(self.process.name, "received", packet)
         if isinstance(origin, str):
             self.process.world.on_delivered(self.process, origin, packet)
-        self._on_packet(origin, packet)
+        super().hear(origin, packet)
         self.process.spend()
-
-    def refusal(self, address: Address) -> str:
-        """Whoever can be named can be asked."""
-        return ""
-
-    def disconnect(self, address: Address) -> None:
-        """Drop a link."""
-        self._links.discard(address)
-
-    def statistics(self) -> dict[str, int]:
-        """Count links."""
-        return {"links": len(self._links)}
 
     async def aclose(self) -> None:
         """Listen no more; what was sent may take a moment to leave."""
-        self._on_packet = None
-        if self.process.world.listeners.get(self._address) is self:
-            del self.process.world.listeners[self._address]
-        await asyncio.sleep(self._random.random() ** 2 * 0.5)
+        await super().aclose()
+        await asyncio.sleep(self.process.wire.random() ** 2 * 0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,67 +388,23 @@ class TransferFate:
         return f"({when}, {self.lands:.0%} landed{late}{after})"
 
 
-def _usual(reader: WorldData, owner: WorldData, rng: random.Random) -> TransferFate:
+def _usual(reader: str, owner: str, rng: random.Random) -> TransferFate:
     return TransferFate(2e-5 + rng.random() ** 3 * 2e-3, inline=rng.random() < 0.3)
 
 
-_Piece = tuple[Bytes, Bytes]
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """One posted read."""
-
-    transfer_id: TransferId
-    owner: WorldData
-    pieces: list[_Piece]
-    spots: list[tuple[int, int, int]]
-    """Where they land: memory, start, length."""
-    name: str
-    """The agent it reads from, as it is known by."""
-    fate: TransferFate
-    end_at: float = math.inf
-    landed: int = 0
-    is_over: bool = False
-    """Nothing will be written, and its end was reported."""
-    is_dead: bool = False
-    """Nothing will be written any more."""
-    owner_start: int = 1
-    """Which start of its data plane it reads from."""
-
-
-_Row = tuple[list[int], list[int], int]
-"""Memory, offset and stride on both sides, and the length, as plain numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    table: DescTable
-    rows: list[_Row]
-
-
-class WorldData:
+class WorldData(Nic):
     """Bytes between processes: a transfer lands piece by piece, whatever its reader does meanwhile.
 
     Attributes:
-        arrays: The registered memories' bytes.
         on_post, on_land: Called with a transfer when it is posted, and before some of it lands.
     """
 
     def __init__(self, process: Process, agent_name: str, arrays: Sequence[Bytes], memories: Sequence[Memory]) -> None:
-        self.process, self._name, self._base_name = process, agent_name, agent_name
-        self.starts, self.closed_at = 0, math.inf
-        self.arrays, self._memories = list(arrays), tuple(memories)
-        self.transfers: dict[TransferId, Transfer] = {}
+        super().__init__(process.world, agent_name, process.name, arrays)
+        self.process, self._declared = process, tuple(memories)
         self.on_post: Callable[[Transfer], None] = lambda transfer: None
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
-        self.posted = 0
         self.is_closed = False
-        self._tables: dict[str, dict[int, _Table]] = {}
-        """By remote agent, then by the table's id; an entry holds its table, so that no other gets its id."""
-        self._users: Counter[str] = Counter()
-        self._news: list[DataNews] = []
-        self._on_ready: Callable[[], None] = lambda: None
         self._has_agent = self._can_read = self._reads_stay = True
         self._random = process.world.random_of("nic", process.name)
 
@@ -501,19 +412,9 @@ class WorldData:
 
     def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
         """Join the world, each time as another agent, with the memory that this plane was made for."""
-        assert tuple(memories) == self._memories
-        self.starts += 1
-        if self.starts > 1:
-            self._name = f"{self._base_name}-{self.starts}"
-        self.is_closed, self.closed_at = False, math.inf
-        self._on_ready = on_ready
-        self._has_agent = self._can_read = True
-        self.process.world.agents[self._name] = self
-        return self._agent
-
-    @property
-    def _agent(self) -> AgentInfo:
-        return AgentInfo(self._name, self._name.encode())
+        assert tuple(memories) == self._declared
+        self.is_closed, self._has_agent, self._can_read = False, True, True
+        return super().start(memories, on_ready)
 
     async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
         """Load it, which takes a while."""
@@ -521,38 +422,22 @@ class WorldData:
         await asyncio.sleep(self._random.random() * 2e-3)
         if not self._can_read or (starts != self.starts and not self._reads_stay):
             raise BackendError("our agent has died")
-        owner = self.process.world.agents.get(agent.metadata.decode())
-        if owner is None or owner.process.is_dead:
-            raise BackendError(f"no agent {agent.name!r} behind its metadata")
-        self._tables.setdefault(agent.name, {})
-        self._users[agent.name] += 1
-
-    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
-        """Forget a remote agent that nothing reads from."""
-        if self.is_closed or name not in self._users:
-            return
-        self._users[name] -= 1
-        if self._users[name] <= 0:
-            for transfer in self.transfers.values():
-                if transfer.name == name:
-                    raise Violation(f"{self.process.name} removes {name} under transfer {transfer.transfer_id}")
-            del self._tables[name], self._users[name]
+        await super().add_remote_agent(agent, memories)
 
     def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
         """Begin to read."""
         world, process = self.process.world, self.process
         process.spend()
-        self.posted += 1
-        owner, tables = world.agents.get(name), self._tables.get(name)
-        if tables is None and not self._can_read:
+        self.posts += 1
+        if name not in self.remotes:
+            if self._can_read:
+                raise Violation(f"{process.name} reads from {name}, which it has not loaded")
             return TransferEnded(transfer_id, Ending.FAILED, "our agent has died")
-        if tables is None:
-            raise Violation(f"{process.name} reads from {name}, which it has not loaded")
-        if owner is None or owner.process.is_dead:
+        if name not in world.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
-        transfer = self._transfer(transfer_id, owner, self._rows(tables, read.table), name, read)
+        transfer = self.prepare(transfer_id, name, read)
+        fate = world.transfer_fate(self.host, transfer.owner.host, self._random)
         self.on_post(transfer)
-        fate = transfer.fate
         world.note(process.name, f"posted {transfer_id} from {name}", fate)
         if (
             fate.inline
@@ -562,18 +447,19 @@ class WorldData:
         ):
             # Local transports copy before they return.
             process.now += fate.seconds
-            self._land(transfer, len(transfer.pieces))
+            self._land(transfer)
             process.spend()
             transfer.is_over = transfer.is_dead = True
             return TransferEnded(transfer_id, Ending.DONE)
-        self.transfers[transfer_id] = transfer
-        begin, half = process.now, len(transfer.pieces) * fate.lands / 2
-        transfer.end_at = begin + fate.seconds
+        self.running[transfer_id] = transfer
+        begin, half = process.now, math.floor(len(transfer.pieces) * fate.lands / 2)
+        if fate.ending is Ending.DONE:
+            transfer.done_at = begin + fate.seconds
         if fate.seconds < math.inf:
-            world.at(begin + fate.seconds * self._random.random(), lambda: self._land(transfer, math.floor(half)))
-            world.at(begin + fate.seconds, lambda: self._end(transfer))
+            world.at(begin + fate.seconds * self._random.random(), lambda: self._land(transfer, half))
+            world.at(begin + fate.seconds, lambda: self._end(transfer, fate))
         elif fate.late_s < math.inf:
-            world.at(begin + fate.late_s, lambda: self._land(transfer, len(transfer.pieces)))
+            world.at(begin + fate.late_s, lambda: self._land(transfer))
         process.spend()
         return None
 
@@ -583,65 +469,47 @@ class WorldData:
         world, until = self.process.world, self.process.now
         if until > world.now + 1e-4 and world.is_calm(until):
             # The bytes land when the world is there; nothing of this process's is seen before.
-            ends = [t for t in self.transfers.values() if t.end_at <= until and t.fate.ending is Ending.DONE]
-            for transfer in ends:
-                if not transfer.is_over and not transfer.is_dead:
+            for transfer in self.running.values():
+                if transfer.done_at <= until and not transfer.is_over and not transfer.is_dead:
                     transfer.is_over = True
                     self._news.append(TransferEnded(transfer.transfer_id, Ending.DONE))
-        news, self._news = self._news, []
+        news = super().poll()
         for ended in news:
             if isinstance(ended, TransferEnded) and ended.ending is not Ending.IN_DOUBT:
-                self.transfers.pop(ended.transfer_id, None)
+                self.running.pop(ended.transfer_id, None)
         self.process.spend()
         return news
-
-    def watch(self, serving: bool) -> None:
-        """Nothing to do."""
-
-    def statistics(self) -> dict[str, int]:
-        """Count."""
-        return {"posts": self.posted, "running": len(self.transfers), "peers": len(self._tables)}
-
-    def describe(self) -> dict[str, str]:
-        """Say what this is."""
-        return {"backend": "simulated"}
-
-    async def quiesce(self) -> None:
-        """There are no threads."""
 
     def close(self) -> None:
         """Leave: without its agent nothing is written any more."""
         if self.is_closed:
             return
-        self.is_closed, self.closed_at = True, self.process.now
-        if self.process.world.agents.get(self._name) is self:
-            del self.process.world.agents[self._name]
-        left = list(self.transfers.values())
+        self.is_closed = True
+        left = list(self.running.values())
         for transfer in left:
             transfer.is_over = True
 
         def end() -> None:
+            self.ends += 1
             for transfer in left:
                 transfer.is_dead = True
 
         # A process may be ahead of the world: what lands until then has landed before.
         self.process.world.at(self.process.now, end)
-        for what in (self.transfers, self._tables, self._users, self._news):
-            what.clear()
+        super().close()
 
     # -- what happens ------------------------------------------------------------------------------
 
     def lose_agent(self, down_s: float, *, reads: bool) -> None:
         """The agent that others reach dies, and with `reads` what posts our reads; another follows. In our loop."""
         world = self.process.world
-        if self.is_closed or not self._has_agent or world.agents.get(self._name) is not self:
+        if self.is_closed or not self._has_agent or world.nics.get(self.name) is not self:
             return
         world.note(self.process.name, "loses its agent", "and its reads" if reads else "")
         self._has_agent, self._can_read, self._reads_stay = False, not reads, not reads
-        del world.agents[self._name]
-        # What reads from us, and what we read, stops at this start.
-        self.starts += 1
-        starts, left = self.starts, list(self.transfers.values()) if reads else []
+        self.leave()
+        self.ends, self.starts = self.ends + 1, self.starts + 1
+        starts, left = self.starts, list(self.running.values()) if reads else []
 
         def end() -> None:
             for transfer in left:
@@ -654,24 +522,22 @@ class WorldData:
                 transfer.is_over = True
                 self._news.append(TransferEnded(transfer.transfer_id, Ending.FAILED, "our agent has died"))
         if reads:
-            self._tables.clear()
-            self._users.clear()
+            self.remotes.clear()
         self._news.append(AgentLost("our agent has died", 0.0, reads))
         self._on_ready()
 
         def follow() -> None:
             if self.is_closed or self.starts != starts:
                 return
-            self._name, self._has_agent, self._can_read = f"{self._base_name}-{starts}", True, True
-            world.agents[self._name] = self
-            self._news.append(AgentReplaced(self._agent, "our agent has died", down_s, len(left)))
+            self._has_agent = self._can_read = True
+            self._news.append(AgentReplaced(self.join(), "our agent has died", down_s, len(left)))
             self._on_ready()
 
         self.process.call_at(world.now + down_s, follow)
 
-    def lose(self, owner: WorldData) -> None:
+    def lose(self, owner: Nic) -> None:
         """The process that is read from died."""
-        for transfer in list(self.transfers.values()):
+        for transfer in list(self.running.values()):
             if transfer.owner is owner and not transfer.is_dead:
                 transfer.is_dead = True
                 r = self._random.random()
@@ -687,70 +553,33 @@ class WorldData:
     def _reporter(self, transfer: Transfer, ending: Ending, lost: bool) -> Callable[[], None]:
         return lambda: self._report(transfer, ending, lost, "the remote process died")
 
-    def _rows(self, tables: dict[int, _Table], table: DescTable) -> list[_Row]:
-        """Return a table's rows, made on its first read as descriptor lists are."""
-        if (known := tables.get(id(table))) is None:
-            rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
-            known = tables[id(table)] = _Table(table, list(rows))
-        return known.rows
-
-    def _transfer(
-        self,
-        transfer_id: TransferId,
-        owner: WorldData,
-        rows: list[_Row],
-        name: str,
-        read: ReadRequest,
-    ) -> Transfer:
-        pieces: list[_Piece] = []
-        spots = []
-        table = read.table
-        for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
-            (memory, offset, stride), (remote_memory, remote_offset, remote_stride), length = rows[row]
-            start = offset + mine * stride
-            source = remote_offset + theirs * remote_stride
-            target = self.arrays[memory][start : start + length]
-            origin = owner.arrays[remote_memory][source : source + length]
-            if row != other or len(target) != length or len(origin) != length:
-                raise Violation(f"{self.process.name} reads outside of registered memory")
-            pieces.append((target, origin))
-            spots.append((memory, start, length))
-        fate = self.process.world.transfer_fate(self, owner, self._random)
-        return Transfer(transfer_id, owner, pieces, spots, name, fate, owner_start=owner.starts)
-
-    def _land(self, transfer: Transfer, upto: int) -> None:
-        owner = transfer.owner
-        gone = owner.process.is_dead or owner.starts != transfer.owner_start or self.process.world.now > owner.closed_at
-        if transfer.is_dead or self.process.is_dead or gone:
-            return
-        if upto > transfer.landed:
+    def _land(self, transfer: Transfer, upto: int | None = None) -> None:
+        upto = len(transfer.pieces) if upto is None else upto
+        if upto > transfer.landed and not (transfer.is_dead or transfer.is_cut or self.process.is_dead):
             self.on_land(transfer, transfer.spots[transfer.landed : upto])
-            for target, origin in transfer.pieces[transfer.landed : upto]:
-                target[:] = origin
-            transfer.landed = upto
+            transfer.land(upto)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: Transfer, fate: TransferFate) -> None:
         if transfer.is_dead or self.process.is_dead:
             return
-        fate, world = transfer.fate, self.process.world
+        world = self.process.world
         self._land(transfer, round(len(transfer.pieces) * fate.lands))
         if fate.ending is Ending.IN_DOUBT:
             if fate.late_s < math.inf:
-                world.at(world.now + fate.late_s, lambda: self._land(transfer, len(transfer.pieces)))
+                world.at(world.now + fate.late_s, lambda: self._land(transfer))
             if fate.after_s < math.inf:
-                world.at(world.now + fate.after_s, lambda: self._resolve(transfer))
+                world.at(world.now + fate.after_s, lambda: self._resolve(transfer, fate.after))
         else:
             transfer.is_dead = True
         self._report(transfer, fate.ending, fate.peer_lost, fate.cause)
 
-    def _resolve(self, transfer: Transfer) -> None:
+    def _resolve(self, transfer: Transfer, ending: Ending) -> None:
         if transfer.is_dead or self.process.is_dead:
             return
-        if transfer.fate.after is Ending.DONE:
-            self._land(transfer, len(transfer.pieces))
+        if ending is Ending.DONE:
+            self._land(transfer)
         transfer.is_dead = True
-        self._report(transfer, transfer.fate.after, False, "after all")
+        self._report(transfer, ending, False, "after all")
 
     def _report(self, transfer: Transfer, ending: Ending, peer_lost: bool, cause: str) -> None:
         if self.is_closed or self.process.is_dead or transfer.is_over:

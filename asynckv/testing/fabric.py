@@ -1,0 +1,475 @@
+"""The one simulated network and the one simulated NIC, on which every test of more than one rank stands.
+
+A `Fabric` joins ranks. What they say goes from `Port` to `Port`: to an address, or back along the route by which a
+question came. What they read goes from `Nic` to `Nic`, by the name of an agent: `Nic.prepare` finds the bytes that a
+read means on both sides, and `Transfer.land` copies them, as they are by then. Data really moves, and every index and
+address is checked against what was registered, so a mistake of the core is a `Violation` and not a crash.
+
+What a fabric does not know is *when*, and what goes wrong. That is left to whoever drives it, in two places: `carry`
+has a packet that has left and decides when, how often and whether the receiver hears it; and a transfer that is
+prepared lands, and ends, when its driver says so. Time, losses, deaths and dice are the driver's.
+
+`SimNetwork`, `SimControl` and `SimData` drive one for real engines on any asyncio loop: packets arrive in the next turn
+and reads are done when posted, until told otherwise. `asynckv.testing.world` drives another through seeded faults in
+virtual time. Cores without engines are driven by hand in the tests, and as fast as they go in `scripts/bench_core.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable, ReadRequest
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews
+
+__all__ = ["Bytes", "Fabric", "Nic", "Origin", "Port", "SimControl", "SimData", "SimNetwork", "Transfer", "Violation"]
+
+Bytes = npt.NDArray[np.uint8]
+Origin = Address | ReplyTo
+"""The way a packet came, and goes back: an address that is asked, or the route by which whoever asked is answered."""
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Fabric:
+    """What connects ranks.
+
+    Attributes:
+        ports: Who listens, by address, and who asks, by route.
+        nics: The agents that can be read from, by name.
+    """
+
+    def __init__(self) -> None:
+        self.ports: dict[Origin, Port] = {}
+        self.nics: dict[str, Nic] = {}
+
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
+        """Have a packet heard: at once, unless a driver decides otherwise."""
+        receiver.hear(origin, packet)
+
+
+class Port:
+    """A control plane: where one rank's packets leave and arrive.
+
+    Attributes:
+        name: Whose it is; questions come along the route of this name.
+        links: The addresses that it has asked, and hears answers from.
+    """
+
+    def __init__(self, fabric: Fabric, address: str, name: str) -> None:
+        self.fabric, self.name = fabric, name
+        self.address, self.route = Address(address), ReplyTo(name.encode())
+        self.links: set[Address] = set()
+        self.is_open = False
+        self.packets_in = self.packets_out = self.bytes_out = 0
+        self._on_packet: Callable[[Origin, bytes], None] = lambda origin, packet: None
+
+    def open(self) -> None:
+        """Listen and ask."""
+        self.is_open = True
+        self.fabric.ports[self.address] = self.fabric.ports[self.route] = self
+
+    async def start(
+        self,
+        on_packet: Callable[[Origin, bytes], None],
+        on_refused: Callable[[str, str], None] = lambda cause, who: None,
+    ) -> None:
+        """Listen."""
+        self._on_packet = on_packet
+        self.open()
+
+    def send(self, to: Origin, packet: bytes) -> bool:
+        """Hand a packet to the fabric; False if it cannot arrive: we are closed, or whoever asked has hung up."""
+        if not self.is_open:
+            return False
+        receiver = self.fabric.ports.get(to)
+        origin: Origin
+        if isinstance(to, bytes):
+            if receiver is None or self.address not in receiver.links:
+                return False
+            origin = self.address
+        else:
+            self.links.add(to)
+            origin = self.route
+        self.packets_out += 1
+        self.bytes_out += len(packet)
+        if receiver is not None:
+            self.fabric.carry(self, receiver, origin, packet)
+        return True
+
+    def hear(self, origin: Origin, packet: bytes) -> None:
+        """Take a packet, if it is for us."""
+        if self.is_open and (isinstance(origin, bytes) or origin in self.links):
+            self.packets_in += 1
+            self._on_packet(origin, packet)
+
+    def refusal(self, address: Address) -> str:
+        """Whoever can be named can be asked."""
+        return ""
+
+    def disconnect(self, address: Address) -> None:
+        """Drop a link."""
+        self.links.discard(address)
+
+    def statistics(self) -> dict[str, int]:
+        """Count packets and links."""
+        return {"packets_in": self.packets_in, "packets_out": self.packets_out, "links": len(self.links)}
+
+    async def aclose(self) -> None:
+        """Listen no more."""
+        self.is_open = False
+        if self.fabric.ports.get(self.address) is self:
+            del self.fabric.ports[self.address]
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One read that was posted, or is about to be; from `landed` on it is for the driver to keep.
+
+    Attributes:
+        owner: Whose memory it reads.
+        agent_name: The agent it reads from, as it is known by.
+        pieces: What is copied where: our bytes and theirs.
+        spots: Where it lands: memory, start, length.
+        is_over: Nothing will be written, and its end was reported.
+        is_dead: Nothing will be written any more.
+    """
+
+    transfer_id: TransferId
+    owner: Nic
+    agent_name: str
+    pieces: list[tuple[Bytes, Bytes]]
+    spots: list[tuple[int, int, int]]
+    owner_ends: int
+    """The owner's `ends` when it was posted."""
+    landed: int = 0
+    is_over: bool = False
+    is_dead: bool = False
+    done_at: float = math.inf
+    """When it is done, if that is certain."""
+
+    @property
+    def is_cut(self) -> bool:
+        """The agent that it reads from has ended."""
+        return self.owner.ends != self.owner_ends
+
+    def land(self, upto: int | None = None) -> None:
+        """Copy the next pieces, all that are left or up to one."""
+        upto = len(self.pieces) if upto is None else upto
+        for target, source in self.pieces[self.landed : upto]:
+            target[:] = source
+        self.landed = max(self.landed, upto)
+
+
+_Row = tuple[int, Bytes, int, int, Bytes, int, int, int]
+"""Our memory, its bytes, offset and stride; their bytes, offset and stride; the length."""
+
+
+@dataclass(slots=True)
+class _Remote:
+    """An agent that was loaded."""
+
+    nic: Nic
+    memories: tuple[Memory, ...]
+    """As we were told of them."""
+    users: int = 0
+    tables: dict[int, tuple[DescTable, list[_Row]]] = field(default_factory=dict)
+    """By the table's id; an entry holds its table, so that no other gets its id."""
+
+
+class Nic:
+    """A data plane but for when its reads end: registered memory, the agent that serves it, the remote agents it knows.
+
+    Args:
+        name: Of the first agent; those that follow have its name and a number.
+        host: The process that it is in.
+        arrays: The bytes of its memory. Without them they are where the memory says.
+
+    Attributes:
+        running: Transfers that are posted and not done.
+        remotes: The agents that were loaded.
+        starts: How many agents of its own have begun.
+        ends: How often reads of its memory were cut off; counted by a driver whose transfers may outlive their owner.
+    """
+
+    def __init__(self, fabric: Fabric, name: str, host: str = "", arrays: Sequence[Bytes] = ()) -> None:
+        self.fabric, self.name, self.host = fabric, name, host or name
+        self.memories: tuple[Memory, ...] = ()
+        self.arrays: Sequence[Bytes] = arrays
+        self.running: dict[TransferId, Transfer] = {}
+        self.remotes: dict[str, _Remote] = {}
+        self.starts = self.ends = self.posts = 0
+        self._base_name, self._given = name, arrays
+        self._news: list[DataNews] = []
+        self._on_ready: Callable[[], None] = lambda: None
+
+    # -- our memory, and the agent by which it is read -------------------------------------------------
+
+    @property
+    def agent(self) -> AgentInfo:
+        """How this one is reached now."""
+        return AgentInfo(self.name, self.name.encode())
+
+    def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
+        """Register memory, and join the fabric."""
+        self.arrays = self._given or [_bytes_at(memory) for memory in memories]
+        self.memories, self._on_ready = tuple(memories), on_ready
+        self.starts += 1
+        return self.join()
+
+    def join(self) -> AgentInfo:
+        """Serve, by a name that no agent had before this start."""
+        if self.starts > 1:
+            self.name = f"{self._base_name}-{self.starts}"
+        self.fabric.nics[self.name] = self
+        return self.agent
+
+    def leave(self) -> None:
+        """Serve no more."""
+        if self.fabric.nics.get(self.name) is self:
+            del self.fabric.nics[self.name]
+
+    def close(self) -> None:
+        """Leave; as with NIXL, without its agent nothing is written any more."""
+        self.leave()
+        self.memories = ()
+        for what in (self.running, self.remotes, self._news):
+            what.clear()
+
+    # -- what is read ----------------------------------------------------------------------------------
+
+    async def add_remote_agent(self, agent: AgentInfo, memories: Sequence[Memory]) -> None:
+        """Load what can be read from."""
+        nic = self.fabric.nics.get(agent.metadata.decode(errors="replace"))
+        if nic is None or nic.name != agent.name:
+            raise BackendError(f"no agent {agent.name!r} behind its metadata")
+        self.load(agent.name, nic, memories)
+
+    def lose(self, owner: Nic) -> None:
+        """The agent of an owner, whom we may be reading from, has ended: its driver says how that shows."""
+
+    def load(self, name: str, nic: Nic, memories: Sequence[Memory]) -> None:
+        """Know an agent once more."""
+        self.remotes.setdefault(name, _Remote(nic, tuple(memories))).users += 1
+
+    def remove_remote_agent(self, name: str, *, keep: bool = False) -> None:
+        """Forget a remote agent that nothing reads from."""
+        if (remote := self.remotes.get(name)) is None:
+            return
+        remote.users -= 1
+        if not remote.users:
+            for transfer in self.running.values():
+                if transfer.agent_name == name:
+                    raise Violation(f"{self.host} removes {name} under transfer {transfer.transfer_id}")
+            del self.remotes[name]
+
+    def prepare(self, transfer_id: TransferId, name: str, read: ReadRequest) -> Transfer:
+        """Find the bytes of a read from an agent that was loaded.
+
+        Raises:
+            BackendError: Its table names memory that is not there.
+            IndexError: It names descriptors that its table does not have.
+            Violation: It reads or writes what is not registered.
+        """
+        remote, table = self.remotes[name], read.table
+        if (known := remote.tables.get(id(table))) is None:
+            known = remote.tables[id(table)] = (table, self._rows(remote, table))
+        rows, pieces, spots = known[1], [], []
+        for a, b in zip(read.local.tolist(), read.remote.tolist(), strict=True):
+            (row, mine), (other, theirs) = divmod(a, table.local_blocks), divmod(b, table.remote_blocks)
+            if not 0 <= row < len(rows):
+                raise IndexError(f"descriptor {a} is outside the table")
+            memory, array, offset, stride, source, remote_offset, remote_stride, length = rows[row]
+            start, origin = offset + mine * stride, remote_offset + theirs * remote_stride
+            target, data = array[start : start + length], source[origin : origin + length]
+            if row != other or len(target) != length or len(data) != length:
+                raise Violation(f"{self.host} reads outside of registered memory")
+            pieces.append((target, data))
+            spots.append((memory, start, length))
+        return Transfer(transfer_id, remote.nic, name, pieces, spots, remote.nic.ends)
+
+    def _rows(self, remote: _Remote, table: DescTable) -> list[_Row]:
+        """What the rows of a table mean, found on its first read as descriptor lists are prepared."""
+        found: list[_Row] = []
+        rows = zip(table.local.tolist(), table.remote.tolist(), table.length.tolist(), strict=True)
+        for (memory, offset, stride), (other, remote_offset, remote_stride), length in rows:
+            if memory >= len(self.arrays) or other >= len(remote.memories):
+                raise BackendError(f"table {table.table_id} names memory that is not there")
+            source, begin = remote.nic._registered(remote.memories[other])
+            found.append(
+                (memory, self.arrays[memory], offset, stride, source, begin + remote_offset, remote_stride, length)
+            )
+        return found
+
+    def _registered(self, told: Memory) -> tuple[Bytes, int]:
+        """Where memory that somebody was told of is."""
+        for memory, array in zip(self.memories, self.arrays, strict=True):
+            if memory.base <= told.base and told.base + told.length <= memory.base + memory.length:
+                return array, told.base - memory.base
+        raise Violation(f"{self.host} has not registered {told}")
+
+    # -- the rest of the port --------------------------------------------------------------------------
+
+    def poll(self) -> list[DataNews]:
+        """Return news."""
+        news, self._news = self._news, []
+        return news
+
+    def watch(self, serving: bool) -> None:
+        """Nothing to do."""
+
+    def statistics(self) -> dict[str, int]:
+        """Count posts and handles."""
+        return {"posts": self.posts, "running": len(self.running), "peers": len(self.remotes)}
+
+    def describe(self) -> dict[str, str]:
+        """Say what this is."""
+        return {"backend": "simulated"}
+
+    async def quiesce(self) -> None:
+        """There are no threads."""
+
+
+def _bytes_at(memory: Memory) -> Bytes:
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
+
+
+# -- for real engines, on any event loop -----------------------------------------------------------------
+
+
+Fate = Literal["deliver", "drop", "hold", "repeat"]
+
+
+class SimNetwork(Fabric):
+    """Connects simulated planes of one process.
+
+    Attributes:
+        fate: Decides over every packet, given who sends it to whom; delivers by default.
+        held: Packets that `hold` kept back, as calls that deliver them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fate: Callable[[str, str, bytes], Fate] = lambda sender, to, packet: "deliver"
+        self.held: list[Callable[[], None]] = []
+        self._addresses = itertools.count(1)
+
+    def new_address(self) -> Address:
+        """Make up an address."""
+        return Address(f"sim://{next(self._addresses)}")
+
+    def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
+        """Let fate decide over one packet; what arrives does so in the loop's next turn."""
+        deliver = partial(receiver.hear, origin, packet)
+        fate = self.fate(sender.address, receiver.address, packet)
+        if fate == "hold":
+            self.held.append(deliver)
+        for _ in range({"deliver": 1, "repeat": 2}.get(fate, 0)):
+            asyncio.get_running_loop().call_soon(deliver)
+
+    def release(self) -> None:
+        """Deliver what was held, in order."""
+        held, self.held = self.held, []
+        for deliver in held:
+            asyncio.get_running_loop().call_soon(deliver)
+
+    def crash(self, agent_name: str) -> None:
+        """End a data plane without a word: reads from it fail, those that run as well."""
+        owner = self.nics[agent_name]
+        owner.leave()
+        for nic in self.nics.values():
+            nic.lose(owner)
+
+
+class SimControl(Port):
+    """A control plane on a `SimNetwork`."""
+
+    def __init__(self, network: SimNetwork) -> None:
+        address = network.new_address()
+        super().__init__(network, address, address)
+
+
+class SimData(Nic):
+    """A data plane on a `SimNetwork`.
+
+    Attributes:
+        deferred: Reads stay running until `finish`; otherwise they are done when posted.
+    """
+
+    def __init__(self, network: SimNetwork, agent_name: str) -> None:
+        super().__init__(network, agent_name)
+        self._network = network
+        self.deferred = False
+
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+        """Copy now, or when told."""
+        self.posts += 1
+        if name not in self.fabric.nics:
+            return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
+        if name not in self.remotes:
+            return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        try:
+            transfer = self.prepare(transfer_id, name, read)
+        except BackendError as exc:
+            return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
+        except IndexError as exc:
+            return TransferEnded(transfer_id, Ending.FAILED, str(exc))
+        if self.deferred:
+            self.running[transfer_id] = transfer
+            return None
+        transfer.land()
+        return TransferEnded(transfer_id, Ending.DONE)
+
+    def finish(self, transfer_id: TransferId | None = None) -> None:
+        """Let one read, or all, land and be done."""
+        for one in [transfer_id] if transfer_id is not None else list(self.running):
+            self.running.pop(one).land()
+            self.report(TransferEnded(one, Ending.DONE))
+
+    def fail(self, transfer_id: TransferId, *, peer_lost: bool = False) -> None:
+        """End a read without landing it; nothing will be written any more."""
+        del self.running[transfer_id]
+        self.report(TransferEnded(transfer_id, Ending.FAILED, "failed on request", peer_lost))
+
+    def doubt(self, transfer_id: TransferId) -> None:
+        """Report trouble with a read that goes on: `finish` may still land it."""
+        self.report(TransferEnded(transfer_id, Ending.IN_DOUBT, "in doubt on request"))
+
+    def lose(self, owner: Nic) -> None:
+        """Whoever reads from a process that died hears so at once."""
+        for transfer in [t for t in self.running.values() if t.owner is owner]:
+            self.fail(transfer.transfer_id, peer_lost=True)
+
+    def lose_agent(self, *, reads: bool = True) -> None:
+        """End by itself, as a process that dies: reads from here fail, and unless `reads` is false our own as well."""
+        self._network.crash(self.name)
+        if reads:
+            for one in list(self.running):
+                self.fail(one)
+            self.remotes.clear()
+        self.report(AgentLost("killed on request", 0.0, reads))
+
+    def replace_agent(self) -> None:
+        """Serve again after `lose_agent`, by another name."""
+        self.starts += 1
+        self.report(AgentReplaced(self.join(), "killed on request", 0.0, 0))
+
+    def report(self, news: DataNews) -> None:
+        """Queue news."""
+        self._news.append(news)
+        asyncio.get_running_loop().call_soon(self._on_ready)

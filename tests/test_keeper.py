@@ -1,0 +1,691 @@
+"""Who keeps processes keeps two of them: one serves, one stands by; and whatever they do, the engine is told once.
+
+The children here are real processes with the real socket between them, but small ones: they map nothing, know no NIXL,
+and do what the test asks of each by its number. A remote agent's name says what becomes of it, and of reads from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from asynckv import BackendError, NixlConfig, shared_memory
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.edges import keeper, process
+from asynckv.edges import process_wire as wire
+from asynckv.edges.keeper import Keeper
+from asynckv.edges.process import ProcessPlane, ServingPlane
+from asynckv.edges.process_main import COLLISION
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import DescTable, ReadRequest, Span
+from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
+from asynckv.testing import SimData, SimNetwork
+from tests.engines import until
+
+pytestmark = pytest.mark.anyio
+
+CHILD = r"""
+import json, os, signal, socket, sys
+from msgspec import msgpack
+
+def exactly(size):
+    data = b""
+    while len(data) < size:
+        data += end.recv(size - len(data)) or os._exit(0)
+    return data
+
+def frame():
+    return exactly(int.from_bytes(exactly(4), "little"))
+
+def say(body):
+    end.sendall(len(body).to_bytes(4, "little") + body)
+
+def text(words):
+    return bytes([0xD9, len(words)]) + words.encode()
+
+end = socket.socket(fileno=int(sys.argv[-1]))
+shares, setup = json.loads(frame()), frame()
+name = setup[4:4 + (setup[3] & 31)].decode()
+plan = os.environ["PLAN"].split()
+number = int(name.partition("-")[2] or 1)
+what, _, value = plan[min(number, len(plan)) - 1].partition("=")
+with open(os.environ["SAID"] + "/" + name, "a") as log:
+    print(sys.argv[1:-1], os.getpgid(0) == os.getpid(), len(shares), os.path.exists("/proc/self/fd/%d" % shares[0][0]),
+          file=log)
+if what == "exit":
+    os._exit(int(value))
+if what == "kill":
+    os.kill(os.getpid(), int(value))
+if what == "unready":
+    say(b"\x91\x92\x02" + text("no back end " + value))
+    os._exit(1)
+if what == "silent":
+    signal.pause()
+say(b"\x91\x93\x01\x92" + text("agent of " + name) + b"\xc4\x00" + b"\x81" + text("pid") + text(str(os.getpid())))
+if what == "deaf":
+    signal.pause()
+if what == "leaves":
+    end.close()
+    signal.pause()
+while True:
+    orders = msgpack.decode(frame())
+    with open(os.environ["SAID"] + "/" + name, "a") as log:
+        print(msgpack.encode(orders).hex(), file=log)
+    if what == "raves":
+        say(b"\xc1")
+    for order in orders:
+        match order:
+            case [1, number, [agent, _], _] if agent != "silent":
+                say(msgpack.encode([[3, number, "no such agent" if agent == "refused" else ""]]))
+            case [5, transfer, agent, *_] if agent != "endless":
+                ended = [transfer, agent if agent == "done" else "in_doubt"], [transfer + 1000, "done"]
+                say(msgpack.encode([[4, ended]]))
+            case [5, transfer, "endless", *_] if transfer > 100:  # what was in doubt has ended
+                say(msgpack.encode([[4, [[transfer - 100, "failed", "late"]]]]))
+            case [7]:
+                os._exit(0)
+            case [8]:
+                say(msgpack.encode([[5, {"beats": 1}]]))
+"""
+
+
+class Kept:
+    """A keeper, and all that it told."""
+
+    def __init__(self, said: Path, deaths: int = keeper.DEATHS) -> None:
+        self.said = said
+        self.told: list[Any] = []
+        self.keeper = Keeper(
+            NixlConfig(),
+            "kept",
+            self.told.append,
+            lambda cause, pause_s: self.told.append((cause, pause_s)),
+            lambda: self.told.append(self.keeper.name),
+            deaths,
+        )
+        self.memory = np.frombuffer(shared_memory(4096), np.uint8)
+
+    def start(self) -> None:
+        agent = self.keeper.start([Memory(self.memory.ctypes.data, self.memory.nbytes)])
+        assert agent.name == f"agent of {self.keeper.name}"
+
+    def lines(self, name: str) -> list[str]:
+        """What a child of this name wrote down; not the line that it is at."""
+        path = self.said / name
+        return path.read_text().split("\n")[:-1] if path.exists() else []
+
+    def orders(self, name: str) -> list[Any]:
+        """The orders that it was given, by frames."""
+        return [msgspec.msgpack.decode(bytes.fromhex(line)) for line in self.lines(name)[1:]]
+
+    def news(self) -> list[Any]:
+        """Who serves, and who was lost; without the turns in which nothing was said."""
+        return [each for each in self.told if isinstance(each, str | tuple)]
+
+    @property
+    def standing_by(self) -> int:
+        """Its process id."""
+        assert self.keeper._next is not None
+        return self.keeper._next.pid
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process, waited for or not."""
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kept]]:
+    """Make a keeper of children that do what they are asked: the first, the second, ..., and all that follow."""
+    executable = tmp_path / "child"
+    executable.write_text(f"#!{sys.executable} -S\n{CHILD}")
+    executable.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(executable))
+    monkeypatch.setenv("SAID", str(tmp_path))
+    made: list[Kept] = []
+
+    def make(plan: str, deaths: int = keeper.DEATHS, **changed: float) -> Kept:
+        monkeypatch.setenv("PLAN", plan)
+        for name, value in {"SETTLE_S": 0.0, "AHEAD_S": 0.0, "CLOSE_S": 5.0, **changed}.items():
+            monkeypatch.setattr(keeper, name, value)
+        made.append(Kept(tmp_path, deaths))
+        return made[-1]
+
+    yield make
+    monkeypatch.setattr(keeper, "CLOSE_S", 0.0)
+    for each in made:
+        each.keeper.close()
+
+
+# -- the start -----------------------------------------------------------------------------------------
+
+
+async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    assert (each.keeper.is_serving, each.keeper.pid, each.keeper.num_processes) == (False, 0, 0)
+    each.start()
+    assert each.keeper.is_serving
+    assert each.keeper.facts == {"pid": str(each.keeper.pid)}
+    assert (each.keeper.num_processes, each.keeper.stands_by(), each.keeper.is_closing) == (1, False, False)
+    assert each.lines("kept") == ["['-P', '-m', 'asynckv.edges.process_main'] True 1 True"]
+    assert each.news() == ["kept"]
+    with pytest.raises(BackendError, match="serves already"):
+        each.start()
+
+
+async def test_addresses_that_are_taken_cost_a_start_and_are_no_failure(kept: Callable[..., Kept]) -> None:
+    each = kept(f"exit={COLLISION} exit={COLLISION} serve", MAX_COLLISIONS=2)
+    each.start()
+    assert each.keeper.name == "kept-3"
+    assert each.news() == ["kept-3"]
+
+
+async def test_addresses_that_are_taken_again_and_again_are_one(kept: Callable[..., Kept]) -> None:
+    each = kept(f"exit={COLLISION}", MAX_COLLISIONS=2)
+    with pytest.raises(BackendError, match="found the addresses of the memory taken, 3 times in a row"):
+        each.start()
+    assert (each.keeper.num_processes, each.news()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("plan", "cause"),
+    [
+        ("unready=UCX", "the data plane's process no back end UCX"),
+        ("exit=3", "the data plane's process exited with status 3"),
+        ("kill=9", "the data plane's process was ended by SIGKILL"),
+        ("kill=40", "the data plane's process was ended by signal 40"),
+        ("silent", "the data plane's process did not serve within 0.3 s"),
+    ],
+)
+async def test_a_first_child_that_does_not_serve_fails_the_start_with_its_cause(
+    kept: Callable[..., Kept], plan: str, cause: str
+) -> None:
+    each = kept(plan, START_S=0.3 if plan == "silent" else 20.0, CLOSE_S=0.1)
+    with pytest.raises(BackendError, match=f"^{cause}$"):
+        each.start()
+    assert (each.keeper.num_processes, each.keeper.pid, each.news()) == (0, 0, [])
+
+
+async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
+    each = kept("serve")
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(BackendError, match=r"the data plane's process cannot be started: .*nowhere"):
+        each.start()
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(BackendError, match="does not know its own path"):
+        keeper.check_processes()
+
+
+# -- deaths --------------------------------------------------------------------------------------------
+
+
+async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(kept: Callable[..., Kept]) -> None:
+    each = kept("serve")
+    each.start()
+    for number in (2, 3, 4):
+        await until(each.keeper.stands_by)
+        assert each.keeper.num_processes == 2
+        follows = each.standing_by
+        each.told.clear()
+        os.kill(each.keeper.pid, signal.SIGKILL)
+        await until(each.news)
+        assert each.news() == [("the data plane's process was ended by SIGKILL", 0.0), f"kept-{number}"]
+        assert each.told[-1] is None  # all was told in one go
+        assert each.keeper.pid == follows
+        assert each.keeper.facts == {"pid": str(follows)}
+        assert each.keeper.agent.name == f"agent of kept-{number}"
+
+
+async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    each.start()
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(lambda: len(each.news()) > 1)
+    assert each.news()[1:] == [("the data plane's process was ended by SIGKILL", 0.0)]
+    assert (each.keeper.is_serving, each.keeper.pid, each.keeper.name) == (False, 0, "kept")
+    each.keeper.order(wire.Forget(1))  # nobody is there to obey
+    await until(lambda: len(each.news()) > 2)
+    assert each.news()[2:] == ["kept-2"]
+    await until(each.keeper.stands_by)
+    assert each.orders("kept-2") == []
+
+
+async def test_the_first_to_stand_by_waits_until_the_engine_has_settled(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = kept("serve", SETTLE_S=60.0, AHEAD_S=0.0)
+    each.start()
+    loop = asyncio.get_running_loop()
+    due = [timer.when() - loop.time() for timer in each.keeper._timers]
+    assert due == [pytest.approx(60.0, abs=5)]
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(each.keeper.stands_by)  # the second time nothing else begins
+
+
+async def test_the_end_of_one_that_stands_by_is_nobodys_loss(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", STANDBY_S=0.0, deaths=0)
+    each.start()
+    for _ in range(3):
+        await until(each.keeper.stands_by)
+        ended = each.standing_by
+        os.kill(ended, signal.SIGKILL)
+        await until(lambda: each.keeper._next is None or each.standing_by != ended)  # noqa: B023
+    await until(each.keeper.stands_by)
+    assert each.news() == ["kept"]
+    assert each.keeper.name == "kept"
+    assert each.lines("kept-5")
+
+
+async def test_one_that_collides_while_it_is_to_stand_by_is_replaced_unheard(kept: Callable[..., Kept]) -> None:
+    each = kept(f"serve exit={COLLISION} serve", STANDBY_S=60.0)
+    each.start()
+    await until(each.keeper.stands_by)
+    assert each.lines("kept-3")
+    assert each.news() == ["kept"]
+
+
+async def test_more_deaths_than_are_allowed_within_their_time_make_a_pause(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", deaths=2, DEATHS_S=50.0)
+    each.start()
+    for number in range(3):
+        await until(each.keeper.stands_by)
+        os.kill(each.keeper.pid, signal.SIGKILL)
+        await until(lambda: sum(isinstance(one, tuple) for one in each.news()) > number)  # noqa: B023
+    pauses = [one[1] for one in each.news() if isinstance(one, tuple)]
+    assert pauses == [0.0, 0.0, pytest.approx(50.0, abs=10)]
+    assert pauses[2] < 50.0  # when the first of them is past
+    assert (each.keeper.is_serving, each.keeper.stands_by()) == (False, True)
+    assert each.keeper.num_processes == 1
+
+
+async def test_deaths_that_are_long_past_do_not_count(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", deaths=1, DEATHS_S=0.0)
+    each.start()
+    for number in range(4):
+        await until(each.keeper.stands_by)
+        os.kill(each.keeper.pid, signal.SIGKILL)
+        await until(lambda: sum(isinstance(one, tuple) for one in each.news()) > number)  # noqa: B023
+    assert [one[1] for one in each.news() if isinstance(one, tuple)] == [0.0] * 4
+
+
+async def test_after_the_pause_another_serves(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", deaths=0, DEATHS_S=0.2, SETTLE_S=60.0)
+    each.start()
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(lambda: len(each.news()) > 2)
+    _, (_, pause), follows = each.news()
+    assert (pause, follows) == (pytest.approx(0.1, abs=0.1001), "kept-2")
+
+
+async def test_processes_that_cannot_be_started_any_more_are_told_and_tried_again(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = kept("serve", SETTLE_S=60.0, AHEAD_S=0.05)
+    each.start()
+    works = sys.executable
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(lambda: len(each.news()) > 2)
+    first, second = each.news()[1:3]
+    assert first == ("the data plane's process was ended by SIGKILL", 0.0)
+    assert second[0].startswith("the data plane's process cannot be started: ")
+    assert second[1] == 0.05
+    assert each.told[-1] is None
+    monkeypatch.setattr(sys, "executable", works)
+    await until(lambda: each.keeper.is_serving)
+    assert isinstance(each.news()[-1], str)
+
+
+# -- what children say and do not say ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "cause"),
+    [
+        ("serve raves", "the data plane's process said what cannot be understood: "),
+        ("serve leaves", "the data plane's process was ended by SIGKILL"),
+    ],
+)
+async def test_one_that_raves_or_closes_its_end_is_killed(kept: Callable[..., Kept], plan: str, cause: str) -> None:
+    each = kept(plan.split()[1] + " serve", SETTLE_S=60.0)
+    each.start()
+    each.keeper.order(wire.Forget(1))
+    await until(lambda: len(each.news()) > 2)
+    assert each.news()[1][0].startswith(cause)
+    assert each.news()[2] == "kept-2"
+
+
+async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable[..., Kept]) -> None:
+    each = kept("serve silent serve", START_S=5.0)
+    each.start()
+    keeper.START_S = 1.0  # the fixture puts it back
+    await until(lambda: each.keeper.num_processes == 2)
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(lambda: each.keeper.is_serving and len(each.news()) > 3)
+    assert each.news()[1:3] == [
+        ("the data plane's process was ended by SIGKILL", 0.0),
+        ("the data plane's process did not serve within 1 s", 0.0),
+    ]
+
+
+async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(kept: Callable[..., Kept]) -> None:
+    each = kept("deaf serve", BEAT_S=0.05, HUNG_S=0.2, SETTLE_S=60.0)
+    each.start()
+    each.keeper.watch(True)
+    await until(lambda: len(each.news()) > 2)
+    assert each.news() == ["kept", ("the data plane's process did not answer for 0.2 s", 0.0), "kept-2"]
+    # Its successor is watched as well, and answers.
+    await until(lambda: len(each.orders("kept-2")) > 8)
+    said = [order for frame in each.orders("kept-2") for order in frame]
+    assert said[0] == [6, True]
+    assert said[1:] == [[8]] * (len(said) - 1)
+    assert wire.Stats({"beats": 1}) in each.told
+    assert len(each.news()) == 3
+
+
+async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", BEAT_S=0.01, HUNG_S=0.01, SETTLE_S=60.0)
+    each.start()
+    each.keeper.watch(True)
+    await until(lambda: each.orders("kept"))
+    each.keeper.watch(False)
+    await until(lambda: [[6, False]] in each.orders("kept"))
+    os.kill(each.keeper.pid, signal.SIGSTOP)
+    beats = each.keeper.frames_out
+    loop = asyncio.get_running_loop()
+    later = loop.time() + 0.2
+    await until(lambda: loop.time() > later)
+    assert (each.keeper.frames_out, each.news()) == (beats, ["kept"])
+
+
+async def test_orders_of_one_turn_are_one_frame_in_order(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    each.start()
+    for turn, number in itertools.product(range(3), range(5)):
+        each.keeper.order(wire.Forget(10 * turn + number))
+        if number == 4:
+            await asyncio.sleep(0)
+    await until(lambda: len(each.orders("kept")) == 3)
+    assert each.orders("kept") == [[[4, 10 * turn + number] for number in range(5)] for turn in range(3)]
+    assert each.keeper.frames_out == 3
+
+
+async def test_orders_that_do_not_fit_arrive_as_soon_as_they_do(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", SETTLE_S=60.0)
+    each.start()
+    os.kill(each.keeper.pid, signal.SIGSTOP)
+    size = 1 << 18
+    for number in range(4):
+        each.keeper.order(wire.Drop("x" * size, bool(number % 2)))
+        await asyncio.sleep(0)
+    os.kill(each.keeper.pid, signal.SIGCONT)
+    await until(lambda: len(each.orders("kept")) == 4)
+    assert [(len(name), keep) for ((_, name, keep),) in each.orders("kept")] == [(size, n % 2 == 1) for n in range(4)]
+
+
+# -- the end -------------------------------------------------------------------------------------------
+
+
+async def test_who_serves_is_told_to_end_and_who_stands_by_is_ended(kept: Callable[..., Kept]) -> None:
+    each = kept("serve", CLOSE_S=20.0)
+    each.start()
+    await until(each.keeper.stands_by)
+    pids = [each.keeper.pid, each.standing_by]
+    each.keeper.order(wire.Forget(1))
+    await each.keeper.quiesce()
+    assert (each.keeper.num_processes, each.keeper.is_serving, each.keeper.is_closing) == (0, False, True)
+    each.keeper.close()
+    each.keeper.close()
+    assert each.orders("kept") == [[[4, 1], [7]]]
+    assert each.orders("kept-2") == []
+    assert not any(map(exists, pids))
+    assert each.news() == ["kept"]  # nothing was lost
+    # It may start again, and says nothing of what was.
+    each.start()
+    assert each.keeper.name == "kept-3"
+    assert each.keeper.is_serving
+
+
+async def test_who_does_not_end_in_time_is_killed(kept: Callable[..., Kept]) -> None:
+    each = kept("deaf", CLOSE_S=0.2)
+    each.start()
+    await until(each.keeper.stands_by)
+    pids = [each.keeper.pid, each.standing_by]
+    each.keeper.close()
+    assert not any(map(exists, pids))
+    assert (each.keeper.num_processes, each.news()) == (0, ["kept"])
+
+
+async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    each = kept("serve", SETTLE_S=0.05, deaths=0, DEATHS_S=0.2, BEAT_S=0.05)
+    each.start()
+    each.keeper.watch(True)
+    os.kill(each.keeper.pid, signal.SIGKILL)
+    await until(lambda: len(each.news()) > 1)  # it is in the pause
+    each.keeper.close()
+    loop = asyncio.get_running_loop()
+    later = loop.time() + 0.4
+    await until(lambda: loop.time() > later)
+    assert (each.keeper.num_processes, each.keeper.is_serving) == (0, False)
+    assert len(each.news()) == 2
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # its memory's
+
+
+# -- the planes that are made of it --------------------------------------------------------------------
+
+TABLE = DescTable(1, Span(0, 0, 0, 0, 16), np.full(1, 64), np.zeros((1, 3), np.int64), np.zeros((1, 3), np.int64), 4, 4)
+OTHER = dataclasses.replace(TABLE, table_id=2)
+ZERO = np.zeros(1, np.int32)
+SOMEBODY = (Memory(4096, 64),)
+KILLED = "the data plane's process was ended by SIGKILL"
+
+
+class Plane:
+    """A plane whose reads are posted by a child, and what it told."""
+
+    def __init__(self, kept: Kept, deaths: int = keeper.DEATHS) -> None:
+        self.kept, self.news, self.plane = kept, list[Any](), ProcessPlane(NixlConfig(), "kept", deaths=deaths)
+        kept.keeper = self.plane._keeper
+        memory = Memory(kept.memory.ctypes.data, kept.memory.nbytes)
+        self.plane.start([memory], lambda: self.news.extend(self.plane.poll()))
+
+    async def meet(self, *names: str) -> None:
+        for name in names:
+            await self.plane.add_remote_agent(AgentInfo(name, b""), SOMEBODY)
+
+    def read(self, transfer: int, name: str, table: DescTable = TABLE) -> TransferEnded | None:
+        return self.plane.post_read(TransferId(transfer), name, ReadRequest(table, ZERO, ZERO, 64, 1))
+
+    def counts(self, *names: str) -> list[int]:
+        found = self.plane.statistics()
+        return [found[name] for name in names]
+
+    def orders(self, name: str = "kept") -> list[Any]:
+        """What the child was told: the kind of order, and its number or name."""
+        return [tuple(order[:2]) for frame in self.kept.orders(name) for order in frame]
+
+
+async def test_ends_are_told_once_and_only_of_what_runs(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    await each.meet("done", "doubted", "endless")
+    assert [each.read(1, "done"), each.read(2, "doubted"), each.read(3, "endless")] == [None] * 3
+    assert each.counts("posts", "running", "in_doubt", "peers") == [3, 3, 0, 3]
+    await until(lambda: len(each.news) > 1)
+    assert each.news == [(1, Ending.DONE, "", False), (2, Ending.IN_DOUBT, "", False)]
+    assert each.counts("posts", "running", "in_doubt") == [3, 1, 1]
+    assert each.read(102, "endless") is None
+    await until(lambda: len(each.news) > 2)
+    assert each.news[2:] == [(2, Ending.FAILED, "late", False)]
+    assert each.counts("posts", "running", "in_doubt") == [4, 2, 0]
+    assert each.plane.poll() == []
+
+
+async def test_with_its_child_every_read_has_ended_the_doubtful_as_well(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve"))
+    await each.meet("endless", "doubted")
+    for number, name in ((3, "endless"), (1, "doubted"), (2, "endless")):
+        each.read(number, name)
+    await until(lambda: each.news)
+    each.news.clear()
+    await until(each.kept.keeper.stands_by)
+    os.kill(each.plane.pid, signal.SIGKILL)
+    await until(lambda: len(each.news) > 4)
+    assert each.news[:3] == [(number, Ending.FAILED, KILLED, False) for number in (1, 2, 3)]
+    assert each.news[3] == AgentLost(KILLED, 0.0, True)
+    replaced = each.news[4]
+    assert (type(replaced), replaced.cause, replaced.transfers_failed) == (AgentReplaced, KILLED, 3)
+    assert replaced.agent.name == "agent of kept-2"
+    assert 0 <= replaced.seconds < 5
+    assert each.counts("running", "in_doubt", "peers", "restarts") == [0, 0, 0, 1]
+    assert each.plane.describe()["serving"] == f"process {each.plane.pid}"
+    # Its successor knows nobody, and no table.
+    each.news.clear()
+    await each.meet("done")
+    each.read(4, "done")
+    await until(lambda: each.news)
+    assert [kind for kind, _ in each.orders("kept-2")] == [1, 3, 5]
+
+
+async def test_a_table_is_sent_once_for_each_agent_and_the_oldest_makes_room(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MAX_TABLES", 1)
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    await each.meet("done", "endless")
+    for name, table in (("done", TABLE), ("done", TABLE), ("endless", TABLE), ("done", OTHER), ("done", TABLE)):
+        each.read(1, name, table)
+    await until(lambda: [1, Ending.DONE] in [list(ended[:2]) for ended in each.news])
+    assert each.orders() == [
+        (1, 1),
+        (1, 2),
+        (3, 1),
+        (5, 1),
+        (5, 1),
+        (3, 2),
+        (5, 1),
+        (4, 1),
+        (3, 3),
+        (5, 1),
+        (4, 3),
+        (3, 4),
+        (5, 1),
+    ]
+    reads = [order[2:4] for frame in each.kept.orders("kept") for order in frame if order[0] == 5]
+    assert reads == [["done", 1], ["done", 1], ["endless", 2], ["done", 3], ["done", 4]]
+
+
+async def test_an_agent_is_known_until_everybody_who_added_it_has_removed_it(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    await each.meet("done", "done", "endless")
+    each.read(1, "done")
+    await until(lambda: each.news)
+    known = len(each.orders())
+    each.plane.remove_remote_agent("nobody")
+    each.plane.remove_remote_agent("done", keep=True)
+    assert each.counts("peers") == [2]
+    each.plane.remove_remote_agent("done")
+    each.plane.remove_remote_agent("done")
+    assert each.counts("peers") == [1]
+    await until(lambda: len(each.orders()) >= known + 3)
+    said = [order for frame in each.kept.orders("kept") for order in frame]
+    assert said[known:] == [[2, "done", True], [2, "done", False], [4, 1]]
+
+
+async def test_an_agent_that_the_child_refuses_is_not_known(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    with pytest.raises(BackendError, match=r"^no such agent$"):
+        await each.meet("refused")
+    assert each.counts("peers") == [0]
+
+
+async def test_whoever_is_being_loaded_when_the_child_ends_is_not_known(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve"))
+    await until(each.kept.keeper.stands_by)
+    task = asyncio.create_task(each.meet("silent"))
+    await until(lambda: each.orders())
+    os.kill(each.plane.pid, signal.SIGKILL)
+    with pytest.raises(BackendError, match=f"^{KILLED}$"):
+        await task
+    assert each.counts("peers") == [0]
+
+
+async def test_whoever_is_to_be_loaded_between_two_children_waits_for_the_next(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    os.kill(each.plane.pid, signal.SIGKILL)
+    await until(lambda: each.news)
+    assert each.plane.describe()["serving"] == "no process now"
+    assert each.read(1, "done") == TransferEnded(TransferId(1), Ending.FAILED, KILLED)
+    assert each.counts("running", "posts") == [0, 1]
+    await each.meet("done")
+    assert each.counts("peers") == [1]
+
+
+async def test_after_too_many_deaths_nobody_waits(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0), deaths=0)
+    os.kill(each.plane.pid, signal.SIGKILL)
+    await until(lambda: each.news)
+    assert each.news[0].pause_s > 0
+    with pytest.raises(BackendError, match=f"^{KILLED}$"):
+        await each.meet("done")
+    await each.plane.quiesce()
+    each.plane.close()
+    with pytest.raises(BackendError, match="SIGKILL"):
+        await each.meet("done")
+
+
+async def test_a_plane_that_is_closed_takes_nothing_and_forgets_everything(kept: Callable[..., Kept]) -> None:
+    each = Plane(kept("serve", SETTLE_S=60.0))
+    await each.meet("endless")
+    each.read(1, "endless")
+    loading = asyncio.create_task(each.meet("silent"))
+    await until(lambda: len(each.orders()) > 2)
+    await each.plane.quiesce()
+    late = each.read(2, "endless")
+    assert late == TransferEnded(TransferId(2), Ending.FAILED, "the data plane was closed")
+    each.plane.close()
+    with pytest.raises(BackendError, match=r"^the data plane was closed$"):
+        await loading
+    with pytest.raises(BackendError, match=r"^the data plane was closed$"):
+        await each.meet("done")
+    assert each.counts("running", "in_doubt", "peers", "processes", "restarts") == [0] * 5
+    assert each.news == each.plane.poll() == []
+
+
+async def test_where_only_serving_has_a_process_reads_are_posted_here(kept: Callable[..., Kept]) -> None:
+    network = SimNetwork()
+    reader = SimData(network, "reader")
+    plane = ServingPlane(NixlConfig(), "kept", reader)
+    made = kept("serve")
+    made.keeper = plane._keeper
+    news: list[Any] = []
+    agent = plane.start([Memory(made.memory.ctypes.data, made.memory.nbytes)], lambda: news.extend(plane.poll()))
+    assert agent.name == "agent of kept"
+    plane.watch(True)
+    await until(lambda: plane.statistics().get("serving.beats") == 1)
+    assert plane.statistics().keys() >= reader.statistics().keys() | {"restarts", "processes", "frames_in"}
+    assert plane.describe() == {**reader.describe(), "serving": f"process {plane.pid}"}
+    await until(made.keeper.stands_by)
+    os.kill(plane.pid, signal.SIGKILL)
+    await until(lambda: len(news) > 1)
+    assert news[0] == AgentLost(KILLED, 0.0, False)
+    assert (type(news[1]), news[1].transfers_failed) == (AgentReplaced, 0)
+    await plane.quiesce()
+    plane.close()
+    assert plane.statistics()["processes"] == 0

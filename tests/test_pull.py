@@ -1,0 +1,202 @@
+"""One pull, as people and other machines see it: what it says that it went through, and what it waits for."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from asynckv.config import EngineConfig, PullConfig
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.pull import Pull
+from asynckv.core.source import RemoteRank, Role, Source
+from asynckv.core.types import Address, PullId, Reason
+from asynckv.observe.log import configure
+from tests.engines import Bench
+from tests.world import Rank, World, make_layout
+
+
+def two() -> tuple[World, Rank, Rank]:
+    world = World()
+    return world, world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+
+
+def said(pull: Pull) -> list[str]:
+    """Its history, by words alone."""
+    return [str(text) for _, text in pull.history]
+
+
+NAME = "prefill/tp0@prefill-"
+
+
+def test_a_pull_says_what_it_went_through() -> None:
+    world, prefill, decode = two()
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    world.run()
+    assert said(pull) == [
+        "announced",
+        "connecting",
+        "queued",
+        "reading",
+        f"{NAME} granted 10 s",
+        "confirming",
+        "notifying",
+        f"release {NAME}: acknowledged",
+        "released",
+    ]
+
+
+def test_a_pull_that_came_before_its_request_says_so_and_that_it_reads_again() -> None:
+    world, prefill, decode = two()
+    params = world.params([prefill], "r", [3], 4)
+    pull = world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    assert said(pull) == ["announced", "connecting", "queued", "reading", f"{NAME} not yet"]
+    world.lend(prefill, params)
+    world.run()
+    assert said(pull)[5:] == [
+        f"{NAME} granted 10 s",
+        "confirming",
+        "queued",
+        f"{NAME} read before it was lent, reading again",
+        "reading",
+        "confirming",
+        "notifying",
+        f"release {NAME}: acknowledged",
+        "released",
+    ]
+    assert pull.rereads == 1
+
+
+@pytest.fixture
+def debugged() -> Iterator[io.StringIO]:
+    """Everything that is logged."""
+    stream = io.StringIO()
+    configure("debug", stream=stream)
+    yield stream
+    structlog.reset_defaults()
+
+
+@pytest.mark.anyio
+async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(
+    sim: Bench, debugged: io.StringIO
+) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        await lent.wait_released()
+    lines = [json.loads(line) for line in debugged.getvalue().splitlines()]
+    steps = {
+        kind: [each["to"] for each in lines if each["event"] == f"{kind}_transition"] for kind in ("pull", "lease")
+    }
+    (granted,) = [each for each in steps["pull"] if "granted" in each]
+    (told,) = [each for each in steps["pull"] if "acknowledged" in each]
+    assert [each for each in steps["pull"] if each not in (granted, told)] == [
+        "announced",
+        "connecting",
+        "queued",
+        "reading",
+        "confirming",
+        "notifying",
+        "released",
+    ]
+    assert [each.partition(" ")[0] for each in steps["lease"]] == ["lent", "granted", "released", "released"]
+
+
+def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> None:
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(max_post_descriptors=1)))
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    one, two, three, four = decode.reads
+    world.advance(5.0)
+    for transfer, ending, seconds in (
+        (one, Ending.DONE, 0.25),
+        (two, Ending.DONE, 0.125),
+        (three, Ending.IN_DOUBT, 4.0),
+        (three, Ending.FAILED, 2.0),
+        (four, Ending.DONE, 0.5),
+    ):
+        decode.node.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
+        world.settle(decode)
+    assert (pull.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
+
+
+def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
+    """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0)))
+    prefill, decode = world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+    params = world.params([prefill], "r", [3], 4, written=True)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "d", [9], params)
+    world.deliver_all()
+    (transfer,) = decode.reads
+    world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "trouble"))
+    del world.ranks[prefill.name]
+    world.letters.clear()
+    ended = world.now
+
+    def left() -> tuple[str, float | None]:
+        (status,) = decode.node.inspect.requests(world.time(decode))
+        return status.state, status.left_s and round(status.left_s, 6)
+
+    assert left() == ("notifying", 20.0)
+    world.advance(4.5)
+    assert not pull.is_retired
+    world.advance(0.6)
+    assert (pull.is_retired, world.now) == (True, ended + 5.1)
+    assert left() == ("notifying", 14.9)
+    world.advance(15.0)
+    assert left() == ("quarantined", None)
+    assert f"release {NAME}: given up, the lease will expire" in said(pull)
+    decode.reads[transfer].land()
+    world.tell(decode, TransferEnded(transfer, Ending.DONE))
+    assert pull.is_over
+
+
+def test_answers_count_to_the_last_eight_claims() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    for nonce in range(1, 12):
+        source.claimed(nonce, 0.1, float(nonce))
+    assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    pauses: list[list[float]] = [[], []]
+    for number in range(9):
+        source.claimed(number, 0.25, 100.0)
+        source.released(0.25, 100.0)
+        pauses[0].append(source.claim_at - 100.0)
+        pauses[1].append(source.release_at - 100.0)
+    assert pauses == [[0.25, 0.5, 1, 2, 2, 2, 2, 2, 2], [0.25, 0.5, 1, 2, 4, 5, 5, 5, 5]]
+
+
+def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:
+    world = World()
+    first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
+    decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
+    params = world.params([first, second], "r", [3], 4)
+    world.lend(first, params)
+    pull = world.pull(decode, "d-r", [1], params)
+    world.deliver_all()
+    running = [read.agent_name for read in decode.reads.values()]
+    waits = pull.waits(world.time(decode))
+    assert running == ["agent-p0", "agent-p1"]
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), prefill/tp1@p1-1 (world://p1), and not ")
+    assert waits.endswith(" lent yet by prefill/tp1@p1-1 (world://p1)")
+    for transfer, read in list(decode.reads.items()):
+        if read.agent_name == "agent-p1":
+            world.complete(decode, transfer)
+    waits = pull.waits(world.time(decode))
+    assert waits.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
