@@ -10,8 +10,8 @@ A source has three conversations, which go on beside each other:
 Its bytes are *proven* if
 
 - every read ended well, and the clock read after observing the last one says less than the end of some promise: the
-  moment before *that* claim was sent, plus the seconds granted, less a rate margin; or a claim sent after the last
-  read was granted, which needs no clock; and
+  moment before *that* claim was sent, plus the seconds granted, less a rate margin (so a claim that is sent after the
+  last read and granted is always enough); and
 - the first read began after the blocks were lent. Params may travel ahead of the data, so a read can be too early; a
   grant says how long the blocks have been lent, and a read that cannot be shown to be younger is done again.
 

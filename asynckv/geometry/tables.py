@@ -47,7 +47,7 @@ __all__ = ["DescTable", "GroupPair", "PeerTables", "Span"]
 #     spans x shapes of parts         MAX_SHAPES    before any row is counted
 #     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
 #     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
-#     tables kept                     MAX_TABLES    after each plan
+#     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
 MAX_TABLES = 1024
 """Most tables kept per peer; the least recently used go first."""
