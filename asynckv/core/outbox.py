@@ -210,11 +210,11 @@ class Outbox:
             if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
                 # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
                 message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        place = to, target
-        if place in self.messages:
-            self.messages[place].append(message)
+        whom = to, target
+        if whom in self.messages:
+            self.messages[whom].append(message)
         else:
-            self.messages[place] = [message]
+            self.messages[whom] = [message]
         self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:
