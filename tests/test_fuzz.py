@@ -217,7 +217,7 @@ DECODERS: dict[Callable[[random.Random, Path], object], tuple[type[Exception], i
     packet: (RemoteProtocolError, 8_000),
     packet_tree: (RemoteProtocolError, 2_000),
     layout_of_a_peer: (LayoutError, 500),
-    params: (msgspec.ValidationError, 3_000),
+    params: (RemoteProtocolError, 3_000),
     endpoints: (ConfigError, 2_000),
     layout_file: (ConfigError, 60),
     hf_config: (ConfigError, 60),

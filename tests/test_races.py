@@ -442,7 +442,7 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
         request.ended(0.0)
         if request.state is RequestState.PAUSING:
             pauses.append(request.next_at)
-            request.time()
+            request.time(request.next_at)
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
     assert request.attempts == 9
 

@@ -21,7 +21,7 @@ from asynckv.geometry.layout import Layout
 from asynckv.scheduler import PrefillGroup
 from tests import oracle
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Letter, Rank, World, make_layout, reason
+from tests.world import Buffers, Rank, World, make_layout, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -446,11 +446,11 @@ def hit(it: Pair, rank: Rank, request_id: str, params: Params) -> None:
     """All of a request's blocks are here already: its ranks are only released."""
     pull = rank.node.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
     for to, data in rank.node.outbox.take_packets():
-        it.world.letters.append(Letter(rank, str(to), data, False))
+        rank.send(to, data)
     while it.world.letters:
         letter = it.world.letters.pop()
         if letter.answer:
-            rank.node.receive(letter.sender.address, letter.data, it.world.time(rank))
+            rank.node.receive(letter.origin, letter.data, it.world.time(rank))
         else:
             it.world.letters.append(letter)
             it.world.deliver(len(it.world.letters) - 1)
