@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry import tables
-from asynckv.geometry.blocks import check_block_ids, check_covers, runs_of
-from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.blocks import blocks_of, check_block_ids, check_covers, runs_of
+from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import compare
@@ -358,6 +358,11 @@ def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.
         assert f"{len(ids)} blocks of {group.block_size} tokens from token {first}" in str(exc)  # noqa: PT017
     nothing = kind == "state" or all(b is None for b in ids)
     assert refused == (not nothing and not needed <= places and bool(needed))
+
+
+@given(st.lists(st.integers(0, 9) | st.none(), max_size=20))
+def test_what_was_written_as_runs_is_read_from_them(ids: list[int | None]) -> None:
+    assert blocks_of(runs_of(ids)).tolist() == [NULL if block is None else block for block in ids]
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 4), (3, 4), (4, 8), (11, 12)])
