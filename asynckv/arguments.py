@@ -15,10 +15,25 @@ from typing import Any
 
 from asynckv.errors import AsyncKVError, LocalProtocolError
 
-__all__ = ["MAX_INTEGER", "NO_SEQUENCE", "flag", "integer", "is_text", "number", "seconds", "shown", "text", "texts"]
+__all__ = [
+    "MAX_INTEGER",
+    "MAX_NAME",
+    "NO_SEQUENCE",
+    "flag",
+    "integer",
+    "is_text",
+    "number",
+    "seconds",
+    "shown",
+    "text",
+    "texts",
+]
 
 MAX_INTEGER = 1 << 53
 """Whatever counts something fits into a message and an array."""
+
+MAX_NAME = 512
+"""Characters of whatever has a name: an engine, a layer, a part, an address."""
 
 MAX_TEXT = 16 * 1024
 

@@ -9,13 +9,12 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from asynckv.arguments import MAX_INTEGER, flag, integer, is_text, number, seconds, shown, text
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
 
 __all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
 
 MAX_RETRIES = 1000
-MAX_NAME = 512
 MAX_PATH = 4096
 MAX_POSTING_THREADS = 16
 CORES_FOR_TWO = 2

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from asynckv.arguments import MAX_INTEGER, flag, integer, seconds, shown, text, texts
-from asynckv.config import MAX_NAME, LeaseConfig, check_lease
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, shown, text, texts
+from asynckv.config import LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.blocks import check_runs

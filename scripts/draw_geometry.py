@@ -39,8 +39,8 @@ def shares(title: str, model: Model, prefill: int, decode: int, part: str, exten
         segments = []
         for p, row in zip(answered, assign(layout, [there[p] for p in answered]), strict=True):
             for share in row:
-                if share.a.name == part:
-                    lo, hi = (share.lo, share.hi) if share.a.axis else (0, extent)
+                if share.local_part.name == part:
+                    lo, hi = (share.lo, share.hi) if share.local_part.axis else (0, extent)
                     segments.append(Segment(lo, hi, f"p{p}", d))
                     read[p].append(Segment(lo, hi, f"d{d}", d))
         others = ", ".join(str(p) for p in answered)
@@ -123,9 +123,11 @@ def conv(title: str) -> RenderableType:
     )
     for d, layout in enumerate(here):
         segments = [
-            Segment(*channels(s.b, s.lo, s.hi), f"{s.a.name[5:]} {s.lo}:{s.hi}", names[s.a.name])
+            Segment(
+                *channels(s.remote_part, s.lo, s.hi), f"{s.local_part.name[5:]} {s.lo}:{s.hi}", names[s.local_part.name]
+            )
             for s in assign(layout, there)[0]
-            if s.a.name in names
+            if s.local_part.name in names
         ]
         rows.append(Bar(f"read by tp{d}", segments, "three reads"))
         segments = [

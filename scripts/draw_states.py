@@ -17,23 +17,29 @@ HEAD = """# States
 
 Drawn from the transition tables in `asynckv/core` by `scripts/draw_states.py`; a test fails when this page
 is stale. Words in capitals are events; words in *italics* are conditions that are acted upon at once,
-whatever event led there. Transitions that change nothing are left out.
+whatever event led there. Events that a state takes without leaving it stand below each table; an event that is named
+in neither raises before anything has changed.
 """
 
 
 def table(title: str, intro: str, on_event: Any, when: Any) -> str:
     """One machine as a table of transitions and a Mermaid diagram."""
     edges: dict[tuple[Enum, Enum], list[str]] = defaultdict(list)
+    stays: dict[Enum, list[str]] = defaultdict(list)
     for state, row in on_event.items():
         for event, after in row.items():
-            if after is not state:
-                name = event.name if isinstance(event, Enum) else event.__name__
-                edges[state, after].append(name.replace("_", " ").upper())
+            name = event.name if isinstance(event, Enum) else event.__name__
+            (stays[state] if after is state else edges[state, after]).append(name.replace("_", " ").upper())
     for state, row in when.items():
         for condition, after in row.items():
             edges[state, after].append(f"*{_words(condition)}*")
     lines = [f"## {title}\n", f"{intro}\n", "| from | to | by |", "|---|---|---|"]
     lines += [f"| {a.name} | {b.name} | {', '.join(why)} |" for (a, b), why in edges.items()]
+    if stays:
+        lines += ["", "Also takes, and stays:", ""]
+        lines += [f"- {state.name}: {', '.join(events)}" for state, events in stays.items()]
+    if ends := [state.name for state, row in on_event.items() if not row and not when.get(state)]:
+        lines += ["", f"Takes nothing any more: {', '.join(ends)}."]
     lines += ["", "```mermaid", "stateDiagram-v2"]
     lines += [f"    {a.name} --> {b.name}: {', '.join(why).replace('*', '')}" for (a, b), why in edges.items()]
     return "\n".join([*lines, "```", ""])
@@ -54,8 +60,8 @@ def page() -> str:
             HEAD,
             table(
                 "Pull",
-                "One request on the decode side. The outcome is given on entering NOTIFYING; the blocks are the "
-                "caller's when nothing can write them, which QUARANTINED waits for.",
+                "One attempt of one decode rank at one request. The outcome is given on entering NOTIFYING. The blocks "
+                "are the caller's when nothing can write them, which QUARANTINED waits for.",
                 pull.ON_EVENT,
                 pull.WHEN,
             ),
@@ -75,8 +81,8 @@ def page() -> str:
             ),
             table(
                 "Engine",
-                "The life of one engine. In SHUT and after it no turn is taken; only in CLOSED is it certain that "
-                "nothing writes any more.",
+                "The life of one engine. In SHUT and after it no turn is taken. That nothing writes any more is "
+                "certain in CLOSED for good, and in SUSPENDED until the engine is resumed.",
                 lifecycle.ON_EVENT,
                 {},
             ),

@@ -508,4 +508,4 @@ def test_a_share_of_a_part_that_is_not_sharded_has_no_range() -> None:
     )
     made = layout(views=(latent,))
     [[share]] = assign(made, [made])
-    assert (share.here, share.there, share.lo, share.hi) == (latent, latent, 0, 0)
+    assert (share.local_view, share.remote_view, share.lo, share.hi) == (latent, latent, 0, 0)

@@ -35,7 +35,7 @@ def test_every_preset_can_be_laid_out_and_read_between_unequal_engines(name: str
         answered = [t for t in there if t.tp_rank in remote_ranks(d, 2, 4)]
         assert all(compare(layout, t) == () for t in answered)
         shares = assign(layout, answered)
-        assert {s.here.layer for row in shares for s in row} == {f"layers.{i}" for i in range(5)}
+        assert {s.local_view.layer for row in shares for s in row} == {f"layers.{i}" for i in range(5)}
 
 
 def test_groups_are_layers_of_one_kind() -> None:

@@ -225,14 +225,14 @@ def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
     (peer,) = decode.node.decode.peers.by_place.values()
-    assert len(peer.line.readers) == 1
+    assert len(peer.line.posters) == 1
     if how == "says goodbye":
         say(world, prefill, decode, Goodbye())
     elif how == "is forgotten":
         decode.node.decode.forget(prefill.address, world.time(decode))
     else:
         world.lose_agent(decode)
-    assert [*peer.line.readers] == []
+    assert [*peer.line.posters] == []
     assert pull.state in (PullState.DRAINING, PullState.NOTIFYING)
 
 

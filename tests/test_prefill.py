@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig
 from asynckv.core.lease import MAX_HISTORY, MAX_PULLS, Lent
-from asynckv.core.ledger import FEW, Int64s
+from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
 from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
@@ -29,7 +29,7 @@ from asynckv.core.wire import (
 )
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError
 from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
-from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
 from tests.world import Rank, World, make_layout
 

@@ -97,7 +97,7 @@ def test_the_judge_sees_a_prefix_that_is_rounded(
     honest = BlockLists._pair_tokens
 
     def rounded(self: BlockLists, pair: GroupPair) -> Any:
-        group, here = pair.local, pair.here
+        group, here = pair.local_index, pair.local
         first, ids = self.local[group]
         if first % here.block_size:
             step = here.block_size if up else 0

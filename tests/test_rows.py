@@ -85,7 +85,7 @@ class Attempt:
         if state is S.CONNECTING:
             return self
         self.pull.routed([TABLES, *[None] * len(self.others)], self.later())
-        list(self.pull.due(itertools.count(1), self.later()))
+        list(self.pull.make_messages(itertools.count(1), self.later()))
         if state is S.QUEUED:
             return self
         plan = plan_read(TABLES, self.pull.lists or lists_of(2))
@@ -155,7 +155,7 @@ def check_pull() -> None:
     it = Attempt()
     assert it.pull.start(lists_of(2), 100.0, it.later()) == [Effect.EXPECT]
     assert it.pull.routed([TABLES], it.later()) == [Effect.SEND, Effect.QUEUE]
-    list(it.pull.due(itertools.count(1), it.later()))
+    list(it.pull.make_messages(itertools.count(1), it.later()))
     assert it.pull.admitted([(it.source, plan_read(TABLES, lists_of(2)))], it.later()) == [Effect.POST]
     it.pull.posted(it.source, TransferId(1), it.later())
     assert it.end(Ending.DONE) == [Effect.LEAVE]
@@ -179,7 +179,7 @@ def check_pull() -> None:
     for state in (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING):
         it = Attempt().to(state)
         it.pull.want_claim(it.source, it.later())
-        list(it.pull.due(itertools.count(1), it.later()))
+        list(it.pull.make_messages(itertools.count(1), it.later()))
         assert it.grant() is not None
         assert it.pull.state is state
     it = Attempt().to(S.CONFIRMING)
@@ -337,7 +337,7 @@ def check_attempts() -> None:
     attempt.grant()
     it.tried(attempt.pull)
     it.ended(1.0)
-    assert (it.state, it.discharges()) == (RequestState.OVER, [])
+    assert (it.state, it.take_discharges()) == (RequestState.OVER, [])
     it, attempt = request(), Attempt().draining()
     attempt.end(Ending.DONE)
     it.tried(attempt.pull)
@@ -350,7 +350,7 @@ def check_attempts() -> None:
     it = failed(request())
     assert (it.state, it.next_at, it.attempts) == (RequestState.PAUSING, 1.1, 1)
     it.time(2.0)
-    assert (it.state, it.attempts, it.discharges()) == (RequestState.TRYING, 2, [])
+    assert (it.state, it.attempts, it.take_discharges()) == (RequestState.TRYING, 2, [])
     # The blocks are waited for, and then the caller's word.
     it = failed(request(can_renew=True), doubt=True)
     for step, there in (
@@ -360,7 +360,7 @@ def check_attempts() -> None:
     ):
         step(it)
         assert it.state is there
-    assert (it.attempts, it.discharges()) == (2, [])
+    assert (it.attempts, it.take_discharges()) == (2, [])
     it = failed(request(), doubt=True)
     it.time(2.0)
     it.returned(2.0)
@@ -375,7 +375,7 @@ def check_attempts() -> None:
             step(it)
         it.give_up()
         assert it.state is RequestState.OVER
-        assert [reason for _, reason in it.discharges()] == [Reason.READ_FAILED]
+        assert [reason for _, reason in it.take_discharges()] == [Reason.READ_FAILED]
     for step in (time_is_over, is_returned, Request.give_up, Request.refused):
         with pytest.raises(LocalProtocolError):
             step(it)
@@ -393,7 +393,7 @@ def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
         it.stop(reason)
         it.returned(2.0)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        assert [why for _, why in it.discharges()] == [reason]
+        assert [why for _, why in it.take_discharges()] == [reason]
 
 
 def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
@@ -411,7 +411,7 @@ def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
             step(it)
         late(it)
         assert (it.state, it.attempts) == (RequestState.OVER, 1)
-        found = {(wanted.params.request_id, why) for wanted, why in it.discharges()}
+        found = {(wanted.params.request_id, why) for wanted, why in it.take_discharges()}
         assert (PARAMS.request_id, Reason.READ_FAILED) in found
     assert (other.request_id, Reason.TIMEOUT) in found, "what was prefilled anew is needed by nobody"
 
@@ -420,18 +420,18 @@ def test_a_request_is_discharged_once() -> None:
     it = failed(request())
     it.time(2.0)
     it.refused()
-    assert [why for _, why in it.discharges()] == [Reason.UNPLANNABLE]
-    assert it.discharges() == []
+    assert [why for _, why in it.take_discharges()] == [Reason.UNPLANNABLE]
+    assert it.take_discharges() == []
 
 
 def test_a_caller_that_tries_again_himself_is_not_discharged() -> None:
     it = failed(request(is_last=False))
     it.give_up()
-    assert it.discharges() == []
+    assert it.take_discharges() == []
     it = failed(request(is_last=False))
     it.stop(Reason.CANCELLED)
     it.give_up()
-    assert [reason for _, reason in it.discharges()] == [Reason.CANCELLED]
+    assert [reason for _, reason in it.take_discharges()] == [Reason.CANCELLED]
 
 
 def test_no_attempt_follows_after_the_deadline_or_a_refusal_that_stays() -> None:

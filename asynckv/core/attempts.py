@@ -6,7 +6,7 @@
 Every attempt is a pull of its own, with an id of its own, and begins when nothing of the one before can write its
 blocks any more. So a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the
 prefill ranks were told so, and keep the request lent to this reader; once none follows, somebody has to say so:
-`discharges` names what.
+`take_discharges` names what.
 
 The machine decides; whoever drives it waits for what its state waits for (a moment, the blocks, new params), and says
 what came.
@@ -159,8 +159,8 @@ class Request:
         """It was cancelled where another attempt would have followed."""
         return self.stopped is Reason.CANCELLED and self.was_promised
 
-    def discharges(self) -> list[tuple[PullRequest, Reason]]:
-        """Return of which requests the prefill ranks are to be told that no attempt follows after all, and why."""
+    def take_discharges(self) -> list[tuple[PullRequest, Reason]]:
+        """Take out of which requests the prefill ranks are to be told that no attempt follows after all, and why."""
         found, self._discharges = self._discharges, []
         return found
 

@@ -1,8 +1,9 @@
 """The decode side of one rank, put together: its pulls, the peers that they read from, and who reads next.
 
-Every event of a pull returns its effects (`core/pull.py`), and every event of a peer says what is due (`core/peer.py`);
-here they are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight are per peer, and
-what happens to one touches only the pulls that read from it. A rank that is only released is never waited for.
+A transition of a pull returns its effects (`core/pull.py`), and when time passes a peer says what is due
+(`core/peer.py`); here both are carried out, in order. Peers fail alone: handshakes, back-offs, lines and room in flight
+are per peer, and what happens to one touches only the pulls that read from it. A rank that is only released is never
+waited for.
 
 A pull meets the ranks that the usual rule predicts as its sources. What they say they hold decides: if that does not
 cover what we hold, all ranks that we answer for are met, and may be missing.
@@ -18,7 +19,7 @@ from typing import assert_never
 from asynckv.config import PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import Admission, InFlight, Posting
-from asynckv.core.ledger import Int64s, Ledger
+from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
     BlocksRetired,
     BlocksReturned,
@@ -40,6 +41,7 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.watch import Watch
 from asynckv.core.wire import (
+    RELEASE_NONCE,
     Ack,
     Draining,
     Goodbye,
@@ -53,6 +55,7 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
+from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 
@@ -164,7 +167,7 @@ class DecodeSide:
 
     def _add(self, pull: Pull, now: float) -> None:
         self._register(pull)
-        # All first: who is not attached to a peer takes it for gone.
+        # All are attached first: `_tell` takes a rank without a peer for gone, and meeting one may end the pull.
         for source in pull.sources:
             self._attach(pull, source, now)
         for source in pull.sources:
@@ -258,7 +261,7 @@ class DecodeSide:
         self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
-        if peer.line.readers:
+        if peer.line.posters:
             self.posting.take_turn(peer.line)
         if peer.state is S.GONE:
             self.peers.reap(peer)
@@ -376,7 +379,7 @@ class DecodeSide:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
                 if source.release is RELEASE.SETTLED:
                     self.peers.detach(source.rank.place, pull.pull_id, now)
-        if now >= pull.warn_at and not pull.is_over and pull.is_stuck(now):
+        if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
 
@@ -463,7 +466,7 @@ class DecodeSide:
         for effect in effects:
             match effect:
                 case DO.SEND:
-                    for source, message in pull.due(self._nonces, now):
+                    for source, message in pull.make_messages(self._nonces, now):
                         self._outbox.send(*source.rank.place, message)
                 case DO.POST:
                     for source in pull.sources:
@@ -495,7 +498,7 @@ class DecodeSide:
             self._timers.wake(pull, when)
 
     def _queue(self, pull: Pull) -> None:
-        """Give a pull its place in the queue, unless one of its ranks has fallen silent: then when it is heard of."""
+        """Give a pull its place in the queue. If one of its ranks is silent it gets none; `_ready` queues it later."""
         if not self.admission.waits(pull.pull_id) and self.can_read(pull):
             self.admission.leave(pull.pull_id)
             self.admission.ask(pull.route.flow, pull.pull_id, pull.priority, pull.arrival)
@@ -544,7 +547,7 @@ class DecodeSide:
             peer = self.peers.by_place.get(source.rank.place)
             if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
-                self._outbox.send(*source.rank.place, pull.release_of(source, now))
+                self._outbox.send(*source.rank.place, pull.make_release(source, now))
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             if source.running or source.is_waiting:
                 self._make_room(source)
@@ -582,11 +585,11 @@ class DecodeSide:
             return
         if restarted:
             peer = self.peers.by_place.get(source.rank.place)
-            asked = answer.nonce in source.nonces or (answer.nonce == 0 and source.release is RELEASE.SENT)
+            asked = answer.nonce in source.nonces or (answer.nonce == RELEASE_NONCE and source.release is RELEASE.SENT)
             if peer is not None and asked and isinstance(answer, Refused):
                 self._lose(peer, Reason.RESTARTED, f"{peer.where}: {answer.detail}", now)
             return
-        if isinstance(answer, Refused) and answer.nonce == 0:
+        if isinstance(answer, Refused) and answer.nonce == RELEASE_NONCE:
             self._acked(answer, address, sender, f"refused: {answer.reason}", now)
             return
         effects = pull.answered(source, answer, now)
@@ -627,8 +630,8 @@ class DecodeSide:
             if pull.lists is None or pull.state is not P.CONNECTING:
                 break
             if any(source.tables is None for source in sources):
-                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. (Without
-                # stages of our own every stage holds layers of ours, and may turn out not to fit.)
+                # Those that have answered may be enough: a rank that holds nothing of ours is not waited for. But if we
+                # have no stages, every remote stage holds layers of ours, and must have said so (docs/design.md).
                 if len(known) < len(sources):
                     stages = {source.rank.pp_stage for source in known}
                     whole = self._layout.pp_size == 1 and len(pull.lists.wanted) == len(self._layout.groups)
@@ -649,7 +652,7 @@ class DecodeSide:
                 tables = [source.tables for source in pull.sources]
             self._carry_out(pull, pull.routed(tables, now), now, at_once=at_once)
             return
-        self._carry_out(pull, pull.effects(), now)
+        self._carry_out(pull, pull.take_effects(), now)
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""

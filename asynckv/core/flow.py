@@ -4,8 +4,9 @@ Three budgets, each in all and in part: requests per prefill engine, bytes and d
 
 - **Requests** are budgeted where a pull is admitted (`Admission`). Pulls of one prefill engine wait in one *flow*, in
   order of priority and arrival. The flows take turns: the one whose head has the best priority goes first, among equals
-  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. What is
-  counted is a pull from its admission to its outcome, whatever still drains afterwards.
+  the one that has waited for its turn longest. A flow that has its share in flight waits for itself alone. A pull
+  counts from its admission until its bytes have landed, it goes back to the queue, or it has its outcome. What still
+  runs after its outcome counts no more.
 - **Bytes and descriptors** are budgeted where a read request is posted (`Posting`). Every peer has a *line* of sources
   with reads to post, first come first served, and the lines take turns. A pull that is larger than all budgets streams
   through them, and never waits for more than its next read request.
@@ -26,13 +27,13 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asynckv.core.types import Address, PullId, TransferId
+from asynckv.core.types import Place, PullId, TransferId
 from asynckv.geometry.plan import ReadRequest
 
 __all__ = ["Admission", "Flow", "FlowKey", "InFlight", "Line", "Posting"]
 
-FlowKey = tuple[tuple[Address, str], ...]
-"""Address and incarnation of every rank that a pull answers for: one prefill engine, as this rank sees it."""
+FlowKey = tuple[Place, ...]
+"""The places of all ranks that a pull answers for: one prefill engine, as this rank sees it."""
 
 
 # -- pulls -------------------------------------------------------------------------------------------
@@ -49,8 +50,8 @@ class Flow:
     admitted: set[PullId] = field(default_factory=set)
     order: list[tuple[int, int, PullId]] = field(default_factory=list)
     """Heap of `(priority, arrival, pull)`; those that left the queue are skipped."""
-    turn: tuple[int, int] | None = None
-    """Priority and number of its place among the flows that may go on."""
+    ticket: tuple[int, int] | None = None
+    """Its priority and a running number, while it is among the flows that may go on: the smallest goes first."""
 
     @property
     def head(self) -> tuple[int, PullId] | None:
@@ -76,8 +77,8 @@ class Admission:
         self._counted: set[PullId] = set()
         """Admitted pulls that count against `total`."""
         self.turns: list[tuple[tuple[int, int], FlowKey]] = []
-        """Flows that may go on, a heap by their places; empty if nobody waits."""
-        self._places = itertools.count()
+        """Flows that may go on, a heap by their tickets; empty if nobody waits."""
+        self._numbers = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -141,15 +142,15 @@ class Admission:
     def next(self) -> PullId | None:
         """Admit the next pull, if one may go on."""
         while self.turns and len(self._counted) < self._total:
-            turn, key = heapq.heappop(self.turns)
-            if not self._is_current(turn, key):
-                continue  # overtaken by a better place, or gone
+            ticket, key = heapq.heappop(self.turns)
+            if not self._is_current(ticket, key):
+                continue  # it has a better ticket by now, or is gone
             flow = self._flows[key]
-            flow.turn = None
+            flow.ticket = None
             head = flow.head
             if head is None or len(flow.admitted) >= self._window:
                 continue
-            if head[0] != turn[0]:
+            if head[0] != ticket[0]:
                 self._enlist(flow)  # its urgent ones were cancelled
                 continue
             pull_id = head[1]
@@ -203,21 +204,23 @@ class Admission:
         return wrong
 
     def _enlist(self, flow: Flow) -> None:
-        """Give a flow that could go on its place among the others, or a better one than it has."""
+        """Give a flow that could go on a ticket, or a better one than it has."""
         if not flow.waiting:
             return
         head = flow.head
-        if head is None or len(flow.admitted) >= self._window or (flow.turn is not None and flow.turn[0] <= head[0]):
+        if head is None or len(flow.admitted) >= self._window:
             return
-        flow.turn = (head[0], next(self._places))
-        heapq.heappush(self.turns, (flow.turn, flow.key))
+        if flow.ticket is not None and flow.ticket[0] <= head[0]:
+            return
+        flow.ticket = (head[0], next(self._numbers))
+        heapq.heappush(self.turns, (flow.ticket, flow.key))
         if len(self.turns) > 2 * len(self._flows) + 64:
-            self.turns = [(turn, key) for turn, key in self.turns if self._is_current(turn, key)]
+            self.turns = [(ticket, key) for ticket, key in self.turns if self._is_current(ticket, key)]
             heapq.heapify(self.turns)
 
-    def _is_current(self, turn: tuple[int, int], key: FlowKey) -> bool:
+    def _is_current(self, ticket: tuple[int, int], key: FlowKey) -> bool:
         flow = self._flows.get(key)
-        return flow is not None and flow.turn == turn
+        return flow is not None and flow.ticket == ticket
 
 
 # -- read requests -----------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class InFlight:
         return wrong
 
 
-class Reader(Protocol):
+class Poster(Protocol):
     """Something with read requests to post, one after the other."""
 
     next_read: ReadRequest | None
@@ -278,10 +281,10 @@ class Reader(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One peer's readers, in order of arrival, and what is in flight from it."""
+    """One peer's posters, in order of arrival, and what is in flight from it."""
 
     in_flight: InFlight
-    readers: deque[Reader] = field(default_factory=deque)
+    posters: deque[Poster] = field(default_factory=deque)
     is_open: bool = False
     """The peer is ready."""
     is_set_aside: bool = False
@@ -291,9 +294,9 @@ class Line:
 
     def clear(self) -> None:
         """Send everybody away."""
-        for reader in self.readers:
-            reader.is_waiting = False
-        self.readers.clear()
+        for poster in self.posters:
+            poster.is_waiting = False
+        self.posters.clear()
 
 
 class Posting:
@@ -309,37 +312,37 @@ class Posting:
         self.turns: deque[Line] = deque()
         """Lines that may post; empty if nobody has anything to post."""
 
-    def offer(self, line: Line, reader: Reader) -> None:
-        """Put a reader into its peer's line; harmless if it stands there already, or has nothing to post."""
-        if not reader.is_waiting and reader.may_post and not reader.not_lent_yet and reader.next_read is not None:
-            reader.is_waiting = True
-            line.readers.append(reader)
+    def offer(self, line: Line, poster: Poster) -> None:
+        """Put a poster into its peer's line; harmless if it stands there already, or has nothing to post."""
+        if not poster.is_waiting and poster.may_post and not poster.not_lent_yet and poster.next_read is not None:
+            poster.is_waiting = True
+            line.posters.append(poster)
             self.take_turn(line)
 
     def take_turn(self, line: Line) -> None:
         """Something has changed for a line: it may post when its turn comes."""
-        if line.readers and not line.has_turn:
+        if line.posters and not line.has_turn:
             line.has_turn = True
             self.turns.append(line)
 
-    def next(self) -> Reader | None:
+    def next(self) -> Poster | None:
         """Return who posts its next read request now; `posted` says that it did."""
         while self.turns:
             line = self.turns[0]
-            readers = line.readers
-            while readers:
-                reader = readers[0]
-                if reader.next_read is not None and reader.may_post and not reader.not_lent_yet:
+            posters = line.posters
+            while posters:
+                poster = posters[0]
+                if poster.next_read is not None and poster.may_post and not poster.not_lent_yet:
                     break
-                readers.popleft().is_waiting = False
-            read = readers[0].next_read if readers and line.is_open else None
+                posters.popleft().is_waiting = False
+            read = posters[0].next_read if posters and line.is_open else None
             fits = read is not None and line.in_flight.fits(read)
             if fits and read is not None and not self.in_flight.fits(read):
                 return None  # it keeps its turn
             self.turns.popleft()
             line.has_turn = False
             if fits:
-                return readers[0]
+                return posters[0]
         return None
 
     def posted(self, line: Line, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
@@ -347,9 +350,9 @@ class Posting:
         line.in_flight.enter(transfer_id, num_bytes, num_descriptors)
         if not line.is_set_aside:
             self.in_flight.enter(transfer_id, num_bytes, num_descriptors)
-        if line.readers[0].next_read is None:
-            line.readers.popleft().is_waiting = False
-        if line.readers:
+        if line.posters[0].next_read is None:
+            line.posters.popleft().is_waiting = False
+        if line.posters:
             self.take_turn(line)
 
     def left(self, line: Line, transfer_id: TransferId) -> None:

@@ -1,4 +1,4 @@
-"""Who holds what, since when, and waiting for whom: plain values for operators, fit for JSON; and what does not add up.
+"""Who holds what, for how long, and waiting for whom: plain values, fit for JSON; and what does not add up.
 
 Nothing in here changes anything: it reads the sides of a rank, whose own modules say what the states mean. What is held
 has two lists: `holds` is about blocks (each of them has an entry in the ledger), `requests` is about requests (each of
@@ -33,7 +33,7 @@ class HeldBlocks:
         reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `quarantined` (the pull has failed,
             something may still write) or `retired`.
         blocks: Group -> block ids.
-        held_s: Since when.
+        held_s: For how long.
         left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
         waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
         pull_id: Of a pull, as in the logs.
@@ -62,7 +62,7 @@ class RankStatus:
         address: Of a prefill rank.
         pull_id: Of a reader's newest attempt.
         granted_s: How long the newest promise still runs, as this side counts; None if there is none.
-        heard_s: Since when nothing was heard: of a prefill rank at all, of a reader for this request; None if never.
+        heard_s: For how long nothing was heard: of a prefill rank at all, of a reader for this request; None if never.
         bytes_read: Landed, of `bytes_planned`.
         transfers: Under way, or in doubt.
     """
@@ -87,8 +87,8 @@ class RequestStatus:
         request_id: This side's id.
         prefill_request_id: The prefill side's.
         state: Of the lease or the pull, see `docs/states.md`.
-        age_s: Since it was lent, announced or asked for.
-        state_s: Since when it is in this state.
+        age_s: How long ago it was lent, announced or asked for.
+        state_s: For how long it has been in this state.
         left_s: How long this can last at most, if nobody asks for more; None if nothing bounds it.
         blocks: How many blocks of this engine it holds.
         waits: What it waits for, in words.

@@ -4,7 +4,9 @@ A lease in the sense of file systems (Gray and Cheriton, 1989): a promise that r
 died costs time and never memory. Here the promise is about blocks that others read from afar: a read of freed blocks
 succeeds and returns somebody else's KV, so a reader believes its bytes only if a grant covered the whole read.
 
-Three sets say all there is to know, and each is only ever changed by the reader that it is about:
+Three sets decide everything. Only the reader that an entry is about changes it, but for grants, which also lapse by
+time. (What else a lease keeps, such as lapsed grants and how readers released, is for people, or bounds how often a
+reader may try.)
 
 - **owed**: the readers that have not released. The first message binds the lease to its cohort, a decode engine's
   group of ranks, and with it the exact set of readers is known. Sets, never counts: a message that is repeated, late or
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from msgspec import Struct
 
 from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, rank_name
-from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
+from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import owed_readers
@@ -41,7 +43,7 @@ __all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Revoke"
 MAX_READERS = 4096
 MAX_HISTORY = 1024
 NOTICED_S = 0.1
-"""Longer ago than that, history says when: nobody is woken for a grant that runs out while a reader is owed."""
+"""If a grant ran out longer ago than that, history says so: no timer is set for it while a reader is owed."""
 
 MAX_NAMED = 4
 """Readers named in a sentence."""
@@ -214,7 +216,7 @@ class Lease:
         self.since = now
         """Since when it is in this state."""
         self.expires_at = now + lent.lease_s
-        """When its time is up. A grant prolongs it, and who gives one back to try again finds it as it was."""
+        """When its time is up. A grant may prolong it; nothing shortens it, not even giving that grant back."""
         self.warn_at = now + lent.warn_s
         """When it will have been lent for so long that it is worth a word, or for twice as long as that."""
         self.cohorts: dict[str, BoundCohort] = {}
@@ -555,5 +557,5 @@ def _few(names: list[str]) -> str:
 
 
 def _refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
-    nonce = 0 if isinstance(message, Release) else message.nonce
+    nonce = RELEASE_NONCE if isinstance(message, Release) else message.nonce
     return Refused(message.key, message.pull_id, nonce, reason, detail)

@@ -18,15 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.bounds import NULL
+from asynckv.geometry.bounds import NULL, Int64s
 
-__all__ = ["FEW", "Holding", "Int64s", "Kind", "Ledger"]
+__all__ = ["FEW", "Holding", "Kind", "Ledger"]
 
-Int64s = npt.NDArray[np.int64]
 Kind = Literal["lent", "writing"]
 
 FEW = 16

@@ -1,8 +1,6 @@
 """The life of an engine, as one table.
 
-    NEW -> RUNNING -> DRAINING -> SUSPENDING -> SUSPENDED -> RUNNING ...
-                \\________\\____________\\_____________\\-> CLOSING -> SHUT -> CLOSED
-                                                                  SHUT <-> STUCK
+`docs/states.md` draws it.
 
 DRAINING takes nothing new. In SUSPENDING and CLOSING pulls are cancelled and leases revoked, while promises that run
 are kept. In SHUT the planes are being closed: no turn is taken any more. STUCK means that something is still inside the

@@ -1,7 +1,11 @@
 """What the core wants done, and the desk it leaves its wishes on.
 
-The core never sends, posts or logs. It appends commands and messages to a `Outbox`; the engine empties
-it after every event, messages first: a claim travels beside the read, so it has to leave before it.
+The core never sends, posts or logs. It appends commands and messages to an `Outbox`, and the engine empties that once
+per turn of its loop: first the messages, because a claim that travels beside a read has to leave before it; then the
+commands; then it posts. Releases alone may wait until after that, or for the next turn, since nobody waits for them.
+
+Reads to post are not left here. They are asked for one by one (`DecodeSide.next_read` returns a `PostRead`), so that
+none is taken before there is time to post it.
 """
 
 from __future__ import annotations
@@ -206,11 +210,11 @@ class Outbox:
             if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
                 # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
                 message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
-        place = to, target
-        if place in self.messages:
-            self.messages[place].append(message)
+        whom = to, target
+        if whom in self.messages:
+            self.messages[whom].append(message)
         else:
-            self.messages[place] = [message]
+            self.messages[whom] = [message]
         self.counters[_SENT[kind]] += 1
 
     def take_packets(self) -> list[tuple[Address | ReplyTo, bytes]]:

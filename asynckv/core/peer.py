@@ -5,9 +5,10 @@ the conversation with that process: the handshake and its repeats, the back-off 
 while something is owed or held there, the silence that makes it SUSPECT, and its end.
 
 - A failed handshake goes back to NEW with a back-off, during which every request fails at once with the same cause; a
-  refusal that cannot change (geometry, wrong engine) is GONE for good.
+  refusal that cannot change (geometry, wrong engine) leads to GONE, and nothing is tried again while it is remembered.
 - SUSPECT stops new work and fails nothing; GONE needs evidence, or a long silence.
-- What is GONE is remembered for a while, so that late requests fail with the same cause.
+- What is GONE is remembered for `TOMBSTONE_S`, so that late requests fail with the same cause. After that, or sooner if
+  only the connection was lost, the same place is met as a new `Peer`.
 
 It refuses to know: pulls but for their ids, what is read of it, and when it is its turn (`core/flow.py`).
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from asynckv.config import PullConfig
 from asynckv.core.events import Ending
 from asynckv.core.flow import Line
-from asynckv.core.types import Address, Cohort, PullId, Reason, TransferId, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
@@ -169,7 +170,7 @@ class Peer:
     # -- questions ---------------------------------------------------------------------------------
 
     @property
-    def place(self) -> tuple[Address, str]:
+    def place(self) -> Place:
         """Which start of which process this is."""
         return self.address, self.incarnation
 
@@ -222,12 +223,12 @@ class Peer:
                 self.unused_at = now
 
     def greet(self, nonce: int, handshake_s: float, now: float) -> None:
-        """Begin a handshake; `hello` makes its message."""
+        """Begin a handshake; `make_hello` makes its message."""
         self.receive(E.WANTED)
         self.nonce, self.hellos, self.deadline = nonce, 0, now + handshake_s
 
-    def hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
-        """Return the hello that is to be sent now."""
+    def make_hello(self, cohort: Cohort, retry_s: float, now: float) -> Hello:
+        """Make the hello that is to be sent now."""
         self.retry_at = now + retry_s * 2 ** min(self.hellos, 3)
         self.hellos += 1
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
@@ -332,8 +333,8 @@ class Peer:
             due.append(Due.STALLED)
         return due
 
-    def ping(self, nonce: int, now: float) -> Ping:
-        """Return the ping that is to be sent now."""
+    def make_ping(self, nonce: int, now: float) -> Ping:
+        """Make the ping that is to be sent now."""
         self.pinged_at = now
         return Ping(nonce)
 

@@ -28,7 +28,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, PullId, Reason, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, rank_name
 from asynckv.core.wire import MAJOR, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -38,9 +38,6 @@ from asynckv.geometry.match import compare
 __all__ = ["Peers"]
 
 S = PeerState
-
-Place = tuple[Address, str]
-"""Address and incarnation of a rank."""
 
 
 class Peers:
@@ -126,7 +123,7 @@ class Peers:
             peer.greet(next(self._nonces), self._config.handshake_s, now)
             self._changed(peer, S.NEW)
             self._hellos[peer.nonce] = peer
-            self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+            self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
         elif peer.state in (S.NEW, S.GONE):
             wait = f"; the next attempt is possible in {peer.not_before - now:.2g} s" if peer.not_before > now else ""
             failure = peer.reason, peer.detail + wait
@@ -183,10 +180,9 @@ class Peers:
     # -- their states ------------------------------------------------------------------------------
 
     def loaded(self, peer: Peer, now: float) -> bool:
-        """The data plane knows it; False if nobody wants that any more."""
+        """The data plane knows it; False if it was lost or given up meanwhile."""
         peer.load_ended()
         if peer.state is not S.LOADING:
-            # Lost, or given up, while it was being loaded.
             self._outbox.commands.append(RemovePeer(peer))
             self.wake(peer)
             return False
@@ -266,9 +262,9 @@ class Peers:
         for due in peer.due(self._config, now):
             match due:
                 case Due.HELLO:
-                    self._send(peer, peer.hello(self._cohort, self._config.hello_retry_s, now))
+                    self._send(peer, peer.make_hello(self._cohort, self._config.hello_retry_s, now))
                 case Due.PING:
-                    self._send(peer, peer.ping(next(self._nonces), now))
+                    self._send(peer, peer.make_ping(next(self._nonces), now))
                 case Due.FORGET:
                     self._drop(peer)
                     return []

@@ -1,12 +1,14 @@
 """The prefill side of one rank: its leases, what has ended, and what came too early.
 
-Requests are lent in any order, and a reader's claim may come before, while and after its request is lent. So every
-message finds its key in one of four places:
+Requests are lent in any order, and a reader's claim may come before, while and after its request is lent. So a message
+is answered by the first of these that holds for its key:
 
 - **lent**: the lease answers (`core/lease.py`);
 - **ended**: it is refused with how that was, as long as that is remembered;
+- **stale**: the memory was registered anew since the key was minted; its claims are refused;
 - **spent**: it was lent or withdrawn once, so it will never be lent again, and its claims are refused at once
   (`core/spent.py`);
+- **closed**: the engine lends nothing new; claims are refused;
 - **nowhere**: it may be lent yet. A claim is answered `NotYet` and *parked*, a release is acknowledged and parked;
   lending answers it. Room for what is parked is bounded, in all and per connection, and so is its time.
 
@@ -25,7 +27,7 @@ from msgspec import Struct
 
 from asynckv.config import LeaseConfig
 from asynckv.core.lease import Effects, Lease, LeaseState, Lent
-from asynckv.core.ledger import FEW, Int64s, Ledger
+from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Traced
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
@@ -33,7 +35,7 @@ from asynckv.core.types import Key, Reason, ReplyTo
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
-from asynckv.geometry.bounds import NULL, BlockRuns
+from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group, Layout
 
 __all__ = ["PrefillSide"]
@@ -75,6 +77,7 @@ class PrefillSide:
 
     Args:
         minor_versions: Of the protocol, as spoken by each process start over each connection.
+        memory_epoch: How often the memory was registered anew; params of an older one are refused.
     """
 
     def __init__(
@@ -85,11 +88,12 @@ class PrefillSide:
         timers: Timers,
         config: LeaseConfig,
         minor_versions: Mapping[tuple[str, ReplyTo], int],
+        memory_epoch: int,
     ) -> None:
         self.leases: dict[Key, Lease] = {}
-        self.memory_epoch = 0
+        self.memory_epoch = memory_epoch
         self.closed_as = ""
-        """How the engine takes nothing new, for people; empty while it does."""
+        """How the engine takes nothing new, for people; empty while it does. Nothing is parked then."""
         self._layout, self._ledger, self._outbox, self._timers = layout, ledger, outbox, timers
         self._config, self._minor_versions = config, minor_versions
         self.max_ended = MAX_ENDED
@@ -106,11 +110,6 @@ class PrefillSide:
     def num_parked(self) -> int:
         """Places taken by claims and releases that wait for their request to be lent."""
         return self._parked_by.total()
-
-    @property
-    def is_closed(self) -> bool:
-        """Nothing will be lent any more, so nothing is worth waiting for."""
-        return bool(self.closed_as)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ class PrefillSide:
             reason = Reason.STALE_MEMORY
         if reason is None and key in self.spent:
             reason = Reason.UNKNOWN
-        if reason is None and self.is_closed:
+        if reason is None and self.closed_as:
             reason = Reason.ENGINE_CLOSED
         if isinstance(message, Release):
             if reason is None:

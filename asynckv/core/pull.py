@@ -1,7 +1,9 @@
 """One attempt to read one request, from the first word to the last block returned.
 
-    ANNOUNCED -> CONNECTING -> QUEUED <-> READING -> CONFIRMING -> NOTIFYING -> RELEASED
-                      \\_________\\__________\\____________\\-> DRAINING -> NOTIFYING -> QUARANTINED -> RELEASED
+    ANNOUNCED -> CONNECTING -> QUEUED -> READING -> CONFIRMING -> NOTIFYING -> RELEASED
+
+is the usual way. Whatever goes wrong before NOTIFYING leads to DRAINING, and NOTIFYING follows that; QUARANTINED comes
+after NOTIFYING if something may still write. `docs/states.md` has all ways, drawn from the tables.
 
 Two promises end at different times. The **outcome** is bounded by the caller's deadline. The **custody** of the blocks
 is not: NIXL cannot cancel a transfer, so blocks go back only when nothing can write them any more. DRAINING waits for
@@ -133,7 +135,8 @@ def has_landed(pull: Pull, now: float) -> bool:
 
 def waits_to_be_lent(pull: Pull, now: float) -> bool:
     """It is not lent yet, and nothing runs."""
-    # Others may be lent already, and nobody lends anything while they wait behind this one.
+    # It makes room, or both may wait for ever: the prefill engine may need the blocks of request A, which is lent and
+    # queued behind this one, before it can compute this one.
     waits = False
     for source in pull.sources:
         if source.running:
@@ -415,8 +418,8 @@ class Pull:
             return "retired" if self.is_retired else "quarantined", self.retire_at
         return self.state.value, self.deadline
 
-    def is_stuck(self, now: float) -> bool:
-        """It has been in one state for `warn_s`, or for twice as long as when this was last so."""
+    def take_warning(self, now: float) -> bool:
+        """Say once that it has been in one state for `warn_s`, and again at each doubling."""
         if now < self.warn_at:
             return False
         since = self.since
@@ -490,12 +493,12 @@ class Pull:
         return self._settle(after, now)
 
     def want_claim(self, source: Source, now: float) -> None:
-        """A rank that will be read is ready: claim at once, beside the read. See `effects`."""
+        """A rank that will be read is ready: claim at once, beside the read. See `take_effects`."""
         if source.claim_at == math.inf and not source.nonces and self.state in _CLAIMS:
             source.claim_at = now
             self._effects.append(DO.SEND)
 
-    def effects(self) -> list[Effect]:
+    def take_effects(self) -> list[Effect]:
         """Return what has been brought about and not been returned yet."""
         effects, self._effects = self._effects, []
         return effects
@@ -616,8 +619,8 @@ class Pull:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def due(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
-        """Return every message that is due; `now` was read before they are sent."""
+    def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
+        """Make every message that is due; `now` was read before they are sent."""
         out: list[tuple[Source, Message]] = []
         for source in self.sources:
             if now >= source.claim_at:
@@ -626,7 +629,7 @@ class Pull:
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:
-                out.append((source, self.release_of(source, now)))
+                out.append((source, self.make_release(source, now)))
         return out
 
     def _claim(self, source: Source, nonce: int, now: float) -> Claim | Renew:
@@ -637,8 +640,8 @@ class Pull:
             return Renew(self.params.key, self.pull_id, nonce, seconds)
         return Claim(self.params.key, self.params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
 
-    def release_of(self, source: Source, now: float) -> Release:
-        """Return the release to send to a rank now."""
+    def make_release(self, source: Source, now: float) -> Release:
+        """Make the release to send to a rank now."""
         source.released(self.limits.release_retry_s, now)
         return Release(self.params.key, self.params.request_id, self.cohort, self.pull_id, self.outcome)
 

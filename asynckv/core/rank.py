@@ -1,8 +1,7 @@
-"""One engine rank put together, and the only entrance to it: calls and packets in, messages and commands out.
+"""One engine rank put together: calls, packets and time come in, messages and commands go out.
 
-Everything comes with `now`: calls of the engine, packets, ends of transfers, the passing of time. What is to be done
-is left in the outbox. The engine drives a rank with real planes, a simulation with simulated ones; neither decides
-anything.
+Everything comes with `now`. What is to be done is left in the outbox. The engine drives a rank with real planes, a
+simulation with simulated ones.
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, discharge -> decode side
@@ -11,6 +10,8 @@ anything.
               from whom we read                 -> decode side
     time      tick                              -> whoever asked to be woken
     questions inspect                           -> who holds what
+
+What the planes say of transfers, peers and addresses goes past it, to `RankCore.decode`; `core/__init__.py` lists that.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import get_args
 
 import msgspec
 
+from asynckv.arguments import MAX_NAME
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.decode import DecodeSide
 from asynckv.core.inspect import Inspector
@@ -68,7 +70,6 @@ from asynckv.geometry.plan import BlockLists
 
 __all__ = ["RankCore"]
 
-MAX_NAME = 512
 MALFORMED = 100
 """What a malformed packet costs its sender, in messages."""
 
@@ -94,12 +95,13 @@ class RankCore:
         self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
         self.readers = Readers(identity, self.outbox)
         spoken = self.readers.minor_versions
-        self.prefill = PrefillSide(layout, self.ledger, self.outbox, self.timers, config.lease, spoken)
+        self.prefill = PrefillSide(
+            layout, self.ledger, self.outbox, self.timers, config.lease, spoken, identity.memory_epoch
+        )
         self.watch = Watch(self.outbox)
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
         )
-        self.prefill.memory_epoch = identity.memory_epoch
         self.inspect = Inspector(self.ledger, self.prefill, self.decode)
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
@@ -370,7 +372,7 @@ class RankCore:
     @property
     def is_closed(self) -> bool:
         """Nothing new is taken."""
-        return self.prefill.is_closed
+        return bool(self.prefill.closed_as)
 
     @property
     def is_idle(self) -> bool:

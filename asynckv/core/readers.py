@@ -20,6 +20,7 @@ from asynckv.core.types import Reason, ReplyTo, rank_name
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
+    RELEASE_NONCE,
     Claim,
     Draining,
     Goodbye,
@@ -153,7 +154,7 @@ class Readers:
             case Claim() | Renew():
                 answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
             case Release():
-                answer = Refused(message.key, message.pull_id, 0, Reason.RESTARTED, detail)
+                answer = Refused(message.key, message.pull_id, RELEASE_NONCE, Reason.RESTARTED, detail)
             case Hello() if not self._is_meant(message):
                 answer = self._wrong_target(message)
             case Hello():

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from asynckv.core.flow import FlowKey
 from asynckv.core.peer import Peer
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Endpoint, Params, Reason, rank_name
+from asynckv.core.types import Address, Endpoint, Params, Place, Reason, rank_name
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
@@ -38,7 +38,7 @@ class Ready(NamedTuple):
     """The ranks of a route, all of them ready, and what is read of each.
 
     Attributes:
-        num_changes: What `DecodeSide` had counted of changes when this was worked out: it holds until the next.
+        num_changes: What `Peers.num_changes` was when this was worked out: it holds until the next.
         peers: One per rank.
         tables: One per rank; None for one that is only released.
     """
@@ -72,8 +72,8 @@ class Routes:
 
     def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None]) -> None:
         self._layout, self._on_tables = layout, on_tables
+        # One source of ids for all peers: two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)
-        # One for all peers: two of them may be one process under two addresses.
         self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
         self._num_endpoints = 0
         self._predicted: dict[int, Sequence[int]] = {}
@@ -153,14 +153,14 @@ class Routes:
         found: list[PeerTables | None] = []
         for peer, shares in zip(peers, assign(self._layout, [x for x in layouts if x], groups), strict=True):
             assert peer.layout is not None
-            key = tuple((s.here.layer, s.a.name, s.lo, s.hi) for s in shares)
+            key = tuple((s.local_view.layer, s.local_part.name, s.lo, s.hi) for s in shares)
             if shares and key not in peer.tables:
                 tables = peer.tables[key] = PeerTables(self._layout, peer.layout, shares, self._table_ids)
                 self._on_tables(peer, tables)
             found.append(peer.tables[key] if shares else None)
         return found
 
-    def forget(self, place: tuple[Address, str]) -> None:
+    def forget(self, place: Place) -> None:
         """Forget what is read of a rank that is gone."""
         for known in [known for known in self._chosen if place in known[0]]:
             del self._chosen[known]

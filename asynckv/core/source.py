@@ -10,8 +10,8 @@ A source has three conversations, which go on beside each other:
 Its bytes are *proven* if
 
 - every read ended well, and the clock read after observing the last one says less than the end of some promise: the
-  moment before *that* claim was sent, plus the seconds granted, less a rate margin; or a claim sent after the last
-  read was granted, which needs no clock; and
+  moment before *that* claim was sent, plus the seconds granted, less a rate margin (so a claim that is sent after the
+  last read and granted is always enough); and
 - the first read began after the blocks were lent. Params may travel ahead of the data, so a read can be too early; a
   grant says how long the blocks have been lent, and a read that cannot be shown to be younger is done again.
 
@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asynckv.core.types import Address, PullId, Reason, TransferId, members
+from asynckv.core.types import Address, Place, PullId, Reason, TransferId, members
 from asynckv.core.wire import Granted, Refused
 from asynckv.geometry.plan import PeerTables, Plan, ReadRequest
 
@@ -50,6 +50,11 @@ MAX_NONCES = 8
 """Claims per source whose answers still count."""
 
 NEVER = -math.inf
+"""It has not happened."""
+
+LONG_AGO = -math.inf
+"""It happened before anything that this rank did: no clock is needed to say so."""
+
 _NOTHING: Iterator[ReadRequest] = iter(())
 
 
@@ -59,7 +64,7 @@ class Role(enum.StrEnum):
     UNKNOWN = "unknown"
     """It may hold something of ours; nobody has asked it yet."""
     READ = "read"
-    """It is read, as far as is known: of what is known once all ranks to read are met."""
+    """It is to be read, as far as is known; what is read of it is known once all such ranks are met."""
     RELEASE_ONLY = "release_only"
     """Nothing is read of it, but it has lent the request to us and waits for our release."""
 
@@ -79,14 +84,13 @@ class RemoteRank(NamedTuple):
     """A rank as params list it, with what is made of that once for all requests.
 
     Attributes:
-        place: Address and incarnation: which start of which process is meant.
         name: For people.
         is_predicted: The usual rule says that it is read.
     """
 
     tp_rank: int
     pp_stage: int
-    place: tuple[Address, str]
+    place: Place
     name: str
     is_predicted: bool
 
@@ -116,7 +120,8 @@ class Source:
     done_at: float = NEVER
     nonce_when_done: int = 0
     has_landed: bool = False
-    """Everything that is to be read has landed."""
+    """Nothing more will land: everything was posted and has ended, well or not, and nothing is in doubt. So while the
+    attempt has neither failed nor been cancelled all bytes are there."""
     bytes_read: int = 0
     """Landed so far."""
 
@@ -126,8 +131,8 @@ class Source:
     """The newest that was granted."""
     covered_until: float = NEVER
     """End of the longest promise."""
-    lent_before: float = math.inf
-    """The blocks were lent by then, on our clock."""
+    lent_by: float = math.inf
+    """The blocks were lent at this moment at the latest, on our clock; infinite while nothing is granted."""
     not_lent_yet: bool = False
     """The rank has said that the request is not lent yet: reading now would be in vain."""
     not_lent_yet_at: float = NEVER
@@ -183,7 +188,7 @@ class Source:
     @property
     def is_early(self) -> bool:
         """Granted, but the first read cannot be shown to be younger than the lease."""
-        return self.first_posted_at <= self.lent_before < math.inf
+        return self.first_posted_at <= self.lent_by < math.inf
 
     def wanted(self) -> None:
         """It may hold something of ours: it is to be met."""
@@ -206,7 +211,7 @@ class Source:
         """Read everything again: the first time was before the blocks were lent."""
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
-        self.lent_before = NEVER  # granted by now, so whatever begins from here on is late enough
+        self.lent_by = LONG_AGO  # granted by now, so whatever begins from here on is late enough
         self.start(self.plan, max_bytes, max_descriptors)
 
     def take_read(self, transfer_id: TransferId, before: float) -> ReadRequest:
@@ -246,7 +251,7 @@ class Source:
     def prove(self) -> None:
         """Note it if the bytes are what was lent."""
         if not self.proven and self.has_landed:
-            timely = self.lent_before < self.first_posted_at
+            timely = self.lent_by < self.first_posted_at
             # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
             covered = self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
@@ -273,9 +278,9 @@ class Source:
         # Params that left after the KV was written can only be read too late, never too early; and what
         # is granted before the first read needs no clock either.
         if written or self.first_posted_at == math.inf:
-            self.lent_before = NEVER
+            self.lent_by = LONG_AGO
         else:
-            self.lent_before = min(self.lent_before, now - answer.lent_for_s * (1 - RATE_MARGIN))
+            self.lent_by = min(self.lent_by, now - answer.lent_for_s * (1 - RATE_MARGIN))
         if deadline > now or answer.nonce == next(reversed(self.nonces)):
             self.claims = 0
             self.claim_at = max(sent_at + min(renew_s, answer.seconds / 2), now + MIN_RENEW_S)
@@ -295,7 +300,7 @@ class Source:
         self.claim_at = math.inf
         if self.proven or self.role is not ROLE.READ:
             return None
-        reason = Reason.LEASE_LOST if self.lent_before < math.inf else answer.reason
+        reason = Reason.LEASE_LOST if self.lent_by < math.inf else answer.reason
         text = f"{self.where} refused: {answer.reason}"
         return reason, f"{text} ({answer.detail})" if answer.detail else text
 

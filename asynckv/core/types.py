@@ -19,6 +19,7 @@ from typing import Annotated, NewType, TypeVar, cast
 import msgspec
 from msgspec import Meta, Struct
 
+from asynckv.arguments import MAX_NAME
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, BlockRuns, Rank, Size, Tokens
 
@@ -29,6 +30,7 @@ __all__ = [
     "Key",
     "Outcome",
     "Params",
+    "Place",
     "PullId",
     "Reason",
     "ReplyTo",
@@ -49,17 +51,24 @@ TransferId = NewType("TransferId", int)
 Address = NewType("Address", str)
 """Where a remote rank's control plane listens, such as `tcp://10.0.0.1:5555`."""
 
+Place = tuple[Address, str]
+"""Address and incarnation: which start of which remote process is meant."""
+
 ReplyTo = NewType("ReplyTo", bytes)
 """Whom an incoming packet came from, as the control plane names it: good for answering, no more."""
 
 MAX_ID = 16 * 1024
+"""Characters of a request id."""
+
 MAX_HASHES = 1 << 20
 MAX_HASH = 128
+"""Characters of one hash."""
 
 MAX_SECONDS = 7 * 86_400.0
 
 # Bounds also reject nan and the infinities, which compare false with everything.
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+NonemptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
 
 
@@ -84,7 +93,7 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
 class Cohort(Struct, frozen=True, array_like=True, gc=False):
     """The group of ranks of one decode engine that together read one lent request, and who speaks."""
 
-    id: Annotated[str, Meta(min_length=1, max_length=512)]
+    id: NonemptyName
     tp_size: Size = 1
     tp_rank: Rank = 0
     pp_size: Size = 1
@@ -95,7 +104,7 @@ class Endpoint(Struct, frozen=True, gc=False):
     """How to reach one prefill rank, and which start of it is meant."""
 
     tp_rank: Rank
-    address: Annotated[str, Meta(min_length=1, max_length=512)]
+    address: NonemptyName
     incarnation: Annotated[str, Meta(min_length=1, max_length=64)]
     pp_stage: Rank = 0
 
@@ -122,7 +131,7 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
-    engine_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    engine_id: NonemptyName
     request_id: RequestText
     key: Key
     tp_size: Size = 1
@@ -211,7 +220,7 @@ def sendable(value: object, kind: type[T]) -> T:
         raise msgspec.ValidationError(text if len(text) < 500 else f"{text[:300]} ... {text[-100:]}") from exc
 
 
-SHORT = 8
+SHOWN_LETTERS = 8
 """Letters of an incarnation by which people know a start of a process."""
 
 
@@ -222,7 +231,7 @@ def rank_name(engine_id: str, tp_rank: int, pp_stage: int = 0, incarnation: str 
     of the incarnation that this process logged when it started, if that is known.
     """
     stage = f"/pp{pp_stage}" if pp_stage else ""
-    start = f"@{incarnation[:SHORT]}" if incarnation else ""
+    start = f"@{incarnation[:SHOWN_LETTERS]}" if incarnation else ""
     return f"{engine_id}{stage}/tp{tp_rank}{start}"
 
 

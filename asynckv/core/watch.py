@@ -1,8 +1,8 @@
 """What has been held for long: worth a word, but a thousand of a kind are worth no more than one.
 
-Leases and pulls say by themselves when they have been held for too long (`is_stuck`). They are gathered here by what
-they wait for, and said together, at intervals: when a reader dies with ten thousand leases, that is a line in ten
-seconds, not ten thousand.
+Leases and pulls say by themselves when they have been held for too long (`Effects.is_overdue` of a lease,
+`Pull.take_warning`). They are gathered here by what they wait for, and said together, at intervals: when a reader dies
+with ten thousand leases, that is a line in ten seconds, not ten thousand.
 """
 
 from __future__ import annotations

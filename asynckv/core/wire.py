@@ -45,6 +45,7 @@ __all__ = [
     "MAX_PACKET",
     "MAX_REQUEST_PACKET",
     "MINOR",
+    "RELEASE_NONCE",
     "Ack",
     "Claim",
     "Draining",
@@ -80,7 +81,8 @@ MAX_REQUEST_PACKET = 128 * 1024
 """Bytes; a listener refuses anything larger, since only a `Welcome` has a reason to be."""
 
 SOFT_PACKET = 64 * 1024
-"""Bytes; more is cut into several packets, so that only a single message, of 70 KB at most, is larger."""
+"""Bytes; more is cut into several packets, so that only a single message is larger: a `Claim` or a `Release` whose
+request id is long, of 70 KB at most, or a `Welcome`, whose metadata may have 8 MB."""
 
 MAX_MESSAGES = 512
 """Most messages per packet."""
@@ -88,6 +90,10 @@ MAX_MESSAGES = 512
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
 Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+RELEASE_NONCE = 0
+"""The nonce in the refusal of a `Release`, which carries none itself; no claim or renewal has it."""
+
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
@@ -199,7 +205,8 @@ class Granted(Struct, frozen=True, array_like=True, tag=6, gc=False):
 
 
 class NotYet(Struct, frozen=True, array_like=True, tag=7, gc=False):
-    """The request is not lent yet; the claim is parked and will be answered, if it is soon."""
+    """The request is not lent yet. The claim is answered once it is, if that is soon and there was room to keep it; its
+    reader repeats it in any case."""
 
     key: Key
     pull_id: PullText

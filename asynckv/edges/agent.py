@@ -45,7 +45,8 @@ __all__ = ["Agent", "make_epoll"]
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
-"""Tables of one remote agent whose descriptor lists are kept, besides those in use; their rows are bounded as well."""
+"""Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
+(`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""

@@ -32,7 +32,8 @@ from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, DataNews, DataPla
 __all__ = ["ProcessPlane", "ServingPlane"]
 
 MAX_TABLES = 1024
-"""Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps."""
+"""Tables of one remote agent that the child is sent once and knows by number: as many as the core keeps of a peer
+(`MAX_TABLES` in `asynckv/geometry/tables.py`)."""
 
 
 class _Kept:

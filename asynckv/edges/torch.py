@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import anyio.to_thread
 import msgspec
 
-from asynckv.arguments import integer, shown, text, texts
-from asynckv.config import MAX_NAME
+from asynckv.arguments import MAX_NAME, integer, shown, text, texts
 from asynckv.core.types import sendable
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS

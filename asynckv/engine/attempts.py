@@ -134,7 +134,7 @@ def error_of(waiting: Waiting) -> PullError:
 
 def discharge(driver: Driver, request: Request) -> None:
     """Tell the prefill ranks that no attempt follows, if they were told that one would."""
-    for wanted, reason in request.discharges():
+    for wanted, reason in request.take_discharges():
         if not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
             with suppress(AsyncKVError):
                 driver.core.discharge(wanted, reason, driver.clock.now())

@@ -15,8 +15,8 @@ from typing import Any, Self
 import anyio
 import msgspec
 
-from asynckv.arguments import MAX_INTEGER, flag, integer, number, seconds, shown, text, texts
-from asynckv.config import MAX_NAME, MAX_RETRIES, EngineConfig
+from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
+from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request
 from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState

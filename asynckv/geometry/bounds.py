@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from asynckv.arguments import MAX_NAME
+
 __all__ = ["NULL", "BlockId", "BlockRuns", "Count", "Int32s", "Int64s", "Name", "Rank", "Size", "Tokens"]
 
 MAX_RANKS = 65_536
@@ -28,7 +30,7 @@ MAX_DESCRIPTORS = (1 << 31) - 1
 NULL = -1
 """A placeholder where a list of blocks has none: outside a sliding window, a state that was not kept."""
 
-Name = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
 Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 Size = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]

@@ -84,15 +84,15 @@ class Share(NamedTuple):
     """What one rank reads of one part from one remote rank: the range of the global axis that both of them hold.
 
     Attributes:
-        here, there: Our view, and theirs.
-        a, b: The part in it: ours, and theirs, both said as sharded along the same axis (or neither).
+        local_view, remote_view: Where it lies on either side.
+        local_part, remote_part: The part in them, on both sides said as sharded along the same axis (or on neither).
         lo, hi: The range of that axis; 0, 0 for a part that is not sharded, which is read whole.
     """
 
-    here: View
-    there: View
-    a: Part
-    b: Part
+    local_view: View
+    remote_view: View
+    local_part: Part
+    remote_part: Part
     lo: int
     hi: int
 
@@ -107,20 +107,21 @@ def compare(local: Layout, remote: Layout) -> tuple[Difference, ...]:
     out: list[Difference] = []
     if local.model and remote.model and local.model != remote.model:
         out.append(Difference("model", local.model, remote.model))
-    ours, theirs = _places(local), _places(remote)
-    mine, other = strange_layers(local, theirs), strange_layers(remote, ours)
-    if local.pp_size == remote.pp_size == 1 and (mine or other):
-        out.append(Difference("layers only on one side", _some(mine), _some(other)))
-    elif local.pp_size == 1 and other:
-        # Whatever the other stages hold: without stages of our own, every layer of theirs is one of ours.
-        out.append(Difference("layers only on one side", "none", _some(other)))
-    for layer in ours:
-        if layer in theirs:
-            for field, here, there in _compare_layers(ours[layer], theirs[layer], local, remote):
-                found.setdefault((field, str(here), str(there)), []).append(layer)
-    for (field, here, there), layers in found.items():
+    local_layers, remote_layers = _layers(local), _layers(remote)
+    only_local, only_remote = strange_layers(local, remote_layers), strange_layers(remote, local_layers)
+    if local.pp_size == remote.pp_size == 1 and (only_local or only_remote):
+        out.append(Difference("layers only on one side", _some(only_local), _some(only_remote)))
+    elif local.pp_size == 1 and only_remote:
+        # Whatever the other stages hold: without stages of our own, every remote layer is one of ours.
+        out.append(Difference("layers only on one side", "none", _some(only_remote)))
+    for layer, local_parts in local_layers.items():
+        if layer in remote_layers:
+            differing = _compare_layers(local_parts, remote_layers[layer], local, remote)
+            for field, local_value, remote_value in differing:
+                found.setdefault((field, str(local_value), str(remote_value)), []).append(layer)
+    for (field, in_local, in_remote), layers in found.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-        out.append(Difference(f"{field} of layer {layers[0]!r}{more}", here, there))
+        out.append(Difference(f"{field} of layer {layers[0]!r}{more}", in_local, in_remote))
     return tuple(out[:MAX_DIFFERENCES])
 
 
@@ -128,7 +129,7 @@ _Parts = dict[str, tuple[View, Part]]
 """Of one layer: part -> where it is."""
 
 
-def _places(layout: Layout) -> dict[str, _Parts]:
+def _layers(layout: Layout) -> dict[str, _Parts]:
     """Layer or alias -> part -> where it is. A layer may lie in several views, each with parts of its own."""
     out: dict[str, _Parts] = {}
     for view in layout.views:
@@ -159,28 +160,29 @@ def _some(names: Iterable[str]) -> object:
 
 
 def _compare_layers(
-    ours: _Parts, theirs: _Parts, local: Layout, remote: Layout
+    local_parts: _Parts, remote_parts: _Parts, local: Layout, remote: Layout
 ) -> Iterator[tuple[str, object, object]]:
-    if ours.keys() != theirs.keys():
-        packed = {"kv"} in (ours.keys(), theirs.keys()) and {"k", "v"} in (ours.keys(), theirs.keys())
+    names = local_parts.keys(), remote_parts.keys()
+    if names[0] != names[1]:
+        packed = {"kv"} in names and {"k", "v"} in names
         hint = " (a packed tensor is k and v, if its order names a dim 'kv')" if packed else ""
-        yield f"parts{hint}", _some(ours), _some(theirs)
+        yield f"parts{hint}", _some(local_parts), _some(remote_parts)
     told = set()
-    for name in ours:
-        if name not in theirs:
+    for name in local_parts:
+        if name not in remote_parts:
             continue
-        (a_view, a), (b_view, b) = ours[name], theirs[name]
-        here, there = local.groups[a_view.group], remote.groups[b_view.group]
-        pair = (a_view.group, b_view.group)
-        if here.kind != there.kind:
+        (local_view, local_part), (remote_view, remote_part) = local_parts[name], remote_parts[name]
+        local_group, remote_group = local.groups[local_view.group], remote.groups[remote_view.group]
+        pair = (local_view.group, remote_view.group)
+        if local_group.kind != remote_group.kind:
             if pair not in told:
-                yield "kind", here.kind, there.kind
-        elif there.window and not 0 < here.window <= there.window and pair not in told:
-            yield "window", here.window or "none", there.window
+                yield "kind", local_group.kind, remote_group.kind
+        elif remote_group.window and not 0 < local_group.window <= remote_group.window and pair not in told:
+            yield "window", local_group.window or "none", remote_group.window
         told.add(pair)
-        if here.kind == there.kind:
-            for field, mine, other in _compare_parts(a, b, here, there):
-                yield f"{field} of part {name!r}", mine, other
+        if local_group.kind == remote_group.kind:
+            for field, local_value, remote_value in _compare_parts(local_part, remote_part, local_group, remote_group):
+                yield f"{field} of part {name!r}", local_value, remote_value
 
 
 def _said_as(part: Part, other: Part) -> Part:
@@ -195,21 +197,28 @@ def _said_as(part: Part, other: Part) -> Part:
     return structs.replace(part, dims=part.dims + more, axis=other.axis, held=(0, other.extent), extent=other.extent)
 
 
-def _compare_parts(a: Part, b: Part, here: Group, there: Group) -> Iterator[tuple[str, object, object]]:
-    a, b = _said_as(a, b), _said_as(b, a)
-    if a.dtype != b.dtype:
-        yield "dtype", a.dtype, b.dtype
-    elif a.itemsize != b.itemsize:
-        yield "itemsize", a.itemsize, b.itemsize
-    if (a.axis, a.extent if a.axis else 0) != (b.axis, b.extent if b.axis else 0):
-        yield "sharded axis", _axis(a), _axis(b)
-    if a.tokens_per_entry != b.tokens_per_entry:
-        yield "tokens_per_entry", a.tokens_per_entry, b.tokens_per_entry
-    if here.kind == "tokens" and not (a.has_tokens and b.has_tokens) and here.kernel_size != there.kernel_size:
-        yield "kernel block size (one entry covers a whole kernel block)", here.kernel_size, there.kernel_size
-    mine, theirs = ({d.name: d.size for d in p.dims if d.size > 1 and d.name not in (TOKEN, p.axis)} for p in (a, b))
-    if mine != theirs or a.has_tokens != b.has_tokens:
-        yield "dims", _dims(a), _dims(b)
+def _compare_parts(
+    local: Part, remote: Part, local_group: Group, remote_group: Group
+) -> Iterator[tuple[str, object, object]]:
+    local, remote = _said_as(local, remote), _said_as(remote, local)
+    if local.dtype != remote.dtype:
+        yield "dtype", local.dtype, remote.dtype
+    elif local.itemsize != remote.itemsize:
+        yield "itemsize", local.itemsize, remote.itemsize
+    if (local.axis, local.extent if local.axis else 0) != (remote.axis, remote.extent if remote.axis else 0):
+        yield "sharded axis", _axis(local), _axis(remote)
+    if local.tokens_per_entry != remote.tokens_per_entry:
+        yield "tokens_per_entry", local.tokens_per_entry, remote.tokens_per_entry
+    sizes = local_group.kernel_size, remote_group.kernel_size
+    if local_group.kind == "tokens" and not (local.has_tokens and remote.has_tokens) and sizes[0] != sizes[1]:
+        yield "kernel block size (one entry covers a whole kernel block)", *sizes
+    if _common_dims(local) != _common_dims(remote) or local.has_tokens != remote.has_tokens:
+        yield "dims", _dims(local), _dims(remote)
+
+
+def _common_dims(part: Part) -> dict[str, int]:
+    """The dims that both sides must have alike: neither tokens nor the sharded axis, and more than one entry."""
+    return {d.name: d.size for d in part.dims if d.size > 1 and d.name not in (TOKEN, part.axis)}
 
 
 def _dims(part: Part) -> str:
@@ -273,7 +282,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     Raises:
         NotCovered: A layer, or a range of a part, is held by none of them.
     """
-    theirs, names = [_places(remote) for remote in remotes], layer_names(local)
+    held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}
     """Layers are much alike: what covers one mostly covers the others."""
     out: list[list[Share]] = [[] for _ in remotes]
@@ -284,8 +293,9 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
             continue
         for part in view.parts:
             twins: list[tuple[int, View, Part]] = []
+            """The remote ranks that have this part, and where."""
             for name in names[view.layer]:
-                spots = [(i, places.get(name, {}).get(part.name)) for i, places in enumerate(theirs)]
+                spots = [(i, layers.get(name, {}).get(part.name)) for i, layers in enumerate(held_by)]
                 if twins := [(i, *spot) for i, spot in spots if spot is not None]:
                     break
             if not twins:
@@ -294,10 +304,10 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
             for _, _, twin in twins:
                 part = _said_as(part, twin)
             if not part.axis:
-                i, there, twin = twins[0]
-                out[i].append(Share(view, there, part, twin, 0, 0))
+                i, remote_view, twin = twins[0]
+                out[i].append(Share(view, remote_view, part, twin, 0, 0))
                 continue
-            twins = [(i, there, _said_as(twin, part)) for i, there, twin in twins]
+            twins = [(i, remote_view, _said_as(twin, part)) for i, remote_view, twin in twins]
             held = (part.held, *[twin.held for _, _, twin in twins])
             if held not in covers:
                 covers[held] = list(_cover(*part.held, held[1:]))
@@ -307,15 +317,15 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                     gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of part {part.name!r}"
                     gaps.setdefault((gap, ranks), []).append(view.layer)
                 else:
-                    i, there, twin = twins[at]
-                    out[i].append(Share(view, there, part, twin, lo, hi))
+                    i, remote_view, twin = twins[at]
+                    out[i].append(Share(view, remote_view, part, twin, lo, hi))
     differences = [Difference("layers that no remote rank has", _some(missing), "none")] if missing else []
     for (gap, ranks), layers in gaps.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
         differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
     stages = {remote.pp_stage for remote in remotes}
     if local.pp_size == 1 and not missing and len(stages) == remotes[0].pp_size:
-        known = {layer for places in theirs for layer in places}
+        known = {layer for layers in held_by for layer in layers}
         if strange := [layer for layer in names if not any(name in known for name in names[layer])]:
             differences.append(Difference("layers only on one side", _some(strange), "none"))
     if differences:

@@ -1,10 +1,14 @@
 """No byte may belong to two things of one group, and groups that share memory share its pages.
 
-A part over all blocks is one strided array: the blocks are a dim like any other. Where such arrays' ranges are apart,
-they are apart; where they mesh, they mostly do so along a dim that all of them have (all layers side by side in each
-token, say), and then one entry of it tells of all. So overlaps are found by sorting ranges and dropping dims, in time
-that depends on the number of parts and not on the number of blocks, and only what interleaves in another way is
-compared descriptor by descriptor, of which there may be few.
+A part over all blocks is one strided array: the blocks are a dim like any other. Two such arrays, k and v:
+
+    kkkkkkkk vvvvvvvv                 apart: their ranges are, so they are
+    kv...... kv...... kv......        meshed along a dim that both have: one entry of it tells of all
+    k v k  vk  v                      meshed in another way: compared descriptor by descriptor
+
+So ranges are sorted; those that mesh lose their common outermost dim, and are sorted again. That takes time by the
+number of parts and not by the number of blocks. Only the third kind costs more, and little of it is allowed
+(`MAX_CHECKED`).
 
 Different groups may lie in the same memory on purpose: a hybrid model sees the same pages as attention blocks in one
 group and as states in another. `pools` says which groups do.
@@ -81,10 +85,8 @@ def check_overlap(spots: Sequence[Spot]) -> None:
 def _check_apart(spots: list[Spot], budget: list[int]) -> None:
     """No byte is in two of these arrays, nor twice in one.
 
-    Arrays whose ranges are apart are apart. Those that mesh mostly do so along a dim that all of them have, the blocks
-    or the tokens: if what one entry of it holds, of all together, is no longer than its stride, entries are apart, and
-    one tells of all. What remains where no dim is of this kind is compared range by range, of which there
-    may be few.
+    Of arrays that mesh the outermost dim is dropped if all have it and one entry of it, of all together, is no longer
+    than its stride. Otherwise they are compared descriptor by descriptor.
     """
     for cluster in _clusters(spots):
         first = cluster[0]
@@ -125,7 +127,7 @@ def _is_nested(one: Spot) -> bool:
 
 
 def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
-    """Parts that interleave must share one block stride; then one block's bytes, folded by it, decide."""
+    """Compare descriptor by descriptor. All must have one block stride: then one block, modulo it, tells of all."""
     view = cluster[0].view
     stride, blocks = next(((step, size) for step, size, is_block in cluster[0].steps if is_block), (view.stride, 1))
     starts, lengths, owners = [], [], []
@@ -152,7 +154,8 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
     start, length, owner = (np.concatenate(x) for x in (starts, lengths, owners))
     order = np.argsort(start, kind="stable")
     start, length, owner = start[order], length[order], owner[order]
-    # Ranges that all blocks together keep apart (keys of all blocks, then values) are no neighbours.
+    # Modulo the stride, keys of all blocks and values of all blocks would seem to overlap. They do not: each is a run
+    # of its own, since all of its blocks together end before the next one begins.
     reach = np.maximum.accumulate(start + length + (blocks - 1) * stride)
     run = np.concatenate(([0], np.cumsum(start[1:] >= reach[:-1])))
     if blocks > 1:
@@ -161,7 +164,7 @@ def _check_descriptors(cluster: list[Spot], budget: list[int]) -> None:
         start, length, owner, run = start[order], length[order], owner[order], run[order]
     last = np.append(run[1:] != run[:-1], True)
     first = np.flatnonzero(np.append(True, last[:-1]))
-    # Closing the circle: the last range may reach round into the first of the next block.
+    # In each run the last range of a block may reach into the first of the next block, one stride further.
     following = np.append(start[1:], 0)
     following[last] = start[first] + stride if blocks > 1 else (1 << 62)
     if (bad := np.flatnonzero(start + length > following)).size:
@@ -195,8 +198,8 @@ def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
         return (0,)
     rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
     here: list[tuple[int, int, int]] = []
-    """(end, group, page) of all that covers where the sweep is. Any two of it overlap: so it is of one page size, or of
-    one group, and in one pool."""
+    """(end, group, page) of all that covers the byte where the sweep is. Any two of these overlap, so all are of one
+    group or of one page size, and in one pool."""
     known: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     swept = -1
     for memory, lo, hi, index, stride in rows:

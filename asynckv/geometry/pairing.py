@@ -9,6 +9,17 @@ lies between two cuts is in one kernel block here and in one there, at some offs
 span go together into a `Pairs`, which is all that a request is to the rest of the planning: numbers of blocks,
 without a byte in it. One pairing serves every remote rank whose groups look the same.
 
+With numbers: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wanted; the first 40 are cached.
+
+    tokens     32      40      48              64              80              96  100         112
+    local      | 2             |       3       |       4       |       5       |       6       |
+    remote     |               1               |               2               |       3
+    spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
+
+The first span begins inside our block 2 and is read from there. The last one is read to the end of our block, since
+theirs reaches as far. So there are three kinds of spans here, `(local offset, remote offset, tokens)`: one for the
+block that the prefix ends in, and two that repeat.
+
 Groups of tokens and of states differ in what a place in a list means, so there is a rule for each:
 
 - *Tokens*: every wanted token of a block that we were given is read, from the window on if there is one. The usual
@@ -94,12 +105,12 @@ class BlockLists:
         """
         if (known := self._pairs.get(pair.key)) is not None:
             return known
-        if pair.local >= len(self.local) or pair.remote >= len(self._lent):
+        if pair.local_index >= len(self.local) or pair.remote_index >= len(self._lent):
             raise PlanRefused(
                 f"the request names {len(self.local)} local and {len(self._lent)} remote groups, but the layouts "
                 f"have {len(tables.local.groups)} and {len(tables.remote.groups)}"
             )
-        found = self._pair_states(pair) if pair.here.kind == "state" else self._pair_tokens(pair)
+        found = self._pair_states(pair) if pair.local.kind == "state" else self._pair_tokens(pair)
         self._pairs[pair.key] = found
         return found
 
@@ -119,9 +130,9 @@ class BlockLists:
                     yield Padding(index, int(ids[i]), lo, size - lo)
 
     def _pair_tokens(self, pair: GroupPair) -> Sequence[Pairs]:
-        (listed, ids), lent = self.local[pair.local], self._lent[pair.remote]
-        here, there, entry = pair.here, pair.there, pair.entry
-        mine, theirs = pair.size, pair.remote_size
+        (listed, ids), lent = self.local[pair.local_index], self._lent[pair.remote_index]
+        here, there, entry = pair.local, pair.remote, pair.entry
+        mine, theirs = pair.local_size, pair.remote_size
         first = inside = listed
         if here.window:
             first, inside = self._window(pair, listed, lent.first_token)
@@ -130,8 +141,8 @@ class BlockLists:
             return ()
         if first % entry:
             raise PlanRefused(
-                f"group {pair.local} ({here.name!r}): the first token {first} is inside an entry that covers {entry} "
-                f"tokens, which can only be read whole; begin at token {first - first % entry}"
+                f"group {pair.local_index} ({here.name!r}): the first token {first} is inside an entry that covers "
+                f"{entry} tokens, which can only be read whole; begin at token {first - first % entry}"
             )
         if mine == theirs and (aligned := self._pair_aligned(pair, first, end)):
             return aligned
@@ -175,12 +186,12 @@ class BlockLists:
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:
         """Say from which token on a group with a sliding window is read, and from which on it is needed."""
-        # To the start of its block, where that is one on both sides: fewer kinds of spans.
-        # One token more than the next one needs, where it is there: an engine that computes the last token
-        # again needs it (vLLM does after a full hit).
-        inside = max(0, self.num_tokens - pair.here.window + 1)
+        # `inside` is the first token that is needed: a window of 1,024 at token 5,000 begins at 3,977. `wider` is where
+        # reading begins if those tokens are there: one earlier, for an engine that computes the last token again (vLLM
+        # does after a full hit), and from the start of its block, so that there are fewer kinds of spans.
+        inside = max(0, self.num_tokens - pair.local.window + 1)
         wider = max(0, inside - 1)
-        wider -= wider % (pair.size if pair.size == pair.remote_size else pair.entry)
+        wider -= wider % (pair.local_size if pair.local_size == pair.remote_size else pair.entry)
         if inside < self.num_tokens:  # a window of one token needs none
             inside -= inside % pair.entry
         inside = max(listed, inside)
@@ -191,10 +202,10 @@ class BlockLists:
 
         Returns nothing where that is not so; what follows in `_pair_tokens` is the rule, and says the same.
         """
-        (listed, ids), lent, size = self.local[pair.local], self._lent[pair.remote], pair.size
-        here = pair.here
+        (listed, ids), lent, size = self.local[pair.local_index], self._lent[pair.remote_index], pair.local_size
+        here = pair.local
         begin, stop = first // size, -(-end // size)
-        theirs = lent.kernel_blocks(first, begin, stop, pair.there)
+        theirs = lent.kernel_blocks(first, begin, stop, pair.remote)
         if theirs is None:
             return ()
         if here.ratio > 1:
@@ -205,10 +216,12 @@ class BlockLists:
         if np.minimum.reduce(mine) <= NULL:
             return ()
         if (most := int(theirs[-1] if lent.is_one_run else np.maximum.reduce(theirs))) >= pair.remote_blocks:
-            raise _no_such_block(pair, most // pair.there.ratio)
+            raise _no_such_block(pair, most // pair.remote.ratio)
         partly = []
         if head := first % size:
-            partly.append(Pairs(Span(pair.local, pair.remote, head, head, size - head), mine[:1], theirs[:1]))
+            partly.append(
+                Pairs(Span(pair.local_index, pair.remote_index, head, head, size - head), mine[:1], theirs[:1])
+            )
             mine, theirs = mine[1:], theirs[1:]
             if not len(mine):
                 return partly
@@ -218,16 +231,17 @@ class BlockLists:
         return [Pairs(pair.whole, mine, theirs), *partly]
 
     def _pair_states(self, pair: GroupPair) -> Sequence[Pairs]:
-        (first, ids), lent, tokens = self.local[pair.local], self._lent[pair.remote], self.num_tokens
-        here, there = pair.here, pair.there
+        (first, ids), lent, tokens = self.local[pair.local_index], self._lent[pair.remote_index], self.num_tokens
+        here, there = pair.local, pair.remote
         if first >= tokens or not len(ids) or ids.max() == NULL:
             return ()
         at = _state_place(here, first, tokens)
         if not at < len(ids) or ids[at] == NULL:
             what = "a placeholder" if at < len(ids) else f"beyond the {len(ids)} that were given"
             raise PlanRefused(
-                f"group {pair.local} ({here.name!r}): the state after {tokens} tokens belongs into place {at} of the "
-                f"list from token {first} on ({here.block_size} tokens per state), which is {what}; give a block there"
+                f"group {pair.local_index} ({here.name!r}): the state after {tokens} tokens belongs into place {at} "
+                f"of the list from token {first} on ({here.block_size} tokens per state), which is {what}; give a "
+                f"block there"
             )
         if tokens < self.offered_tokens and tokens % there.block_size:
             raise self._too_short(pair, tokens, f"states are kept every {there.block_size} tokens only")
@@ -240,9 +254,9 @@ class BlockLists:
         return (Pairs(pair.whole, np.array([ids[at]], np.int32), np.array([block], np.int32)),)
 
     def _too_short(self, pair: GroupPair, token: int, what: str) -> RemoteTooShort:
-        thing = "the state after" if pair.here.kind == "state" else "KV from"
+        thing = "the state after" if pair.local.kind == "state" else "KV from"
         return RemoteTooShort(
-            f"remote too short: group {pair.local} ({pair.here.name!r}) needs {thing} token {token} on of "
+            f"remote too short: group {pair.local_index} ({pair.local.name!r}) needs {thing} token {token} on of "
             f"{self.num_tokens}, but the prefill side does not offer it: {what}"
         )
 
@@ -254,8 +268,8 @@ def _state_place(group: Group, first: int, tokens: int) -> int:
 
 def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
     return PlanRefused(
-        f"group {pair.local} ({pair.here.name!r}): the prefill side names block {block}, but declared "
-        f"{pair.there.num_blocks} blocks"
+        f"group {pair.local_index} ({pair.local.name!r}): the prefill side names block {block}, but declared "
+        f"{pair.remote.num_blocks} blocks"
     )
 
 
@@ -273,7 +287,7 @@ def _by_span(
     for chosen in kinds:
         ascending = chosen[np.argsort(theirs[chosen], kind="stable")]
         at = chosen[0]
-        span = Span(pair.local, pair.remote, int(here[at]), int(there[at]), int(tokens[at]))
+        span = Span(pair.local_index, pair.remote_index, int(here[at]), int(there[at]), int(tokens[at]))
         yield Pairs(span, mine[ascending], theirs[ascending])
 
 

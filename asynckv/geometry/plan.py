@@ -7,7 +7,8 @@ small, int32 indices, however long the prompt is; what is posted next is expande
 NIXL merges neighbours: consecutive indices whose bytes touch on both sides. So rows come one after the other, blocks
 ascend within a row, and a plan is cut between rows wherever it can be.
 
-This is the door of the room for whoever runs pulls: `plan_read`, and the values that it takes and gives.
+Whoever runs pulls needs `plan_read` and the values that it takes and gives, and finds them here; the other files are
+for the handshake, and for checks of what callers give.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """An array that lies in two memories, as byte ranges that are contiguous in both.
 
 To a NIC one such range is one descriptor: an address and a length on either side. An array is given by its dims, each
-as `(entries, byte stride in a, byte stride in b)`, in any order. Dims that are dense on both sides are folded
-together from the innermost one on; whatever does not fold is stepped along, one descriptor each step. So the same
+as `(entries, byte stride in a, byte stride in b)`, in any order. A descriptor begins as one element and grows: a dim
+whose stride on both sides is the length so far continues it, and makes it as many times longer. When no dim fits any
+more, those that are left are stepped along, one descriptor each step. So the same
 memory order on both sides makes one descriptor of a whole array, and two different orders make many. Nothing is ever
 swapped byte by byte.
 

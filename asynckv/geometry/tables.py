@@ -13,6 +13,12 @@ ones are made when the peer is first met, any other when a request needs it, and
 `MAX_KEPT_ROWS` rows, are kept.
 
 The remote strides are a stranger's, so what a table may cost is counted before it is made.
+
+With numbers: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these. A kernel block is 16
+tokens on both sides, and tokens lie within heads. Then the 4 heads that both hold are contiguous on both sides,
+4 x 16 x 128 x 2 = 16 KiB, and a layer's `k` is one row. If heads lie within tokens instead, 4 of 8 heads are contiguous
+only within one token, 1 KiB, and it is 16 rows. With blocks of 16 tokens here and 32 there, there are two spans,
+`(0, 0, 16)` and `(0, 16, 16)`, each with a table of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +40,14 @@ from asynckv.geometry.match import Share
 from asynckv.geometry.strides import count_descriptors, strided_descriptors
 
 __all__ = ["DescTable", "GroupPair", "PeerTables", "Span"]
+
+# What a stranger's layout may cost is bounded step by step:
+#
+#     spans of two block sizes        MAX_KINDS     before they are listed
+#     spans x shapes of parts         MAX_SHAPES    before any row is counted
+#     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
+#     tables made beforehand          MAX_REGULAR   per pair of groups that has more of them, none is
+#     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
 MAX_TABLES = 1024
 """Most tables kept per peer; the least recently used go first."""
@@ -75,7 +90,7 @@ class DescTable:
     Descriptor index = `i * blocks + b`, with that side's number of kernel blocks.
 
     Attributes:
-        table_id: Unique per peer.
+        table_id: Unique among all tables of this rank: two peers may be one process under two addresses.
         span: Which tokens of two kernel blocks it is for.
         length: Bytes per descriptor, int64 `[rows]`.
         local, remote: int64 `[rows, 3]`: index of the memory, byte offset of block 0 in it, stride.
@@ -117,26 +132,37 @@ class GroupPair:
     """A group of ours and one of theirs that share layers, and what pairing their blocks has to know.
 
     Attributes:
-        local, remote: Their indices.
-        here, there: The groups.
+        local_index, remote_index: Their numbers in the two layouts.
+        local, remote: The groups.
         entry: Tokens of which the first token to be read must be a multiple: a scale may cover several tokens, and an
             entry is read whole.
-        size, remote_size: Tokens per kernel block, here and there.
-        remote_blocks: Kernel blocks there.
+        local_size, remote_size: Tokens per kernel block.
+        remote_blocks: Kernel blocks of the remote group.
         whole: The span of a whole block, where both sizes are one.
         key: Equal for ranks whose pairs of blocks are the same.
     """
 
-    __slots__ = ("entry", "here", "key", "local", "remote", "remote_blocks", "remote_size", "size", "there", "whole")
+    __slots__ = (
+        "entry",
+        "key",
+        "local",
+        "local_index",
+        "local_size",
+        "remote",
+        "remote_blocks",
+        "remote_index",
+        "remote_size",
+        "whole",
+    )
 
-    def __init__(self, local: int, remote: int, here: Group, there: Group, entry: int) -> None:
+    def __init__(self, local_index: int, remote_index: int, local: Group, remote: Group, entry: int) -> None:
+        self.local_index, self.remote_index = local_index, remote_index
         self.local, self.remote = local, remote
-        self.here, self.there = here, there
         self.entry = entry
-        self.size, self.remote_size = here.kernel_size, there.kernel_size
-        self.remote_blocks = there.num_kernel_blocks
-        self.whole = Span(local, remote, 0, 0, self.size if here.kind == "tokens" else 0)
-        self.key = (local, remote, there, entry)
+        self.local_size, self.remote_size = local.kernel_size, remote.kernel_size
+        self.remote_blocks = remote.num_kernel_blocks
+        self.whole = Span(local_index, remote_index, 0, 0, self.local_size if local.kind == "tokens" else 0)
+        self.key = (local_index, remote_index, remote, entry)
 
 
 class PeerTables:
@@ -146,7 +172,7 @@ class PeerTables:
         local: Our layout, checked.
         remote: The remote rank's layout, checked, and found comparable by `compare`.
         shares: What is read of it, from `assign`.
-        ids: Where table ids come from; one per peer.
+        ids: Where table ids come from, for all peers.
 
     Raises:
         LayoutError: The two memory orders would need absurdly many descriptors.
@@ -157,8 +183,8 @@ class PeerTables:
         self.remote = remote
         pairs: dict[tuple[int, int], list[Share]] = {}
         for share in shares:
-            pairs.setdefault((share.here.group, share.there.group), []).append(share)
-        self._layers = {pair: len({s.here.layer for s in shares}) for pair, shares in pairs.items()}
+            pairs.setdefault((share.local_view.group, share.remote_view.group), []).append(share)
+        self._layers = {pair: len({s.local_view.layer for s in shares}) for pair, shares in pairs.items()}
         self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Span, DescTable] = OrderedDict()
         self._num_kept_rows = 0
@@ -182,25 +208,28 @@ class PeerTables:
             self._warn(table)
 
     def _regular_spans(self, group: int, remote_group: int) -> list[Span]:
-        here, there = self.local.groups[group], self.remote.groups[remote_group]
-        if here.kind == "state":
+        if self.local.groups[group].kind == "state":
             return [Span(group, remote_group, 0, 0, 0)]
-        mine, theirs = here.kernel_size, there.kernel_size
-        period = math.lcm(mine, theirs)
-        if period // mine + period // theirs > MAX_KINDS:
+        local_size = self.local.groups[group].kernel_size
+        remote_size = self.remote.groups[remote_group].kernel_size
+        period = math.lcm(local_size, remote_size)
+        if period // local_size + period // remote_size > MAX_KINDS:
             raise LayoutError(
-                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there share a boundary only every "
-                f"{period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common factor"
+                f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there share a boundary "
+                f"only every {period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common "
+                f"factor"
             )
-        edges = sorted({*range(0, period, mine), *range(0, period, theirs)})
-        ends = [*edges[1:], period]
-        spans = (Span(group, remote_group, a % mine, a % theirs, b - a) for a, b in zip(edges, ends, strict=True))
+        starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
+        spans = (
+            Span(group, remote_group, start % local_size, start % remote_size, end - start)
+            for start, end in pairwise([*starts, period])
+        )
         kinds, shapes = list(dict.fromkeys(spans)), len(self._alike[group, remote_group])
         if len(kinds) * shapes > MAX_SHAPES:
             raise LayoutError(
-                f"group {group}: kernel blocks of {mine} tokens here and {theirs} there make {len(kinds)} kinds of "
-                f"cuts of {shapes} differently shaped parts, more than {MAX_SHAPES} in all; use one memory order for "
-                f"all layers, or block sizes with a common factor"
+                f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there make {len(kinds)} "
+                f"kinds of cuts of {shapes} differently shaped parts, more than {MAX_SHAPES} in all; use one memory "
+                f"order for all layers, or block sizes with a common factor"
             )
         return kinds
 
@@ -263,9 +292,9 @@ class PeerTables:
         return DescTable(next(self._ids), span, rows[:, 6], rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks)
 
 
-def _entry(share: Share, here: Group) -> int:
+def _entry(share: Share, group: Group) -> int:
     """Tokens that one entry of a part covers. Of states nobody asks: they are read whole."""
-    return share.a.tokens_per_entry if share.a.has_tokens else here.kernel_size
+    return share.local_part.tokens_per_entry if share.local_part.has_tokens else group.kernel_size
 
 
 class _Shape(NamedTuple):
@@ -274,9 +303,9 @@ class _Shape(NamedTuple):
     itemsize: int
     tokens_per_entry: int
     dims: tuple[tuple[int, int, int], ...]
-    """`(entries, byte stride here, byte stride there)` of what is read along every dim but the tokens."""
+    """`(entries, local byte stride, remote byte stride)` of what is read along every dim but the tokens."""
     token: tuple[int, int]
-    """Byte strides along the tokens, here and there; 0, 0 for a part without that dim."""
+    """Byte strides along the tokens, local and remote; 0, 0 for a part without that dim."""
 
 
 class _Alike:
@@ -297,12 +326,12 @@ class _Alike:
 
     def rows(self, span: Span) -> Int64s:
         """Rows `[local memory, offset, stride, remote memory, offset, stride, length]` of one span."""
-        in_a, in_b, length = strided_descriptors(self._shape.itemsize, self._dims(span))
-        each, (here, there) = self._shape.tokens_per_entry, self._shape.token
-        rows = np.empty((len(self.places), len(in_a), 7), np.int64)
+        in_local, in_remote, length = strided_descriptors(self._shape.itemsize, self._dims(span))
+        each, (local_stride, remote_stride) = self._shape.tokens_per_entry, self._shape.token
+        rows = np.empty((len(self.places), len(in_local), 7), np.int64)
         rows[:, :, :6] = self.places[:, None, :]
-        rows[:, :, 1] += in_a + span.local_offset // each * here
-        rows[:, :, 4] += in_b + span.remote_offset // each * there
+        rows[:, :, 1] += in_local + span.local_offset // each * local_stride
+        rows[:, :, 4] += in_remote + span.remote_offset // each * remote_stride
         rows[:, :, 6] = length
         return rows.reshape(-1, 7)
 
@@ -310,24 +339,27 @@ class _Alike:
 def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
     """Put parts of one shape together."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
-    for here, there, a, b, lo, hi in shares:
-        twins = {d.name: d for d in b.dims}
-        start_a, start_b = here.offset + a.offset, there.offset + b.offset
+    for local_view, remote_view, local, remote, lo, hi in shares:
+        twins = {d.name: d for d in remote.dims}
+        local_start, remote_start = local_view.offset + local.offset, remote_view.offset + remote.offset
         dims, token = [], (0, 0)
-        for dim in a.dims:
+        for dim in local.dims:
             # A dim of one entry may be missing.
             twin, size = twins.get(dim.name, dim), dim.size
             if dim.name == TOKEN:
                 token = (dim.stride, twin.stride)
                 continue
-            if dim.name == a.axis:
-                start_a += (lo - a.held[0]) * dim.stride
-                start_b += (lo - b.held[0]) * twin.stride
+            if dim.name == local.axis:
+                local_start += (lo - local.held[0]) * dim.stride
+                remote_start += (lo - remote.held[0]) * twin.stride
                 size = hi - lo
             if size > 1:
                 dims.append((size, dim.stride, twin.stride))
-        shape = _Shape(a.itemsize, a.tokens_per_entry, tuple(dims), token)
-        place = (here.memory, start_a, here.stride, there.memory, start_b, there.stride)
+        shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token)
+        place = (
+            *(local_view.memory, local_start, local_view.stride),
+            *(remote_view.memory, remote_start, remote_view.stride),
+        )
         found.setdefault(shape, []).append(place)
     return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
 
@@ -335,9 +367,9 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
 def _merge(rows: Int64s) -> Int64s:
     """Join rows that continue each other on both sides, whatever parts or layers they belong to."""
     rows = rows[np.lexsort((rows[:, 1], rows[:, 2], rows[:, 0]))]
-    a, b = rows[:-1], rows[1:]
-    same = (a[:, (0, 2, 3, 5)] == b[:, (0, 2, 3, 5)]).all(axis=1)
-    joined = same & (a[:, 1] + a[:, 6] == b[:, 1]) & (a[:, 4] + a[:, 6] == b[:, 4])
+    row, following = rows[:-1], rows[1:]
+    same = (row[:, (0, 2, 3, 5)] == following[:, (0, 2, 3, 5)]).all(axis=1)
+    joined = same & (row[:, 1] + row[:, 6] == following[:, 1]) & (row[:, 4] + row[:, 6] == following[:, 4])
     heads = np.flatnonzero(np.concatenate(([True], ~joined)))
     out = rows[heads].copy()
     out[:, 6] = np.add.reduceat(rows[:, 6], heads)

@@ -283,7 +283,7 @@ def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
         pull.state,
         pull.failure,
         source.covered_until,
-        source.lent_before,
+        source.lent_by,
         source.release,
         source.not_lent_yet,
     )

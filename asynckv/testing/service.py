@@ -948,7 +948,7 @@ class Service:
                 world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
                 return
             for peer in node.decode.peers.by_place.values():
-                if not stuck and (peer.line.in_flight or peer.line.readers):
+                if not stuck and (peer.line.in_flight or peer.line.posters):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
                     return

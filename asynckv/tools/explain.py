@@ -289,7 +289,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerTables, plan: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [_read_group(pair.local, pair.remote, plan, shares) for pair in peer.group_pairs]
+    groups = [_read_group(pair.local_index, pair.remote_index, plan, shares) for pair in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "descriptors", "descriptors_in_runs", "posts")}
     return {"remote": name, **sums, "groups": read}
@@ -302,13 +302,14 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
     posts, merged = mine.count_posts(config.max_post_bytes, config.max_post_descriptors)
     ranges: dict[tuple[str, int, int, str, int], set[str]] = {}
     for s in shares:
-        if (s.here.group, s.there.group) == pair:
-            ranges.setdefault((s.a.name, s.lo, s.hi, s.a.axis, s.a.extent), set()).add(s.here.layer)
+        if (s.local_view.group, s.remote_view.group) == pair:
+            part = s.local_part
+            ranges.setdefault((part.name, s.lo, s.hi, part.axis, part.extent), set()).add(s.local_view.layer)
     return {
         "group": group,
         "parts": [
-            {"part": part, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
-            for (part, lo, hi, axis, extent), layers in ranges.items()
+            {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
+            for (name, lo, hi, axis, extent), layers in ranges.items()
         ],
         "bytes": mine.num_bytes,
         "pieces_per_block": max((s.table.num_rows for s in mine.sections), default=0),
@@ -321,8 +322,8 @@ def _read_group(group: int, remote_group: int, plan: Plan, shares: Sequence[Shar
 
 def _hints(peer: PeerTables, shares: Sequence[Share]) -> Iterator[str]:
     """Say where another memory order would save most pieces."""
-    for group, remote_group in ((pair.local, pair.remote) for pair in peer.group_pairs):
-        layers = len({s.here.layer for s in shares if s.here.group == group})
+    for group, remote_group in ((pair.local_index, pair.remote_index) for pair in peer.group_pairs):
+        layers = len({s.local_view.layer for s in shares if s.local_view.group == group})
         rows = max((t.num_rows for t in peer.regular if t.span[:2] == (group, remote_group)), default=0)
         if peer.local.groups[group].kind == "tokens" and rows > MANY_PIECES * layers:
             yield (
@@ -462,8 +463,8 @@ def pictures(
         ]
         for other, shares in zip(answered, assign(layout, answered), strict=True):
             for share in shares:
-                if read_by is None or (_place(layout), _place(other), share.a.name) in read_by:
-                    found.setdefault(share.a.name, []).append((layout, other, share))
+                if read_by is None or (_place(layout), _place(other), share.local_part.name) in read_by:
+                    found.setdefault(share.local_part.name, []).append((layout, other, share))
     for (axis, extent), names in axes.items():
         # Parts that are cut alike in every rank share one picture.
         alike: dict[tuple[_Reading, ...], list[str]] = {}
