@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from asynckv.config import PullConfig
-from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import Admission, InFlight, Posting
 from asynckv.core.ledger import Ledger
 from asynckv.core.outbox import (
@@ -240,24 +240,25 @@ class DecodeSide:
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         # What is in doubt may stay so for ever: it must not take room from others.
         self.posting.left(peer.line, transfer_id)
-        in_doubt = ending is Ending.IN_DOUBT
+        in_doubt = ending is ENDING.IN_DOUBT
         if in_doubt:
             counters["transfers.in_doubt"] += 1
         else:
             del self.transfers[transfer_id]
-            counters["transfers.done" if ending is Ending.DONE else "transfers.failed"] += 1
+            counters["transfers.done" if ending is ENDING.DONE else "transfers.failed"] += 1
         peer.transfer_ended(transfer_id, ending, now)
-        if ending is Ending.DONE and peer.line.is_set_aside and peer.state is S.READY:
+        if ending is ENDING.DONE and peer.line.is_set_aside and peer.state is S.READY:
             self._take_back(peer)
-        if ending is Ending.DONE:
+        if ending is ENDING.DONE:
             counters["bytes.read"] += transfer.num_bytes
-        elif ending is Ending.REFUSED:
+        elif ending is ENDING.REFUSED:
             # Before the pull hears of its transfer, so that it fails for what is wrong with the rank.
             self._outbox.commands.append(TableRefused(peer, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
         if peer_lost:
             pull.could_not_meet(now + self._config.backoff_s)
-        detect_s = min(detect_s, now - transfer.posted_at)
+        if now - transfer.posted_at < detect_s:
+            detect_s = now - transfer.posted_at
         self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
@@ -298,7 +299,7 @@ class DecodeSide:
     def destroyed(self, now: float) -> None:
         """The data plane is gone: whatever was posted can write nothing any more."""
         for transfer_id in list(self.transfers):
-            self.ended(TransferEnded(transfer_id, Ending.FAILED, "its agent was destroyed"), 0.0, now)
+            self.ended(TransferEnded(transfer_id, ENDING.FAILED, "its agent was destroyed"), 0.0, now)
 
     def forget(self, address: Address, now: float) -> None:
         """Take a router's word that the rank at an address is gone."""
@@ -344,10 +345,10 @@ class DecodeSide:
             self._take_back(peer)
             self._ready(peer, now)
         match message:
-            case Granted() | NotYet() | Refused():
-                self._claim_answered(message, address, sender, now)
             case Ack():
                 self._acked(message, address, sender, "acknowledged", now)
+            case Granted() | NotYet() | Refused():
+                self._claim_answered(message, address, sender, now)
             case Welcome() | Unwelcome():
                 if (refused := self.peers.hello_answered(message, address, sender)) is not None:
                     peer, reason, detail = refused

@@ -14,9 +14,9 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from asynckv.core.types import TransferId
+from asynckv.core.types import TransferId, members
 
-__all__ = ["Ending", "TransferEnded"]
+__all__ = ["ENDING", "Ending", "TransferEnded"]
 
 
 class Ending(enum.StrEnum):
@@ -30,6 +30,9 @@ class Ending(enum.StrEnum):
     """It failed, but it may still write. `DONE` or `FAILED` may follow, or nothing at all."""
     REFUSED = "refused"
     """It was not posted, because no descriptor lists can be prepared for its table; nor can any other read of it be."""
+
+
+ENDING = members(Ending)
 
 
 class TransferEnded(NamedTuple):

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct
 
-from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, rank_name
+from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, members, rank_name
 from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
@@ -81,7 +81,7 @@ def no_grant_runs(lease: Lease, now: float) -> bool:
     return not lease.grants
 
 
-L = LeaseState
+L = members(LeaseState)
 ON_EVENT: Mapping[LeaseState, Mapping[type, LeaseState]] = {
     L.LENT: {Claim: L.LENT, Renew: L.LENT, Release: L.LENT, Revoke: L.ENDING},
     L.ENDING: {Claim: L.ENDING, Renew: L.ENDING, Release: L.ENDING, Revoke: L.ENDING},
@@ -250,10 +250,10 @@ class Lease:
         match message:
             case Claim():
                 answer = self._claim(message, sender, now)
-            case Renew():
-                answer = self._renew(message, sender, now)
             case Release():
                 answer = self._release(message, sender, now)
+            case Renew():
+                answer = self._renew(message, sender, now)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
         self._go_on(after, now)
         if not ON_EVENT[self.state]:
@@ -350,7 +350,7 @@ class Lease:
     def wake_at(self) -> float:
         """When `tick` has something to do."""
         if self.state is L.LENT and self.is_owed():
-            return min(self.expires_at, self.warn_at)
+            return self.expires_at if self.expires_at < self.warn_at else self.warn_at
         # Of several grants the last one matters: nothing follows from the others.
         last = [grant.until for grant in self.grants.values()]
         return min(max(last), self.warn_at) if last else math.inf

@@ -185,6 +185,7 @@ Command = (
 )
 
 
+_DETAILED = (Refused, Unwelcome)
 _SENT = {kind: f"sent.{kind.__name__.lower()}" for kind in get_args(Message)}
 
 
@@ -207,7 +208,7 @@ class Outbox:
         kind = type(message)
         if kind is not Release:
             self.is_urgent = True
-            if isinstance(message, Refused | Unwelcome) and len(message.detail) > MAX_DETAIL:
+            if isinstance(message, _DETAILED) and len(message.detail) > MAX_DETAIL:
                 # What names a stranger's ids can be long; what is refused as malformed says nothing at all.
                 message = msgspec.structs.replace(message, detail=message.detail[: MAX_DETAIL - 4] + " ...")
         whom = to, target

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.config import PullConfig
-from asynckv.core.events import Ending
+from asynckv.core.events import ENDING, Ending
 from asynckv.core.flow import Line
-from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, TransferId, members, rank_name
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.layout import Layout
@@ -68,7 +68,7 @@ class PeerEvent(enum.StrEnum):
     """Evidence that this process start serves us no more, or a refusal for good."""
 
 
-S, E = PeerState, PeerEvent
+S, E = members(PeerState), members(PeerEvent)
 ON_EVENT: Mapping[PeerState, Mapping[PeerEvent, PeerState]] = {
     S.NEW: {E.WANTED: S.CONNECTING, E.LOST: S.GONE},
     S.CONNECTING: {E.WELCOMED: S.LOADING, E.FAILED: S.NEW, E.LOST: S.GONE},
@@ -285,9 +285,9 @@ class Peer:
 
     def transfer_ended(self, transfer_id: TransferId, ending: Ending, now: float) -> None:
         """A transfer of it ended, or fell in doubt and may still write; only one that is done shows that it moves."""
-        if ending is Ending.DONE:
+        if ending is ENDING.DONE:
             self.moved_at = now
-        if ending is not Ending.IN_DOUBT:
+        if ending is not ENDING.IN_DOUBT:
             self.transfers.discard(transfer_id)
 
     def removed(self) -> None:

@@ -28,7 +28,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, Place, PullId, Reason, rank_name
+from asynckv.core.types import Address, Cohort, Place, PullId, Reason, members, rank_name
 from asynckv.core.wire import MAJOR, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -37,7 +37,7 @@ from asynckv.geometry.match import compare
 
 __all__ = ["Peers"]
 
-S = PeerState
+S = members(PeerState)
 
 
 class Peers:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId, members
@@ -488,7 +488,10 @@ class Pull:
             if source.next_read is None:
                 source.claim_at = math.inf
                 source.prove()
-        self.admitted_at, self.planned_at = min(self.admitted_at, now), min(self.planned_at, now)
+        if now < self.admitted_at:
+            self.admitted_at = now
+        if now < self.planned_at:
+            self.planned_at = now
         self.warn_at = now + self.warn_s
         return self._settle(after, now)
 
@@ -563,10 +566,10 @@ class Pull:
             now: Read after it was observed.
         """
         after = ON_EVENT[self.state].get(E.ENDED) or self._impossible(E.ENDED)
-        is_done = transfer.ending is Ending.DONE
+        is_done = transfer.ending is ENDING.DONE
         if is_done:
             self.detect_s = max(self.detect_s, detect_s)
-        in_doubt = transfer.ending is Ending.IN_DOUBT
+        in_doubt = transfer.ending is ENDING.IN_DOUBT
         if source.transfer_ended(transfer.transfer_id, num_bytes if is_done else -1, in_doubt, now):
             self.read_at = now
             source.prove()
@@ -633,7 +636,8 @@ class Pull:
         return out
 
     def _claim(self, source: Source, nonce: int, now: float) -> Claim | Renew:
-        seconds = min(max(min(self.drain_by, self.deadline) - now, 0.001), MAX_ASKED_S)
+        left = (self.drain_by if self.drain_by < self.deadline else self.deadline) - now
+        seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
         covered = now < source.covered_until
         source.claimed(nonce, self.limits.claim_retry_s, now)
         if covered:

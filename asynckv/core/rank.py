@@ -467,7 +467,7 @@ class RankCore:
 
     def _serve(self, message: Message, route: ReplyTo, source: str, now: float) -> None:
         match message:
-            case Claim() | Renew() | Release():
+            case Claim() | Release() | Renew():
                 self.prefill.receive(message, route, source, now)
             case Hello():
                 if self._hellos.take(route, now):

@@ -264,7 +264,8 @@ class Source:
         if len(self.nonces) > MAX_NONCES:
             del self.nonces[next(iter(self.nonces))]
         self.claims += 1
-        self.claim_at = now + min(retry_s * 2 ** min(self.claims - 1, 6), MAX_CLAIM_PAUSE_S)
+        pause_s = retry_s * 2 ** (self.claims - 1 if self.claims < 7 else 6)
+        self.claim_at = now + (pause_s if pause_s < MAX_CLAIM_PAUSE_S else MAX_CLAIM_PAUSE_S)
 
     def granted(self, answer: Granted, written: bool, renew_s: float, now: float) -> None:
         """It promises its blocks; the promise counts from before the claim was sent that is answered."""
@@ -316,7 +317,8 @@ class Source:
         """A release is about to be sent."""
         self.release = RELEASE.SENT
         self.releases += 1
-        self.release_at = now + min(retry_s * 2 ** min(self.releases - 1, 6), MAX_RELEASE_PAUSE_S)
+        pause_s = retry_s * 2 ** (self.releases - 1 if self.releases < 7 else 6)
+        self.release_at = now + (pause_s if pause_s < MAX_RELEASE_PAUSE_S else MAX_RELEASE_PAUSE_S)
 
     def settled(self) -> None:
         """The rank needs no release any more: acknowledged, refused, or gone."""

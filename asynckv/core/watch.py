@@ -34,7 +34,9 @@ OLDEST = 3
 
 def warn_after(lease_s: float, fraction: float) -> float:
     """How long something may be held under a lease before it is worth a word; infinite if nothing is."""
-    return max(lease_s * fraction, MIN_WARN_S) if fraction else math.inf
+    if not fraction:
+        return math.inf
+    return lease_s * fraction if lease_s * fraction > MIN_WARN_S else MIN_WARN_S
 
 
 class Watch:
