@@ -78,12 +78,12 @@ class Case:
 
 
 class Side(Port):
-    """One node, and the packets that wait for it."""
+    """One core, and the packets that wait for it."""
 
     def __init__(self, fabric: Fabric, name: str, layout: Layout, config: EngineConfig) -> None:
         super().__init__(fabric, f"core://{name}", name)
         identity = Identity(config.engine_id, name, f"agent-{name}", b"metadata " + name.encode(), layout, 1000)
-        self.node = RankCore(identity, config)
+        self.core = RankCore(identity, config)
         self.inbox: deque[tuple[Origin, bytes]] = deque()
         self.open()
 
@@ -130,7 +130,7 @@ class Pulls:
         groups = [
             PrefillGroup(
                 f"p{i}",
-                [Endpoint(0, side.address, side.node.identity.incarnation)],
+                [Endpoint(0, side.address, side.core.identity.incarnation)],
                 token_hex=lambda size: source.randbytes(size).hex(),
             )
             for i, side in enumerate(self.prefill)
@@ -152,12 +152,12 @@ class Pulls:
         """Shake hands with everybody, which no request is to pay for: pull one block of each, and drop it."""
         for i, side in enumerate(self.prefill):
             params = self._firsts[i]
-            side.node.lend(params, 1, self._time())
+            side.core.lend(params, 1, self._time())
             self._slot_of[f"first{i}"] = 0
-            self.decode.node.pull(
+            self.decode.core.pull(
                 PullRequest(f"first{i}", [(0, self._slots[0][0][1][:1])], params), 3600.0, self._time()
             )
-            while self.decode.node.decode.pulls:
+            while self.decode.core.decode.pulls:
                 self._turn()
         self._free, self._done = deque(range(self._in_flight)), 0
         self._met = self._count()
@@ -170,26 +170,26 @@ class Pulls:
             while self._free and self._next < upto:
                 self._ask(upto)
             self._turn()
-        while self.decode.node.decode.pulls or any(side.inbox for side in self.prefill):
+        while self.decode.core.decode.pulls or any(side.inbox for side in self.prefill):
             self._turn()
 
     def _ask(self, upto: int) -> None:
-        node = self.decode.node
+        core = self.decode.core
         if self._announced:
             # As a router does: the claim is under way before there are blocks.
             while self._announce_next < min(upto, self._next + self._in_flight):
                 peer, params = self._asked[self._announce_next]
-                self.prefill[peer].node.lend(params, 1, self._time())
-                node.announce(params.request_id, params, "", 3600.0, self._time())
+                self.prefill[peer].core.lend(params, 1, self._time())
+                core.announce(params.request_id, params, "", 3600.0, self._time())
                 self.events += 2
                 self._announce_next += 1
         peer, params = self._asked[self._next]
         if not self._announced:
-            self.prefill[peer].node.lend(params, 1, self._time())
+            self.prefill[peer].core.lend(params, 1, self._time())
             self.events += 1
         slot = self._free.popleft()
         self._slot_of[params.request_id] = slot
-        node.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
+        core.pull(PullRequest(params.request_id, self._slots[slot], params), 3600.0, self._time())
         self.events += 1
         self._next += 1
 
@@ -201,19 +201,19 @@ class Pulls:
         """One turn of every loop: what arrived, what is due, and then what the core wants."""
         for side in (self.decode, *self.prefill):
             inbox = side.inbox
-            if side is not self.decode and not inbox and side.node.next_at > self.now:
+            if side is not self.decode and not inbox and side.core.next_at > self.now:
                 continue
             while inbox:
                 origin, data = inbox.popleft()
-                side.node.receive(origin, data, self._time())
+                side.core.receive(origin, data, self._time())
                 self.events += 1
-            if side.node.next_at <= self.now:
-                side.node.tick(self._time())
+            if side.core.next_at <= self.now:
+                side.core.tick(self._time())
                 self.events += 1
             self._settle(side)
 
     def _settle(self, side: Side) -> None:
-        decode = side.node.decode
+        decode = side.core.decode
         self._do(side)
         if side is self.decode:
             for _ in range(TURN):
@@ -227,15 +227,15 @@ class Pulls:
             self._do(side)
 
     def _do(self, side: Side) -> None:
-        node = side.node
-        for to, data in node.outbox.take_packets():
+        core = side.core
+        for to, data in core.outbox.take_packets():
             side.send(to, data)
-        while commands := node.outbox.commands:
-            node.outbox.commands = []
+        while commands := core.outbox.commands:
+            core.outbox.commands = []
             for command in commands:
                 match command:
                     case LoadPeer(peer, _):
-                        node.decode.loaded(peer, self._time())
+                        core.decode.loaded(peer, self._time())
                     case PullEnded(pull):
                         assert pull.reason == "complete", pull.detail
                         self._free.append(self._slot_of.pop(pull.request_id))
@@ -244,14 +244,14 @@ class Pulls:
                         pass
 
     def statistics(self) -> dict[str, int]:
-        """Count events (calls of a node), packets, their bytes, and messages, since everybody was met."""
+        """Count events (calls of a core), packets, their bytes, and messages, since everybody was met."""
         return {name: number - self._met[name] for name, number in self._count().items()}
 
     def _count(self) -> dict[str, int]:
         sides = (self.decode, *self.prefill)
         return {
             "events": self.events,
-            "messages": sum(n for s in sides for name, n in s.node.outbox.counters.items() if name.startswith("sent.")),
+            "messages": sum(n for s in sides for name, n in s.core.outbox.counters.items() if name.startswith("sent.")),
             "packets": sum(side.packets_out for side in sides),
             "bytes": sum(side.bytes_out for side in sides),
         }

@@ -38,13 +38,13 @@ def ask(
     if lend:
         world.lend(prefill, params)
     now = world.time(decode)
-    pull = decode.node.pull(PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
+    pull = decode.core.pull(PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
     world.settle(decode)
     return pull
 
 
 def reading(decode: Rank) -> list[str]:
-    return [p.request_id for p in decode.node.decode.pulls.values() if p.state is PullState.READING]
+    return [p.request_id for p in decode.core.decode.pulls.values() if p.state is PullState.READING]
 
 
 def step(world: World, decode: Rank) -> None:
@@ -70,8 +70,8 @@ def test_hundreds_asked_at_once_complete_in_order_under_a_budget_for_four() -> N
     assert [p.request_id for p in decode.ended] == [p.request_id for p in pulls]
     world.run()
     assert decode.buffers.block(299) == want
-    assert (prefill.node.is_idle, decode.node.is_idle) == (True, True)
-    assert decode.node.decode.admission.num_admitted == 0
+    assert (prefill.core.is_idle, decode.core.is_idle) == (True, True)
+    assert decode.core.decode.admission.num_admitted == 0
 
 
 def test_a_second_peer_with_one_request_waits_for_at_most_one_turn() -> None:
@@ -115,16 +115,16 @@ def test_cancelled_ones_leave_the_queue_at_once() -> None:
     pulls = [ask(world, prefill, decode, i) for i in range(20)]
     world.deliver_all()
     for pull in pulls[1:19]:
-        decode.node.decode.cancel(pull, world.time(decode))
+        decode.core.decode.cancel(pull, world.time(decode))
         world.settle(decode)
     assert {p.reason for p in pulls[1:19]} == {Reason.CANCELLED}
-    assert decode.node.decode.admission.num_waiting == 1
+    assert decode.core.decode.admission.num_waiting == 1
     assert len(decode.returned) == 18
     step(world, decode)
     step(world, decode)
     assert [p.reason for p in (pulls[0], pulls[19])] == [Reason.COMPLETE, Reason.COMPLETE]
     world.run()
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
 
 
 def test_a_pull_larger_than_every_budget_still_runs_and_alone() -> None:
@@ -179,7 +179,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
     ahead = []
     for i, params in enumerate(early):
         now = world.time(decode)
-        ahead.append(decode.node.pull(PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
+        ahead.append(decode.core.pull(PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
         world.settle(decode)
     world.deliver_all()
     ready = [ask(world, prefill, decode, i) for i in range(5)]
@@ -188,7 +188,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
         world.complete_all()
     assert {p.reason for p in ready} == {Reason.COMPLETE}
     assert {reason(p) for p in ahead} == {None}
-    assert decode.node.decode.admission.num_admitted == 0
+    assert decode.core.decode.admission.num_admitted == 0
     for params in early:
         world.lend(prefill, params)
     world.run()
@@ -223,13 +223,13 @@ def test_a_full_queue_refuses_at_once_and_a_scheduler_can_ask_before() -> None:
     asked = []
     for i in range(3):
         world.lend(prefill, params[i])
-        assert decode.node.would_block(params[i]) == (i > 0)
+        assert decode.core.would_block(params[i]) == (i > 0)
         asked.append(world.pull(decode, f"d{i}", [i], params[i]))
         world.deliver_all()
     with pytest.raises(Overloaded, match="2 pulls wait already") as caught:
         world.pull(decode, "d3", [3], params[3])
     assert (caught.value.reason, caught.value.held) == ("queue_full", {})
-    assert decode.node.ledger.num_held("writing") == 3
+    assert decode.core.ledger.num_held("writing") == 3
     step(world, decode)
     world.lend(prefill, params[3])
     world.pull(decode, "d3", [3], params[3])
@@ -251,7 +251,7 @@ def test_who_comes_as_room_is_made_waits_behind_those_who_wait(is_elsewhere: boo
     decode.reads[transfer_id].land()
     del decode.reads[transfer_id]
     # It ends, and before the turn of the loop in which the next is admitted somebody asks.
-    decode.node.decode.ended(TransferEnded(transfer_id, Ending.DONE), 0.0, world.time(decode))
+    decode.core.decode.ended(TransferEnded(transfer_id, Ending.DONE), 0.0, world.time(decode))
     newcomer = ask(world, second if is_elsewhere else first, decode, 12)
     assert (waits.state, newcomer.state) == (PullState.READING, PullState.QUEUED)
     world.run()
@@ -343,7 +343,7 @@ def test_a_read_that_may_never_end_takes_no_room_from_others(how: str) -> None:
     if how == "it is in doubt":
         world.tell(decode, TransferEnded(running, Ending.IN_DOUBT, "nobody knows"))
     else:
-        decode.node.decode.cancel(stuck, world.time(decode))
+        decode.core.decode.cancel(stuck, world.time(decode))
         world.settle(decode)
     world.advance(0.6)
     world.deliver_all()
@@ -359,7 +359,7 @@ def test_who_waited_to_be_lent_has_the_place_of_when_it_was_asked_for() -> None:
     world, (prefill,), decode = world_of(total_requests=1, window_requests=1)
     ask(world, prefill, decode, 0)
     early = world.params([prefill], "early", [200], 4)
-    decode.node.pull(PullRequest("early", [(0, [200])], early), 30, world.time(decode))
+    decode.core.pull(PullRequest("early", [(0, [200])], early), 30, world.time(decode))
     world.settle(decode)
     for number in (1, 2):
         ask(world, prefill, decode, number)
@@ -377,7 +377,7 @@ def test_what_was_announced_has_the_place_of_when_it_is_asked_for() -> None:
     ask(world, prefill, decode, 0)
     params = world.params([prefill], "r9", [9], 4, written=True)
     world.lend(prefill, params)
-    decode.node.announce("d9", params, "", 30.0, world.time(decode))
+    decode.core.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     for number in (1, 2):
         ask(world, prefill, decode, number)
@@ -393,9 +393,9 @@ def test_a_scheduler_is_told_of_those_who_are_still_meeting_their_ranks(is_elsew
     world, (first, second), decode = world_of(2, total_requests=2 if is_elsewhere else 4, window_requests=2)
     params = world.params([second if is_elsewhere else first], "r", [100], 4, written=True)
     for number in range(2):
-        assert not decode.node.would_block(params)
+        assert not decode.core.would_block(params)
         ask(world, first, decode, number)
-    assert decode.node.would_block(params)
+    assert decode.core.would_block(params)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ def test_a_rank_whose_agent_has_ended_welcomes_nobody_until_it_has_another() -> 
         assert set(kinds) == {Hello}
         world.deliver_all()
         assert world.letters == []
-        world.advance(decode.node.config.pull.hello_retry_s * 4)
+        world.advance(decode.core.config.pull.hello_retry_s * 4)
     world.replace_agent(prefill)
     while not decode.reads:
         world.deliver_all()
         world.advance(1.0)
-    assert {peer.agent_name for peer in decode.node.decode.peers.by_place.values()} == {"agent-prefill-2"}
+    assert {peer.agent_name for peer in decode.core.decode.peers.by_place.values()} == {"agent-prefill-2"}
     world.run()
     assert pull.is_over
 
@@ -37,9 +37,9 @@ def test_a_rank_that_a_router_says_is_gone_has_left_in_good_order() -> None:
     world.lend(prefill, params)
     world.pull(decode, "d", [9], params)
     world.run()
-    decode.node.decode.forget(prefill.address, world.time(decode))
+    decode.core.decode.forget(prefill.address, world.time(decode))
     ((peer, before, after),) = [
-        (c.peer, c.before, c.after) for c in decode.node.outbox.commands if isinstance(c, PeerChanged)
+        (c.peer, c.before, c.after) for c in decode.core.outbox.commands if isinstance(c, PeerChanged)
     ]
     assert (peer.is_orderly, before, after) == (True, PeerState.READY, PeerState.GONE)
 
@@ -56,7 +56,7 @@ def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goe
     unmet = [rank for rank in ranks if rank.address not in greeted]
     assert len(greeted) == len(unmet) == 2
     for rank in unmet:
-        decode.node.decode.forget(rank.address, world.time(decode))
+        decode.core.decode.forget(rank.address, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     assert len(decode.reads) == 2

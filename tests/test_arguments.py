@@ -394,14 +394,14 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 def quiet(engine: Engine) -> tuple[Any, ...]:
     """What no refused call may change."""
     engine.check_integrity()
-    statistics, node = engine.statistics(), engine._core
+    statistics, core = engine.statistics(), engine._core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
     return (
         gauges,
         engine.holds(),
         dict(engine._driver.waiting),
         dict(engine._retrying),
-        node.is_closed,
+        core.is_closed,
         engine._ending._suspending,
     )
 

@@ -38,10 +38,10 @@ def test_a_pull_is_four_messages_in_few_packets(tmp_path: Path) -> None:
 def test_peers_take_turns() -> None:
     pulls = bench_core.Pulls(24, in_flight=6, peers=3)
     pulls.run(24)
-    assert [side.node.inspect.check_integrity() for side in (pulls.decode, *pulls.prefill)] == [[]] * 4
+    assert [side.core.inspect.check_integrity() for side in (pulls.decode, *pulls.prefill)] == [[]] * 4
     # The one that was met, and a third of the requests each.
-    assert {side.node.outbox.counters["received.claim"] for side in pulls.prefill} == {9}
-    assert pulls.decode.node.outbox.counters["pulls.complete"] == 27
+    assert {side.core.outbox.counters["received.claim"] for side in pulls.prefill} == {9}
+    assert pulls.decode.core.outbox.counters["pulls.complete"] == 27
 
 
 def test_what_takes_more_instructions_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,10 +41,10 @@ def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_b
     del world.ranks["p0"]
     for _ in range(5):
         # The other one lives, and something arrives from it now and then.
-        world.advance(decode.node.config.pull.suspect_s / 2)
+        world.advance(decode.core.config.pull.suspect_s / 2)
         world.complete(decode, posted_at(decode, "p1")[0])
         world.deliver_all()
-    states = {p.tp_rank: p.state for p in decode.node.decode.peers.by_place.values() if p.engine_id == "prefill"}
+    states = {p.tp_rank: p.state for p in decode.core.decode.peers.by_place.values() if p.engine_id == "prefill"}
     assert states == {0: PeerState.SUSPECT, 1: PeerState.READY}
     assert pull.state is PullState.READING
     next_params = world.params([other], "r2", [3], 4, written=True)

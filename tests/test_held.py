@@ -76,12 +76,12 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     world.lend(prefill, params)
-    decode.node.announce("d-req", params, "", 300.0, world.time(decode))
+    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 60.0)
-    assert decode.node.inspect.holds(world.time(decode)) == ()
-    (request,) = decode.node.inspect.requests(world.time(decode))
+    assert decode.core.inspect.holds(world.time(decode)) == ()
+    (request,) = decode.core.inspect.requests(world.time(decode))
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
     assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
     assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
@@ -94,7 +94,7 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert rank.granted_s is not None
     assert 5 < rank.granted_s < 10
     # And the other side says who it is that renews.
-    (lease,) = prefill.node.inspect.requests(world.time(prefill))
+    (lease,) = prefill.core.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
     assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
     (reader,) = lease.ranks
@@ -109,7 +109,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     pull = world.pull(decode, "d", [9], params, timeout=100)
 
     def state() -> tuple[str, str, int]:
-        (request,) = decode.node.inspect.requests(world.time(decode))
+        (request,) = decode.core.inspect.requests(world.time(decode))
         return request.state, request.ranks[0].state, request.ranks[0].bytes_read
 
     assert state() == ("connecting", "connecting", 0)
@@ -119,20 +119,20 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
         world.complete(decode, transfer_id)
     state_then, rank_then, landed = state()
     assert (state_then, rank_then, landed > 0) == ("confirming", "landed", True)
-    (request,) = decode.node.inspect.requests(world.time(decode))
+    (request,) = decode.core.inspect.requests(world.time(decode))
     assert request.ranks[0].bytes_planned == landed
     world.lend(prefill, params)
     world.deliver_all()
     world.advance(0)
     assert state() == ("reading", "granted", 0)  # it had begun too early
-    (request,) = decode.node.inspect.requests(world.time(decode))
+    (request,) = decode.core.inspect.requests(world.time(decode))
     assert (request.kind, request.blocks, request.ranks[0].transfers) == ("pull", 1, len(decode.reads))
     world.complete(decode, next(iter(decode.reads)))
     assert 0 < state()[2] < landed
     world.run()
     assert pull.reason is Reason.COMPLETE
     for rank in (decode, prefill):
-        assert rank.node.inspect.requests(world.time(rank)) == ()
+        assert rank.core.inspect.requests(world.time(rank)) == ()
 
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
@@ -143,7 +143,7 @@ def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> Non
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(25.0)
-    (request,) = prefill.node.inspect.requests(world.time(prefill))
+    (request,) = prefill.core.inspect.requests(world.time(prefill))
     gone, nobody = request.ranks
     assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
     assert gone.heard_s == pytest.approx(25.0)
@@ -185,11 +185,11 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     params = world.params([prefill], "req", [3], 4, lease_s=lease_s)
     lease = world.lend(prefill, params)
     if renewals:
-        decode.node.announce("d", params, "", 1e6, world.time(decode))
+        decode.core.announce("d", params, "", 1e6, world.time(decode))
         world.settle(decode)
         world.deliver_all()
         for _ in range(3 * renewals):  # three times in each promise
-            world.advance(min(decode.node.next_at - decode.epoch - world.now, lease_s / 4))
+            world.advance(min(decode.core.next_at - decode.epoch - world.now, lease_s / 4))
             world.deliver_all()
         del world.ranks[decode.name]
     world.advance(2000.0)
@@ -209,7 +209,7 @@ def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
         world, prefill, decode = pair(log=log)
         params = world.params([prefill], "req", [3], 4)
         world.lend(prefill, params)
-        decode.node.announce("d", params, "", 300.0, world.time(decode))
+        decode.core.announce("d", params, "", 300.0, world.time(decode))
         world.settle(decode)
         running(world, seconds)
         assert prefill.said == decode.said == []
@@ -219,7 +219,7 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     world.lend(prefill, params)
-    decode.node.announce("d", params, "", 300.0, world.time(decode))
+    decode.core.announce("d", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 50.0, step=0.05)
@@ -232,12 +232,12 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
 def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
-    decode.node.announce("d", params, "", 300.0, world.time(decode))
+    decode.core.announce("d", params, "", 300.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 9.0)
     world.lend(prefill, params)
-    pull = decode.node.pull(PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
+    pull = decode.core.pull(PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
     running(world, 9.0)
@@ -267,7 +267,7 @@ def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() 
         ("notifying", 1, 20),
     ]
     assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill-host-1)"
-    assert decode.node.is_idle
+    assert decode.core.is_idle
 
 
 def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
@@ -275,7 +275,7 @@ def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -
     leases = []
     for i in range(2000):
         params = world.params([prefill], f"r{i}", [i % NUM_BLOCKS], BLOCK, lease_s=600.0)
-        leases.append(prefill.node.lend(params, 1, world.time(prefill)))
+        leases.append(prefill.core.lend(params, 1, world.time(prefill)))
         if i % 200 == 199:
             world.advance(2.0)
     world.settle(prefill)
@@ -303,7 +303,7 @@ def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
         params = world.params([prefill], f"r{i}", [i], BLOCK)
         world.lend(prefill, params)
         for _ in range(2 if i == 11 else 1):
-            decode.node.pull(
+            decode.core.pull(
                 PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
             ) if i < 11 else None
     world.settle(decode)
@@ -505,7 +505,7 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
-    pull = decode.node.announce("d", params, "", 20.0, world.time(decode))
+    pull = decode.core.announce("d", params, "", 20.0, world.time(decode))
     world.settle(decode)
     running(world, 25.0)
     assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")

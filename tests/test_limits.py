@@ -61,14 +61,14 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
     world = World(EngineConfig(engine_id="x"))
     prefill = world.add("p", make_layout(), engine_id="prefill", seed=1)
     decode = world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
-    node, flood = prefill.node, ReplyTo(b"flood")
-    burst = node.config.limits.message_burst
+    core, flood = prefill.core, ReplyTo(b"flood")
+    burst = core.config.limits.message_burst
     packet = encode_packet("stranger", "", [Ping(1)])
     for _ in range(burst + 100):
-        node.receive(flood, packet, 0.0)
-    assert node.outbox.counters["dropped.too_many"] == 100
-    assert node.outbox.counters["sent.pong"] == burst
-    list(node.outbox.take_packets())
+        core.receive(flood, packet, 0.0)
+    assert core.outbox.counters["dropped.too_many"] == 100
+    assert core.outbox.counters["sent.pong"] == burst
+    list(core.outbox.take_packets())
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
     pull = world.pull(decode, "d", [4], params)
@@ -78,45 +78,45 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
 
 def test_rubbish_costs_its_sender_a_hundredfold() -> None:
     world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
-    node = world.add("p", make_layout(), engine_id="prefill").node
+    core = world.add("p", make_layout(), engine_id="prefill").core
     for _ in range(1000):
-        node.receive(ReplyTo(b"r"), b"\x00rubbish", 0.0)
-    assert node.outbox.counters["dropped.malformed"] == 10
-    assert node.outbox.counters["dropped.too_many"] == 990
+        core.receive(ReplyTo(b"r"), b"\x00rubbish", 0.0)
+    assert core.outbox.counters["dropped.malformed"] == 10
+    assert core.outbox.counters["dropped.too_many"] == 990
     # After a second of silence it has a thousand again.
-    node.receive(ReplyTo(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
-    assert node.outbox.counters["sent.pong"] == 1
+    core.receive(ReplyTo(b"r"), encode_packet("stranger", "", [Ping(1)]), 1.0)
+    assert core.outbox.counters["sent.pong"] == 1
 
 
 def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
     world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
-    node = world.add("p", make_layout(), engine_id="prefill").node
+    core = world.add("p", make_layout(), engine_id="prefill").core
     full = encode_packet("stranger", "", [Ping(i) for i in range(500)])
     one = encode_packet("stranger", "", [Ping(1)])
     for _ in range(2):
-        node.receive(ReplyTo(b"r"), full, 0.0)
-    assert node.outbox.counters["sent.pong"] == 1000
-    node.receive(ReplyTo(b"r"), one, 0.0)
-    assert node.outbox.counters["dropped.too_many"] == 1
+        core.receive(ReplyTo(b"r"), full, 0.0)
+    assert core.outbox.counters["sent.pong"] == 1000
+    core.receive(ReplyTo(b"r"), one, 0.0)
+    assert core.outbox.counters["dropped.too_many"] == 1
     # A last packet may be dearer than what was left, and its sender has to make up for it.
-    node.receive(ReplyTo(b"s"), one, 0.0)
-    node.receive(ReplyTo(b"s"), full, 0.0)
-    node.receive(ReplyTo(b"s"), full, 0.0)
-    node.receive(ReplyTo(b"s"), one, 0.0)
-    assert node.outbox.counters["dropped.too_many"] == 2
+    core.receive(ReplyTo(b"s"), one, 0.0)
+    core.receive(ReplyTo(b"s"), full, 0.0)
+    core.receive(ReplyTo(b"s"), full, 0.0)
+    core.receive(ReplyTo(b"s"), one, 0.0)
+    assert core.outbox.counters["dropped.too_many"] == 2
 
 
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:
     world = World(EngineConfig(engine_id="x"))
-    node = world.add("p", make_layout(), engine_id="prefill").node
+    core = world.add("p", make_layout(), engine_id="prefill").core
     for i in range(500):
         hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
-        node.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
-    assert node.outbox.counters["sent.welcome"] == 16
-    assert node.outbox.counters["dropped.too_many_hellos"] == 484
+        core.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
+    assert core.outbox.counters["sent.welcome"] == 16
+    assert core.outbox.counters["dropped.too_many_hellos"] == 484
     # Several in one packet are several.
-    node.receive(ReplyTo(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
-    assert node.outbox.counters["sent.welcome"] == 32
+    core.receive(ReplyTo(b"s"), encode_packet("stranger", "", [hello] * 100), 0.0)
+    assert core.outbox.counters["sent.welcome"] == 32
 
 
 @pytest.mark.parametrize("name", ["messages_per_s", "message_burst", "hellos_per_s", "hello_burst"])

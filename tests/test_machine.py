@@ -86,7 +86,7 @@ class Machine(RuleBasedStateMachine):
     def lend(self, params: Params, r: int, fill: int, readers: int) -> None:
         rank = self.prefill[r % len(self.prefill)]
         blocks = [b for f, n in params.groups[0].runs for b in range(f, f + n)]
-        lent = {b for hold in rank.node.ledger for b in hold.blocks.get(0, ())}
+        lent = {b for hold in rank.core.ledger for b in hold.blocks.get(0, ())}
         if lent & set(blocks) or (rank.name, params.key.token) in self.source:
             return
         for i, b in enumerate(blocks):
@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
         now = self.world.time(rank)
         try:
             if announce:
-                rank.node.announce(name, params, "", 6.0, now)
+                rank.core.announce(name, params, "", 6.0, now)
                 self.world.settle(rank)
             else:
                 self.pulls.append((rank, self.world.pull(rank, name, blocks, params, timeout=6.0), params, blocks))
@@ -158,14 +158,14 @@ class Machine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1000))
     def cancel(self, i: int) -> None:
         rank, pull, _, _ = self.pulls[i % len(self.pulls)]
-        rank.node.decode.cancel(pull, self.world.time(rank))
+        rank.core.decode.cancel(pull, self.world.time(rank))
         self.world.settle(rank)
 
     @precondition(lambda self: self.leases)
     @rule(i=st.integers(0, 1000))
     def revoke(self, i: int) -> None:
         rank, lease = self.leases[i % len(self.leases)]
-        rank.node.prefill.revoke(lease, self.world.time(rank))
+        rank.core.prefill.revoke(lease, self.world.time(rank))
         self.world.settle(rank)
 
     @invariant()
@@ -174,11 +174,11 @@ class Machine(RuleBasedStateMachine):
             if pull.reason is not Reason.COMPLETE or pull.pull_id in self.checked:
                 continue
             self.checked.add(pull.pull_id)
-            d, part = rank.node.identity.layout.tp_rank, rank.buffers.layout.views[0].parts[0]
+            d, part = rank.core.identity.layout.tp_rank, rank.buffers.layout.views[0].parts[0]
             answered = [self.prefill[p] for p in remote_ranks(d, len(self.decode), len(self.prefill))]
             # Of replicas one is read: another than the first if that could not be met.
             read = {source.tp_rank for source in pull.sources if source.reads}
-            answered = [p for p in answered if p.node.identity.layout.tp_rank in read]
+            answered = [p for p in answered if p.core.identity.layout.tp_rank in read]
             for head in range(*part.held):
                 holds = [p for p in answered if head in range(*p.buffers.layout.views[0].parts[0].held)]
                 lent = self.source[holds[0].name, params.key.token]
@@ -190,19 +190,19 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_lost_or_owned_twice(self) -> None:
         self.world.check()
         for rank, pull, _, _ in self.pulls:
-            assert pull.is_returned or rank.node.ledger.get(pull.pull_id) is not None
+            assert pull.is_returned or rank.core.ledger.get(pull.pull_id) is not None
             if pull.reason is not None:
                 assert pull.published_at <= max(pull.deadline, pull.called_at + 6.0) + 0.001
 
     @invariant()
     def every_request_can_be_listed(self) -> None:
         for rank in (*self.prefill, *self.decode):
-            node = rank.node
-            requests = node.inspect.requests(self.world.time(rank))
+            core = rank.core
+            requests = core.inspect.requests(self.world.time(rank))
             listed = [r.pull_id or (r.request_id, r.sequence) for r in requests]
-            known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in node.prefill.leases.values()]
-            assert sorted(listed, key=str) == sorted([*known, *node.decode.pulls], key=str)
-            assert sum(r.blocks for r in requests) == sum(hold.num_blocks for hold in node.ledger)
+            known: list[Any] = [(key.lent.request_id, key.lent.key.sequence) for key in core.prefill.leases.values()]
+            assert sorted(listed, key=str) == sorted([*known, *core.decode.pulls], key=str)
+            assert sum(r.blocks for r in requests) == sum(hold.num_blocks for hold in core.ledger)
             assert json.loads(json.dumps([dataclasses.asdict(r) for r in requests], allow_nan=False)) or not requests
             for request in requests:
                 assert request.waits or request.kind == "lease"
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
                 assert (pull.failed_in in in_turn[:-1]) is (pull.reason is not Reason.COMPLETE)
 
     def teardown(self) -> None:
-        """Let everything end: afterwards every node is idle and every ledger empty."""
+        """Let everything end: afterwards every core is idle and every ledger empty."""
         if not self.prefill:
             return
         while self.without_agent:
@@ -235,8 +235,8 @@ class Machine(RuleBasedStateMachine):
             self.world.advance(1.0)
         self.world.check()
         for rank in (*self.prefill, *self.decode):
-            assert rank.node.is_idle, rank.node.inspect.gauges()
-            assert len(rank.node.ledger) == 0
+            assert rank.core.is_idle, rank.core.inspect.gauges()
+            assert len(rank.core.ledger) == 0
         for rank, pull, _, _ in self.pulls:
             assert pull.reason is not None
             assert rank.ended.count(pull) == 1

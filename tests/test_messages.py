@@ -72,7 +72,7 @@ def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> N
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_node_survives_mutated_packets(data: st.DataObject) -> None:
+def test_a_core_survives_mutated_packets(data: st.DataObject) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "req", [1, 2], 8)
@@ -92,8 +92,8 @@ def test_a_node_survives_mutated_packets(data: st.DataObject) -> None:
         world.complete_all()
         world.advance(1.0)
     assert pull.reason is not None
-    assert prefill.node.is_idle
-    assert decode.node.is_idle
+    assert prefill.core.is_idle
+    assert decode.core.is_idle
 
 
 LONGEST = m.Claim(
@@ -160,13 +160,13 @@ def test_a_packet_that_speaks_of_versions_is_not_of_another_one() -> None:
     pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
     (hello,) = m.decode_packet(world.letters[0].data).messages
     assert isinstance(hello, m.Hello)
-    said = [m.MAJOR, prefill.node.identity.incarnation, "", [[3, hello.nonce, "protocol version", ""]]]
+    said = [m.MAJOR, prefill.core.identity.incarnation, "", [[3, hello.nonce, "protocol version", ""]]]
     data = msgspec.msgpack.encode(said)
     with pytest.raises(RemoteProtocolError, match="protocol version"):
         m.decode_packet(data)
-    decode.node.receive(prefill.address, data, world.time(decode))
+    decode.core.receive(prefill.address, data, world.time(decode))
     assert pull.failure is None
-    decode.node.receive(prefill.address, msgspec.msgpack.encode([m.MAJOR + 1, *said[1:]]), world.time(decode))
+    decode.core.receive(prefill.address, msgspec.msgpack.encode([m.MAJOR + 1, *said[1:]]), world.time(decode))
     assert pull.failure is not None
     assert pull.failure[0] is Reason.PROTOCOL
 
@@ -229,7 +229,7 @@ def test_a_layout_is_no_more_than_bytes_until_its_length_is_known() -> None:
 def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, object], message: str) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    prefill.node.readers._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
+    prefill.core.readers._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
     params = world.params([prefill], "req", [3], 4, written=True)
     world.lend(prefill, params)
     pull = world.pull(decode, "d", [5], params)
@@ -253,8 +253,8 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
 
     def answer(message: m.Refused | m.Unwelcome) -> None:
-        data = m.encode_packet(prefill.node.identity.incarnation, "", [unchecked(message, reason)])
-        decode.node.receive(prefill.address, data, world.time(decode))
+        data = m.encode_packet(prefill.core.identity.incarnation, "", [unchecked(message, reason)])
+        decode.core.receive(prefill.address, data, world.time(decode))
         world.settle(decode)
 
     welcomes = {Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED}
@@ -270,7 +270,7 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
     own |= {Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
     assert (pull.failure is None) is (reason in own)
-    assert decode.node.outbox.counters["dropped.malformed"] == (reason in own) + (reason not in welcomes)
+    assert decode.core.outbox.counters["dropped.malformed"] == (reason in own) + (reason not in welcomes)
     world.lend(prefill, pull.params)
     world.run(3.0)
     assert (pull.reason is Reason.COMPLETE) is (reason in own)

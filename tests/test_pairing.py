@@ -156,9 +156,9 @@ def params(number: int, endpoints: Sequence[Endpoint], changes: dict[str, Any]) 
     return Params(**given | changes)
 
 
-def places(node: RankCore, number: int, endpoints: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
+def places(core: RankCore, number: int, endpoints: Sequence[Endpoint], **changes: Any) -> list[tuple[int, str]]:
     """Announce a request, and say which ranks it answers for."""
-    pull = node.announce(f"d{number}", params(number, endpoints, changes), "", 30.0, 0.0)
+    pull = core.announce(f"d{number}", params(number, endpoints, changes), "", 30.0, 0.0)
     return [(source.tp_rank, source.address) for source in pull.sources]
 
 
@@ -167,33 +167,33 @@ def endpoints(count: int, port: int) -> list[Endpoint]:
 
 
 def test_a_group_is_known_by_all_of_its_ranks() -> None:
-    node = make_node()
+    core = make_node()
     one, other = endpoints(2, 1000), endpoints(2, 1000)
     other[1] = msgspec.structs.replace(other[1], address="tcp://127.0.0.1:2000")
-    assert places(node, 1, one) == [(0, "tcp://127.0.0.1:1000"), (1, "tcp://127.0.0.1:1001")]
-    assert places(node, 2, other)[1] == (1, "tcp://127.0.0.1:2000")
-    assert places(node, 3, one) == places(node, 4, list(one))
+    assert places(core, 1, one) == [(0, "tcp://127.0.0.1:1000"), (1, "tcp://127.0.0.1:1001")]
+    assert places(core, 2, other)[1] == (1, "tcp://127.0.0.1:2000")
+    assert places(core, 3, one) == places(core, 4, list(one))
 
 
 def test_endpoints_may_be_a_list() -> None:
-    node, listed = make_node(), endpoints(1, 1000)
-    pull = node.announce("d1", params(1, tuple(listed), {"endpoints": listed}), "", 30.0, 0.0)
+    core, listed = make_node(), endpoints(1, 1000)
+    pull = core.announce("d1", params(1, tuple(listed), {"endpoints": listed}), "", 30.0, 0.0)
     assert [(source.tp_rank, source.address) for source in pull.sources] == [(0, "tcp://127.0.0.1:1000")]
 
 
 def test_endpoints_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "MAX_ENDPOINTS", 8)
-    node = make_node()
+    core = make_node()
     for number in range(20):
-        places(node, number, endpoints(3, 1000 + 10 * number))
-        assert sum(len(listed) for _, listed, _, _ in node.decode.routes._groups) <= 8
+        places(core, number, endpoints(3, 1000 + 10 * number))
+        assert sum(len(listed) for _, listed, _, _ in core.decode.routes._groups) <= 8
 
 
 def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
-    node = make_node()
+    core = make_node()
     for number in (1, 2):
         with pytest.raises(PlanRefused, match="must be listed"):
-            places(node, number, endpoints(1, 1000), tp_size=2)
+            places(core, number, endpoints(1, 1000), tp_size=2)
 
 
 @pytest.mark.parametrize("rank", [1, 3])

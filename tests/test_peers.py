@@ -51,9 +51,9 @@ def said(world: World, rank: Rank) -> list[Message]:
 
 def say(world: World, speaker: Rank, hearer: Rank, message: Message, sender: str = "", target: str = "") -> None:
     """Let a rank say something over the link to it, as another start of its process or to one if need be."""
-    sender = sender or speaker.node.identity.incarnation
-    packet = encode_packet(sender, target or hearer.node.identity.incarnation, [message])
-    hearer.node.receive(speaker.address, packet, world.time(hearer))
+    sender = sender or speaker.core.identity.incarnation
+    packet = encode_packet(sender, target or hearer.core.identity.incarnation, [message])
+    hearer.core.receive(speaker.address, packet, world.time(hearer))
     world.settle(hearer)
 
 
@@ -121,7 +121,7 @@ def test_each_start_of_a_process_has_a_pause_of_its_own() -> None:
     params = world.params([prefill], "r", [511], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=(again,))
     said(world, decode)
-    decode.node.pull(PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
+    decode.core.pull(PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
     world.settle(decode)
     ask(world, other, decode, 510)
     assert [type(message) for message in said(world, decode)] == [Hello, Hello]
@@ -194,7 +194,7 @@ def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None
     """A place among those who read would be taken from others for nothing."""
     world, prefill, decode, pull = silent(total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
-    decode.node.decode.cancel(pull, world.time(decode))
+    decode.core.decode.cancel(pull, world.time(decode))
     world.settle(decode)
     world.complete_all()
     assert pull.reason is Reason.CANCELLED
@@ -224,12 +224,12 @@ def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None
 def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
-    (peer,) = decode.node.decode.peers.by_place.values()
+    (peer,) = decode.core.decode.peers.by_place.values()
     assert len(peer.line.posters) == 1
     if how == "says goodbye":
         say(world, prefill, decode, Goodbye())
     elif how == "is forgotten":
-        decode.node.decode.forget(prefill.address, world.time(decode))
+        decode.core.decode.forget(prefill.address, world.time(decode))
     else:
         world.lose_agent(decode)
     assert [*peer.line.posters] == []
@@ -255,7 +255,7 @@ def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None
     pings = [message for message in quiet(world, decode, 0.9) if isinstance(message, Ping)]
     assert len(pings) == 3
     world.run()
-    assert not decode.node.decode.pulls
+    assert not decode.core.decode.pulls
     assert quiet(world, decode, 60.0) == []
 
 
@@ -266,7 +266,7 @@ def test_our_own_absence_is_no_silence_of_theirs() -> None:
     world.deliver_all()
     world.letters.clear()
     world.now += 20.0
-    decode.node.tick(world.time(decode))
+    decode.core.tick(world.time(decode))
     world.settle(decode)
     assert reason(pull) is None
     world.run()
@@ -316,7 +316,7 @@ def test_who_was_not_released_yet_has_nothing_to_acknowledge() -> None:
     say(world, prefill, decode, Ack(pull.params.key, pull.pull_id))
     world.run()
     assert (pull.reason, pull.sources[0].releases) == (Reason.COMPLETE, 1)
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
 
 
 def test_a_welcome_answers_the_handshake_under_way_and_no_other() -> None:
@@ -329,7 +329,7 @@ def test_a_welcome_answers_the_handshake_under_way_and_no_other() -> None:
     pull = ask(world, prefill, decode, 1)
     (hello,) = (message for message in said(world, decode) if isinstance(message, Hello))
     assert isinstance(early, Hello)
-    sender = prefill.node.identity.incarnation
+    sender = prefill.core.identity.incarnation
     for speaker, asked, target in ((prefill, early, ""), (other, hello, ""), (prefill, hello, "another start")):
         say(world, speaker, decode, welcome(world, prefill, asked), sender, target)
         assert pull.state is PullState.CONNECTING
@@ -340,7 +340,7 @@ def test_a_welcome_answers_the_handshake_under_way_and_no_other() -> None:
 
 def welcome(world: World, rank: Rank, hello: Hello) -> Message:
     """What a rank answers to whoever shakes hands with it."""
-    rank.node.receive(ReplyTo(b"d"), encode_packet("reader", "", [hello]), world.time(rank))
+    rank.core.receive(ReplyTo(b"d"), encode_packet("reader", "", [hello]), world.time(rank))
     world.settle(rank)
     (answer,) = said(world, rank)
     return answer
@@ -464,16 +464,16 @@ def test_what_is_said_to_another_start_is_not_taken_by_its_successor() -> None:
     pull = ask(world, prefill, decode, 0)
     world.deliver()
     world.deliver()
-    hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.node.cohort), said(world, decode)[-1]
+    hello, claim = Hello(9, 1, 2, "prefill0", 0, decode.core.cohort), said(world, decode)[-1]
     assert isinstance(claim, Claim)
     release = Release(claim.key, claim.request_id, claim.cohort, pull.pull_id, Outcome.COMPLETE)
     messages: list[Message] = [hello, claim, Renew(claim.key, claim.pull_id, 7, 1.0), release]
-    prefill.node.receive(ReplyTo(b"d"), encode_packet("reader", "another start", messages), world.time(prefill))
+    prefill.core.receive(ReplyTo(b"d"), encode_packet("reader", "another start", messages), world.time(prefill))
     world.settle(prefill)
     answers = said(world, prefill)
     assert [type(message) for message in answers] == [Unwelcome, Refused, Refused, Refused]
     assert {message.reason for message in answers if isinstance(message, Unwelcome | Refused)} == {Reason.RESTARTED}
-    (lent,) = prefill.node.inspect.requests(world.time(prefill))
+    (lent,) = prefill.core.inspect.requests(world.time(prefill))
     assert [(rank.rank, rank.state) for rank in lent.ranks] == [("*", "unclaimed")]
 
 
@@ -486,7 +486,7 @@ def test_questions_for_the_status_cost_what_handshakes_cost() -> None:
         stranger.send(prefill.address, encode_packet("stranger", "", [StatusRequest(number)]))
     for _ in range(100):
         world.deliver()
-    assert len(said(world, prefill)) == prefill.node.config.limits.hello_burst
+    assert len(said(world, prefill)) == prefill.core.config.limits.hello_burst
 
 
 # -- who is meant -----------------------------------------------------------------------------------------
@@ -508,5 +508,5 @@ def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_
     params = world.params([prefill], "r", [0], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=endpoints, tp_size=tp_size)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        decode.node.pull(PullRequest("d", [(0, [0])], params), 30.0, 0.0)
+        decode.core.pull(PullRequest("d", [(0, [0])], params), 30.0, 0.0)
     assert world.letters == []

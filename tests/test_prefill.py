@@ -49,8 +49,8 @@ def claim(params: Params, pull_id: str = "pull", nonce: int = 1) -> Claim:
 
 def say(rank: Rank, message: Claim | Renew | Release, now: float, reply_to: ReplyTo = ONE) -> list[Message]:
     """Say something to a rank, and return all that it answers."""
-    rank.node.prefill.receive(message, reply_to, "process", now)
-    return [m for _, data in rank.node.outbox.take_packets() for m in decode_packet(data).messages]
+    rank.core.prefill.receive(message, reply_to, "process", now)
+    return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
 
 
 # -- grants --------------------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
     while not lease.is_over:
         now += 0.5
         say(rank, Renew(params.key, "pull", 1, 600.0), now)
-        rank.node.tick(now)
+        rank.core.tick(now)
         assert now <= lease.lent_at + 12.0
-    assert len(rank.node.ledger) == 0
+    assert len(rank.core.ledger) == 0
 
 
 def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
@@ -97,8 +97,8 @@ def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
     world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params = msgspec.structs.replace(world.params([rank], "r", [3], 4, lease_s=5.0), lease_s=12.5)
     with pytest.raises(ConfigError, match="lease_s"):
-        rank.node.lend(params, 1, 0.0)
-    assert len(rank.node.ledger) == 0
+        rank.core.lend(params, 1, 0.0)
+    assert len(rank.core.ledger) == 0
 
 
 def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
@@ -110,9 +110,9 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
         say(rank, claim(params, pull_id), 0.0)
     say(rank, Renew(params.key, "second", 2, 600.0), 2.0)
     say(rank, Release(params.key, "r", READER, "second", Outcome.COMPLETE), 3.0)
-    rank.node.tick(3.9)
+    rank.core.tick(3.9)
     assert not lease.is_over
-    rank.node.tick(4.0)
+    rank.core.tick(4.0)
     assert lease.is_over
     # What never held a promise has none to renew.
     again = world.params([rank], "r2", [4], 4, lease_s=30.0)
@@ -170,28 +170,28 @@ def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
 def test_repeats_do_not_extend_what_is_parked() -> None:
     world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
-    prefill, counters = rank.node.prefill, rank.node.outbox.counters
+    prefill, counters = rank.core.prefill, rank.core.outbox.counters
     for after_s in (0.0, 2.0, 4.9):
         assert [type(m) for m in say(rank, claim(params), after_s)] == [NotYet]
         assert (prefill.num_parked, prefill.next_at) == (1, 5.0)
-    rank.node.tick(4.99)
+    rank.core.tick(4.99)
     assert prefill.num_parked == 1
-    rank.node.tick(5.0)
+    rank.core.tick(5.0)
     assert (prefill.num_parked, counters["parked.expired"]) == (0, 1)
     # Whoever still asks is parked anew, and answered when it is lent.
     say(rank, claim(params), 5.1)
     assert prefill.next_at == pytest.approx(10.1)
-    rank.node.lend(params, 1, 6.0)
-    assert [type(m) for _, d in rank.node.outbox.take_packets() for m in decode_packet(d).messages] == [Granted]
+    rank.core.lend(params, 1, 6.0)
+    assert [type(m) for _, d in rank.core.outbox.take_packets() for m in decode_packet(d).messages] == [Granted]
 
 
 def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it_up() -> None:
     world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     say(rank, claim(params), 0.0)
-    lease = rank.node.lend(params, 1, 5.0)
-    assert (lease.grants, list(rank.node.outbox.take_packets())) == ({}, [])
-    assert rank.node.prefill.num_parked == 0
+    lease = rank.core.lend(params, 1, 5.0)
+    assert (lease.grants, list(rank.core.outbox.take_packets())) == ({}, [])
+    assert rank.core.prefill.num_parked == 0
 
 
 def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its() -> None:
@@ -200,11 +200,11 @@ def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its(
     release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
     assert [type(m) for m in (*say(rank, claim(params), 0.0), *say(rank, release, 0.1))] == [NotYet, Ack]
     assert [type(m) for m in say(rank, claim(params), 0.2)] == [NotYet]
-    assert rank.node.prefill.num_parked == 1
+    assert rank.core.prefill.num_parked == 1
     # Another connection has a place of its own.
     say(rank, claim(params), 0.3, OTHER)
-    assert rank.node.prefill.num_parked == 2
-    lease = rank.node.lend(params, 1, 1.0)
+    assert rank.core.prefill.num_parked == 2
+    lease = rank.core.lend(params, 1, 1.0)
     assert lease.is_over
     assert lease.outcomes.popitem()[1] is Outcome.COMPLETE
 
@@ -214,8 +214,8 @@ def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
     world, rank = prefill_rank(LeaseConfig())
     params = world.params([rank], "r", [3], 4)
     for sender in ("one start", "another start"):
-        rank.node.prefill.receive(claim(params), ONE, sender, 0.0)
-    assert rank.node.prefill.num_parked == 2
+        rank.core.prefill.receive(claim(params), ONE, sender, 0.0)
+    assert rank.core.prefill.num_parked == 2
 
 
 def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() -> None:
@@ -225,7 +225,7 @@ def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() 
     for number in range(32):
         way = ReplyTo(b"%d" % number)
         assert [type(m) for m in say(rank, claim(params, f"pull {number}"), 0.0, way)] == [NotYet]
-    assert rank.node.prefill.num_parked == 16
+    assert rank.core.prefill.num_parked == 16
     release = Release(params.key, "r", READER, "released", Outcome.COMPLETE)
     assert say(rank, release, 0.0, OTHER) == []
 
@@ -233,12 +233,12 @@ def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() 
 def test_of_what_has_ended_the_newest_is_remembered() -> None:
     """How the others ended is forgotten; that they have not."""
     world, rank = prefill_rank(LeaseConfig())
-    rank.node.prefill.max_ended = 4
+    rank.core.prefill.max_ended = 4
     asked = list[Reason]()
     requests = [world.params([rank], f"r{number}", [number], 4) for number in range(8)]
     for params in requests:
         lease = world.lend(rank, params)
-        rank.node.prefill.revoke(lease, 0.0)
+        rank.core.prefill.revoke(lease, 0.0)
         world.settle(rank)
     for params in requests:
         (answer,) = say(rank, claim(params), 1.0)
@@ -249,12 +249,12 @@ def test_of_what_has_ended_the_newest_is_remembered() -> None:
 
 def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
     world, rank = prefill_rank(LeaseConfig())
-    rank.node.prefill.max_ended = 1
+    rank.core.prefill.max_ended = 1
     params, other = (world.params([rank], name, [3], 4) for name in ("r", "other"))
     for each in (params, other):
-        rank.node.withdraw(each, 0.0)
+        rank.core.withdraw(each, 0.0)
     with pytest.raises(LocalProtocolError, match="was lent or withdrawn before"):
-        rank.node.lend(params, 1, 1.0)
+        rank.core.lend(params, 1, 1.0)
     (answer,) = say(rank, claim(params), 1.0)
     assert isinstance(answer, Refused)
     assert answer.reason is Reason.UNKNOWN
@@ -263,7 +263,7 @@ def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
 def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -> None:
     """Who has a long name for its request takes more of the room for what comes early."""
     world, rank = prefill_rank(LeaseConfig(max_parked=100, parked_s=5.0))
-    prefill, counters = rank.node.prefill, rank.node.outbox.counters
+    prefill, counters = rank.core.prefill, rank.core.outbox.counters
     params = world.params([rank], "r", [3], 4)
 
     def early(number: int, length: int, reply_to: ReplyTo) -> None:
@@ -277,7 +277,7 @@ def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -
     # No message grows where there is no room.
     early(0, MAX_ID, ReplyTo(b"0"))
     assert (prefill.num_parked, counters["parked.refused"]) == (taken, 44)
-    rank.node.tick(5.0)
+    rank.core.tick(5.0)
     assert prefill.num_parked == 0
     for number in range(100):
         early(number, 1000, ReplyTo(b"%d" % number))

@@ -80,9 +80,9 @@ class Reading:
 
     def say(self, message: Message) -> None:
         """Let the prefill rank say something."""
-        here, there = self.decode.node.identity.incarnation, self.prefill.node.identity.incarnation
+        here, there = self.decode.core.identity.incarnation, self.prefill.core.identity.incarnation
         packet = encode_packet(there, here, [message])
-        self.decode.node.receive(self.prefill.address, packet, self.world.time(self.decode))
+        self.decode.core.receive(self.prefill.address, packet, self.world.time(self.decode))
         self.world.settle(self.decode)
 
     def grant(self, ask: Ask, seconds: float, lent_for_s: float = LONG) -> None:
@@ -200,7 +200,7 @@ def test_a_lapsed_promise_counts_for_nothing_once_the_owner_has_said_so() -> Non
     _, renewal = it.wait(1.1)[0]
     it.refuse(renewal, Reason.EXPIRED)
     assert isinstance(it.ask(), Claim)
-    assert it.decode.node.inspect.gauges()["pulls_unanswered"] == 1
+    assert it.decode.core.inspect.gauges()["pulls_unanswered"] == 1
     it.land()
     it.wait(20.1)
     assert it.outcome is Reason.TIMEOUT
@@ -326,7 +326,7 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     it = Reading(8, max_post_bytes=64, window_bytes=128, drain_s=1.0)
     it.grant(it.ask(), 20.0)
     first, second = it.decode.reads
-    it.decode.node.decode.cancel(it.pull, it.world.time(it.decode))
+    it.decode.core.decode.cancel(it.pull, it.world.time(it.decode))
     it.world.settle(it.decode)
     it.wait(lands_at)
     assert it.outcome is (Reason.CANCELLED if lands_at > 1.0 else None)

@@ -125,7 +125,7 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
         (three, Ending.FAILED, 2.0),
         (four, Ending.DONE, 0.5),
     ):
-        decode.node.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
+        decode.core.decode.ended(TransferEnded(transfer, ending), seconds, world.time(decode))
         world.settle(decode)
     assert (pull.detect_s, pull.reason) == (0.5, Reason.READ_FAILED)
 
@@ -145,7 +145,7 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     ended = world.now
 
     def left() -> tuple[str, float | None]:
-        (status,) = decode.node.inspect.requests(world.time(decode))
+        (status,) = decode.core.inspect.requests(world.time(decode))
         return status.state, status.left_s and round(status.left_s, 6)
 
     assert left() == ("notifying", 20.0)

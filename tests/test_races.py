@@ -285,7 +285,7 @@ def test_what_waits_for_its_handshake_or_to_be_lent_counts_as_waiting() -> None:
         with pytest.raises(AsyncKVError, match="2 pulls wait already"):
             ask(world, prefill, decode, 2, lend=lend)
         params = world.params([prefill], "more", [7], 4)
-        assert decode.node.would_block(params)
+        assert decode.core.would_block(params)
         world.check()
 
 
@@ -297,7 +297,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     world.deliver_all()
     pull = ask(world, healthy, decode, 200)
     world.deliver_all()
-    assert decode.node.decode.admission.waits(pull.pull_id)
+    assert decode.core.decode.admission.waits(pull.pull_id)
     for _ in range(8):
         world.advance(0.25)
         world.deliver_all()
@@ -315,7 +315,7 @@ def test_a_transfer_that_brings_nothing_is_no_sign_that_a_peer_moves(ending: End
     for i in range(8):
         ask(world, prefill, decode, i)
     world.deliver_all()
-    (peer,) = decode.node.decode.peers.by_place.values()
+    (peer,) = decode.core.decode.peers.by_place.values()
     for turn in range(8):
         assert not peer.line.is_set_aside or turn >= 4
         world.deliver_all()
@@ -343,7 +343,7 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
-    assert decode.node.decode.in_flight.num_bytes > 0
+    assert decode.core.decode.in_flight.num_bytes > 0
     world.run()
     assert {p.reason for p in others} == {Reason.COMPLETE}
     world.check()
@@ -408,7 +408,7 @@ def test_what_is_tried_again_may_do_better_then(reason: Reason) -> None:
         pull = ask(world, prefill, decode, 0)
         request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, can_renew, 0.0)
         pull.wanted(True, 0, request.retryable)
-        decode.node.decode.fail(pull, reason, "because", world.time(decode))
+        decode.core.decode.fail(pull, reason, "because", world.time(decode))
         request.tried(pull)
         request.ended(world.time(decode))
         follows.append(request.state is RequestState.PAUSING)
@@ -423,7 +423,7 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
     pull = ask(world, prefill, decode, 0)
     request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, False, 0.0)
     pull.could_not_meet(not_before)
-    decode.node.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
+    decode.core.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
     request.tried(pull)
     request.ended(1.0)
     begins = max(1.1, not_before)
@@ -437,7 +437,7 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
     pauses = []
     while request.state is not RequestState.OVER:
         pull = ask(world, prefill, decode, request.attempts)
-        decode.node.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
+        decode.core.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
         request.tried(pull)
         request.ended(0.0)
         if request.state is RequestState.PAUSING:
@@ -493,10 +493,10 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
         world.deliver_all()
     params = world.params([prefill], "r9", [9], 4, written=True)
     world.lend(prefill, params)
-    decode.node.announce("d9", params, "", 30.0, world.time(decode))
+    decode.core.announce("d9", params, "", 30.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
-    decode.node.pull(PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
+    decode.core.pull(PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
     world.settle(decode)
     world.run()
     assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]
@@ -506,12 +506,12 @@ def test_who_greets_a_draining_engine_is_told_so() -> None:
     world, (prefill,), decode = world_of()
     params = world.params([prefill], "r", [3], 4, written=True)
     world.lend(prefill, params)
-    prefill.node.shut()
+    prefill.core.shut()
     world.settle(prefill)
     pull = world.pull(decode, "d", [3], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert [peer.is_draining for peer in decode.node.decode.peers.by_place.values()] == [True]
+    assert [peer.is_draining for peer in decode.core.decode.peers.by_place.values()] == [True]
 
 
 def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:
@@ -520,7 +520,7 @@ def test_memory_epochs_are_kept_by_ranks_that_were_not_there() -> None:
     endpoints = [prefill.endpoint]
     fresh = PrefillGroup("prefill0", endpoints, memory_epoch=2).make_params("new", [(0, [4])], 4, written=True)
     world.lend(prefill, decode_params(fresh))
-    assert prefill.node.prefill.memory_epoch == 2
+    assert prefill.core.prefill.memory_epoch == 2
     with pytest.raises(LocalProtocolError, match="registered anew"):
         world.lend(prefill, old)
     pull = world.pull(decode, "d", [3], old)

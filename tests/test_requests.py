@@ -63,8 +63,8 @@ def test_a_request_from_lend_to_release() -> None:
     assert (it.reason, it.state, lease.state) == (Reason.COMPLETE, PullState.RELEASED, LeaseState.RELEASED)
     assert [decode.buffers.block(b) for b in (9, 4)] == want
     assert {str(r): o for r, o in lease.outcomes.items()} == {"decode/tp0": Outcome.COMPLETE}
-    assert prefill.node.is_idle
-    assert decode.node.is_idle
+    assert prefill.core.is_idle
+    assert decode.core.is_idle
 
 
 def test_a_consumed_request_is_refused_at_once() -> None:
@@ -86,7 +86,7 @@ def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
     assert lease.state is LeaseState.LENT
     world.advance(0.2)
     assert (lease.state, lease.owed()) == (LeaseState.EXPIRED, ("*",))
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
 
 
 def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
@@ -111,18 +111,18 @@ def test_bytes_without_proof_are_not_published() -> None:
     (transfer_id,) = decode.reads
     for letter in world.letters:
         assert not letter.answer
-    prefill.node.prefill.revoke(next(iter(prefill.node.prefill.leases.values())), world.time(prefill))
+    prefill.core.prefill.revoke(next(iter(prefill.core.prefill.leases.values())), world.time(prefill))
     world.settle(prefill)
     world.letters.clear()
     for _ in range(120):
         world.advance(0.1)
         world.letters.clear()  # renewals are lost as well
-    assert prefill.node.is_idle, "the promise ran out, the blocks went back and were overwritten"
+    assert prefill.core.is_idle, "the promise ran out, the blocks went back and were overwritten"
     world.complete(decode, transfer_id)
     assert it.state is PullState.CONFIRMING
     world.run()
     assert it.reason is Reason.LEASE_LOST
-    assert decode.node.is_idle
+    assert decode.core.is_idle
 
 
 def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
@@ -147,7 +147,7 @@ def test_a_revoked_lease_keeps_its_promise() -> None:
     lease = world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.node.prefill.revoke(lease, world.time(prefill))
+    prefill.core.prefill.revoke(lease, world.time(prefill))
     world.settle(prefill)
     assert lease.state is LeaseState.ENDING
     world.advance(1.0)
@@ -160,7 +160,7 @@ def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
     prefill, decode = group(world, 2, 1, heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     leases = [world.lend(rank, params) for rank in prefill]
-    it = decode[0].node.pull(PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
+    it = decode[0].core.pull(PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
     world.settle(decode[0])
     world.run()
     assert (it.reason, it.num_bytes) == (Reason.COMPLETE, 0)
@@ -186,11 +186,11 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4)
     lease = world.lend(prefill[0], params)
-    node, route = prefill[0].node, ReplyTo(b"d0")
+    core, route = prefill[0].core, ReplyTo(b"d0")
 
     def say(request_id: str, cohort: Cohort, pull_id: str, source: str = "d0") -> None:
         message = m.Release(params.key, request_id, cohort, pull_id, Outcome.COMPLETE)
-        node.receive(route, m.encode_packet(source, node.identity.incarnation, [message]), 0.0)
+        core.receive(route, m.encode_packet(source, core.identity.incarnation, [message]), 0.0)
         world.settle(prefill[0])
 
     for _ in range(5):
@@ -230,15 +230,15 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
         world.pull(flood, f"f{i}", [i], group[i])
     world.deliver_all()
     # Half of the room for 8 is for whoever comes first; the others are told to come again.
-    assert prefill.node.inspect.gauges()["parked"] == 4
-    assert prefill.node.outbox.counters["parked.refused"] == 4
+    assert prefill.core.inspect.gauges()["parked"] == 4
+    assert prefill.core.outbox.counters["parked.refused"] == 4
     pull = world.pull(other, "o", [1], group[0])
     world.deliver_all()
-    assert prefill.node.inspect.gauges()["parked"] == 5
+    assert prefill.core.inspect.gauges()["parked"] == 5
     world.lend(prefill, group[0], readers=2)
     world.run()
     assert pull.reason is Reason.COMPLETE
-    assert prefill.node.inspect.gauges()["parked"] == 3
+    assert prefill.core.inspect.gauges()["parked"] == 3
 
 
 def test_a_closed_engine_parks_nothing() -> None:
@@ -246,10 +246,10 @@ def test_a_closed_engine_parks_nothing() -> None:
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     world.lend(prefill, world.params([prefill], "other", [5], 4))
     pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
-    prefill.node.shut()
+    prefill.core.shut()
     world.run()
     assert pull.reason is Reason.ENGINE_CLOSED
-    assert prefill.node.inspect.gauges()["parked"] == 0
+    assert prefill.core.inspect.gauges()["parked"] == 0
 
 
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
@@ -257,20 +257,20 @@ def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
     prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
     params = world.params([prefill], "r", [1], 4)
     lease = world.lend(prefill, params)
-    first = decode.node.pull(PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
+    first = decode.core.pull(PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
     world.run()
     assert first.reason is Reason.COMPLETE
     assert lease.is_over
     with pytest.raises(LocalProtocolError, match=r"cohort_id .* has 513 characters; at most 512"):
-        decode.node.pull(PullRequest("b", [(0, [2])], params, "x" * 513), 5.0, 0.0)
+        decode.core.pull(PullRequest("b", [(0, [2])], params, "x" * 513), 5.0, 0.0)
 
 
 def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params, timeout=1)
-    decode.node.cancel("d-req", world.time(decode))
+    decode.core.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
     world.complete_all()
@@ -278,7 +278,7 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
     world.run()
     lease = world.lend(prefill, params)
     assert lease.state is LeaseState.RELEASED
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -294,8 +294,8 @@ def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[in
         world.run()
         assert (pulls[i].reason, lease.state) == (Reason.COMPLETE, LeaseState.RELEASED)
         assert decode.buffers.block(i) == want
-    assert prefill.node.is_idle
-    assert decode.node.is_idle
+    assert prefill.core.is_idle
+    assert decode.core.is_idle
 
 
 def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> None:
@@ -304,7 +304,7 @@ def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> N
     world.lend(prefill, late)
     it = world.pull(decode, "d-req", [1], early)
     world.run()
-    decode.node.cancel("d-req", world.time(decode))
+    decode.core.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
     assert it.reason is Reason.CANCELLED
@@ -317,7 +317,7 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     world.lend(prefill, first)
     world.pull(decode, "d-first", [1], first)
     world.run()
-    prefill.node.prefill._ended.clear()  # as after very many others
+    prefill.core.prefill._ended.clear()  # as after very many others
     late = world.pull(decode, "late", [2], first)
     world.run()
     assert (late.reason, "unknown" in late.detail) == (Reason.UNKNOWN, True)
@@ -330,18 +330,18 @@ def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() 
     params = world.params([prefill], "req", [3], 4)
     waits = world.pull(decode, "waits", [1], params)
     world.run()
-    prefill.node.withdraw(params, world.time(prefill))
+    prefill.core.withdraw(params, world.time(prefill))
     world.settle(prefill)
     comes = world.pull(decode, "comes", [2], params)
     world.run()
     assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
     with pytest.raises(LocalProtocolError, match="was withdrawn; make new params"):
         world.lend(prefill, params)
-    before = dict(prefill.node.outbox.counters)
-    prefill.node.withdraw(params, world.time(prefill))
-    assert prefill.node.outbox.counters == before
-    assert prefill.node.is_idle
-    assert prefill.node.prefill.num_parked == 0
+    before = dict(prefill.core.outbox.counters)
+    prefill.core.withdraw(params, world.time(prefill))
+    assert prefill.core.outbox.counters == before
+    assert prefill.core.is_idle
+    assert prefill.core.prefill.num_parked == 0
 
 
 def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
@@ -350,13 +350,13 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
     lease = world.lend(prefill, params)
     it = world.pull(decode, "d-req", [1], params)
     world.deliver_all()
-    prefill.node.withdraw(params, world.time(prefill))
+    prefill.core.withdraw(params, world.time(prefill))
     world.settle(prefill)
     assert lease.state is LeaseState.ENDING
     world.run()
     assert (it.reason, prefill.leases_ended) == (Reason.COMPLETE, [lease])
     assert str(lease.state) == "revoked"
-    prefill.node.withdraw(params, world.time(prefill))
+    prefill.core.withdraw(params, world.time(prefill))
     assert str(lease.state) == "revoked"
 
 
@@ -364,7 +364,7 @@ def test_the_params_of_another_engine_are_not_withdrawn() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     with pytest.raises(LocalProtocolError, match="for engine 'prefill'"):
-        decode.node.withdraw(params, 0.0)
+        decode.core.withdraw(params, 0.0)
 
 
 def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
@@ -405,8 +405,8 @@ def test_a_release_takes_the_place_of_its_early_claim() -> None:
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    claim = next(iter(prefill.node.prefill._parked.values()))
-    decode.node.cancel("d-req", world.time(decode))
+    claim = next(iter(prefill.core.prefill._parked.values()))
+    decode.core.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
     assert it.reason is Reason.CANCELLED
@@ -419,12 +419,12 @@ def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
     params = world.params([prefill], "req", [3], 4)
     world.pull(decode, "d-req", [1], params)
     world.run()
-    (parked,) = next(iter(prefill.node.prefill._parked.values())).values()
-    decode.node.cancel("d-req", world.time(decode))
+    (parked,) = next(iter(prefill.core.prefill._parked.values())).values()
+    decode.core.cancel("d-req", world.time(decode))
     world.settle(decode)
     world.run()
-    prefill.node.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
-    assert prefill.node.prefill.num_parked == 1
+    prefill.core.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
+    assert prefill.core.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
 
@@ -433,9 +433,9 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    spoken = prefill.node.readers.minor_versions
+    spoken = prefill.core.readers.minor_versions
     spoken.update(dict.fromkeys(spoken, 1))
-    prefill.node.withdraw(params, world.time(prefill))
+    prefill.core.withdraw(params, world.time(prefill))
     world.settle(prefill)
     world.run()
     assert (it.reason, "the request was withdrawn" in it.detail) == (Reason.UNKNOWN, True)
@@ -444,14 +444,14 @@ def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_kno
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
     world, prefill, decode = pair()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
-    prefill.node.prefill.revoke(world.lend(prefill, first), world.time(prefill))
-    prefill.node.withdraw(second, world.time(prefill))
-    prefill.node.prefill.spent = SpentKeys()  # as after very many other schedulers
+    prefill.core.prefill.revoke(world.lend(prefill, first), world.time(prefill))
+    prefill.core.withdraw(second, world.time(prefill))
+    prefill.core.prefill.spent = SpentKeys()  # as after very many other schedulers
     with pytest.raises(LocalProtocolError, match=r"lent before \(revoked\)"):
         world.lend(prefill, first)
     with pytest.raises(LocalProtocolError, match="withdrawn"):
         world.lend(prefill, second)
-    prefill.node.withdraw(first, world.time(prefill))
+    prefill.core.withdraw(first, world.time(prefill))
     late = world.pull(decode, "late", [1], first)
     world.run()
     assert late.reason is Reason.REVOKED
@@ -490,7 +490,7 @@ def test_ten_thousand_requests_are_lent_in_any_order() -> None:
                 world.lend(prefill, params)
         else:
             world.lend(prefill, params)
-    assert prefill.node.prefill.spent.num_gaps == 0
+    assert prefill.core.prefill.spent.num_gaps == 0
 
 
 def test_lending_one_key_twice_is_refused() -> None:
@@ -527,7 +527,7 @@ def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
     world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    decode.node.cancel("d-req", world.time(decode))
+    decode.core.cancel("d-req", world.time(decode))
     world.settle(decode)
     assert not it.is_published
     world.advance(5.1)
@@ -536,7 +536,7 @@ def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
         world.pull(decode, "again", [9], params)
     world.run()
     assert it.is_returned
-    assert decode.node.is_idle
+    assert decode.core.is_idle
 
 
 def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
@@ -549,11 +549,11 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
     assert (it.reason, it.state, it.is_returned) == (Reason.READ_FAILED, PullState.QUARANTINED, False)
-    assert decode.node.inspect.gauges()["blocks_quarantined"] == 1
+    assert decode.core.inspect.gauges()["blocks_quarantined"] == 1
     decode.reads.clear()
     world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     assert it.is_returned
-    assert decode.node.is_idle
+    assert decode.core.is_idle
 
 
 def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None:
@@ -598,7 +598,7 @@ def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
         world.pull(decode, f"d{i}", [i], world.params([prefill], f"r{i}", [1], 4), timeout=20)
         for i in range(NUM_BLOCKS)
     ]
-    assert decode.node.outbox.counters["sent.hello"] == 1
+    assert decode.core.outbox.counters["sent.hello"] == 1
     for _ in range(60):
         world.advance(0.1)
         world.letters.clear()
@@ -626,7 +626,7 @@ def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None
 
 def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
     world, prefill, decode = pair()
-    other = PrefillGroup("somebody-else", [Endpoint(0, prefill.address, prefill.node.identity.incarnation)])
+    other = PrefillGroup("somebody-else", [Endpoint(0, prefill.address, prefill.core.identity.incarnation)])
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
@@ -649,7 +649,7 @@ def test_a_renewed_lease_outlasts_a_long_queue() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)
     lease = world.lend(prefill, params)
-    decode.node.announce("d-req", params, "", 400.0, world.time(decode))
+    decode.core.announce("d-req", params, "", 400.0, world.time(decode))
     world.settle(decode)
     world.run()
     for _ in range(300):
@@ -666,13 +666,13 @@ def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4)
     lease = world.lend(prefill, params)
-    decode.node.announce("d-req", params, "", 5.0, world.time(decode))
+    decode.core.announce("d-req", params, "", 5.0, world.time(decode))
     world.settle(decode)
     for _ in range(60):
         world.deliver_all()
         world.advance(0.1)
     assert lease.state is LeaseState.RELEASED
-    assert decode.node.is_idle
+    assert decode.core.is_idle
 
 
 def test_siblings_each_release_and_strangers_are_refused() -> None:
@@ -680,7 +680,7 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
     params = world.params([prefill], "req", [3], 4, written=True)
     lease = world.lend(prefill, params, readers=2)
     pulls = [
-        decode.node.pull(PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
+        decode.core.pull(PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
         for i in range(3)
     ]
     world.settle(decode)
@@ -695,14 +695,14 @@ def test_closing_takes_nothing_new_and_keeps_promises() -> None:
     world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.node.close(world.time(prefill))
+    prefill.core.close(world.time(prefill))
     world.settle(prefill)
-    assert not prefill.node.is_idle
+    assert not prefill.core.is_idle
     with pytest.raises(EngineClosed):
-        prefill.node.lend(world.params([prefill], "new", [4], 4), 1, 0.0)
+        prefill.core.lend(world.params([prefill], "new", [4], 4), 1, 0.0)
     world.run()
     assert it.reason is Reason.COMPLETE
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
 
 
 @pytest.mark.parametrize("lease_s", [0.0, 1.0, -1.0, float("nan"), 1e12])
@@ -722,7 +722,7 @@ def test_endpoints_with_holes_is_refused() -> None:
     params = world.params([prefill], "req", [3], 4)
     broken: Params = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        decode.node.pull(PullRequest("d", [(0, [1])], broken), 30, 0.0)
+        decode.core.pull(PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
@@ -733,13 +733,13 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
     world.deliver_all()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
-    decode.node.decode.forget(prefill.address, world.time(decode))
+    decode.core.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     world.advance(100.0)
-    assert decode.node.next_at > world.time(decode)
+    assert decode.core.next_at > world.time(decode)
     world.tell(decode, TransferEnded(transfer_id, Ending.DONE))
     world.advance(100.0)
-    assert not decode.node.decode.peers.by_place
+    assert not decode.core.decode.peers.by_place
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
@@ -748,7 +748,7 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
     lease = world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
-    prefill.node.prefill.revoke(lease, world.time(prefill))
+    prefill.core.prefill.revoke(lease, world.time(prefill))
     world.settle(prefill)
     for _ in range(80):
         world.advance(0.1)
@@ -766,7 +766,7 @@ def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
     said = "2 blocks of 4 tokens from token 0 on end at token 8, but num_tokens is 1000"
     with pytest.raises(PlanRefused, match=said):
         world.lend(prefill, params)
-    assert prefill.node.is_idle
+    assert prefill.core.is_idle
     world.lend(prefill, world.params([prefill], "req", [3, 5], 8))
 
 
@@ -797,12 +797,12 @@ def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
     world.lend(prefill, params)
     it = world.pull(decode, "d-req", [9], params, timeout=100)
     world.deliver_all()
-    (peer,) = decode.node.decode.peers.by_place.values()
+    (peer,) = decode.core.decode.peers.by_place.values()
     seen = []
     for _ in range(70):
         world.letters.clear()
         world.now += 0.6
-        decode.node.tick(world.time(decode))
+        decode.core.tick(world.time(decode))
         world.settle(decode)
         seen.append(peer.state)
     assert seen[0] is PeerState.READY
@@ -818,10 +818,10 @@ def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> 
     world.lend(prefill, params)
     world.pull(decode, "d-req", [9], params, timeout=1000)
     world.deliver_all()
-    (peer,) = decode.node.decode.peers.by_place.values()
+    (peer,) = decode.core.decode.peers.by_place.values()
     for late in (*[0.6] * 50, 40.0, 600.0, 0.6):
         world.now += late
-        decode.node.tick(world.time(decode))
+        decode.core.tick(world.time(decode))
         world.settle(decode)
         assert peer.state is PeerState.READY
         world.deliver_all()

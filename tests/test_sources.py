@@ -88,10 +88,10 @@ def test_b1_to_b7_every_head_arrives_and_every_rank_is_freed(prefill: int, decod
     assert [lease.state for lease in leases] == [LeaseState.RELEASED] * prefill
     assert all(set(lease.outcomes.values()) == {Outcome.COMPLETE} for lease in leases)
     assert it.world.now == 0.0
-    assert all(r.node.is_idle for r in (*it.prefill, *it.decode))
+    assert all(r.core.is_idle for r in (*it.prefill, *it.decode))
     # A replica that nobody reads is not even met.
     for rank, row in zip(it.decode, pulls, strict=True):
-        met = {p.tp_rank for p in rank.node.decode.peers.by_place.values() if p.state is not PeerState.NEW}
+        met = {p.tp_rank for p in rank.core.decode.peers.by_place.values() if p.state is not PeerState.NEW}
         assert met == {source.tp_rank for source in row.sources if source.reads}
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_is_proven_may_go() -> None:
     it, pull, _ = half_read()
     [decode], sources = it.decode, {source.tp_rank: source for source in pull.sources}
     assert sources[0].proven
-    decode.node.decode.forget(sources[0].address, it.world.time(decode))
+    decode.core.decode.forget(sources[0].address, it.world.time(decode))
     it.world.settle(decode)
     assert reason(pull) is None
     it.world.run()
@@ -161,7 +161,7 @@ def test_a_rank_that_is_proven_may_go() -> None:
 
 def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
     it, pull, leases = half_read()
-    it.prefill[0].node.prefill.revoke(leases[0], it.world.time(it.prefill[0]))
+    it.prefill[0].core.prefill.revoke(leases[0], it.world.time(it.prefill[0]))
     it.world.settle(it.prefill[0])
     for _ in range(40):
         it.world.advance(0.5)
@@ -306,7 +306,7 @@ def test_stages_that_are_missing_fail_the_pull_and_never_complete_it(missing: li
     for i in range(3):
         now = world.time(decode)
         if announced:
-            decode.node.announce(f"d{i}", params, "", 60.0, now)
+            decode.core.announce(f"d{i}", params, "", 60.0, now)
             world.settle(decode)
             for _ in range(25):
                 world.run(0.1)
@@ -372,7 +372,7 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
     for i, wanted in enumerate([[(0, [5]), (4, [])], [(0, [6]), (4, [7])]]):
         params = decode_params(key.make_params(f"req{i}", [(0, [3 + i]), (0, [3 + i])], 4, written=True))
         world.lend(prefill[0], params)
-        pull = decode.node.pull(PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
+        pull = decode.core.pull(PullRequest(f"d{i}", wanted, params), 30.0, world.time(decode))
         world.settle(decode)
         world.run()
         # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.
@@ -396,15 +396,15 @@ def test_a_replica_stands_in_for_one_that_is_dead() -> None:
 def test_peers_that_could_not_be_met_are_forgotten_with_their_links() -> None:
     it = Pair(2, 1)
     for rank in it.prefill:
-        rank.node.close(0.0)
+        rank.core.close(0.0)
     for i in range(5):
         params = it.world.params(it.prefill, f"req{i}", [3], 4)
         it.world.pull(it.decode[0], f"d{i}", [9], params)
         it.world.run()
     for _ in range(100):
         it.world.run(40.0)
-    assert it.decode[0].node.is_idle
-    assert not it.decode[0].node.decode.peers.by_place
+    assert it.decode[0].core.is_idle
+    assert not it.decode[0].core.decode.peers.by_place
 
 
 def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
@@ -417,12 +417,12 @@ def test_peers_that_nothing_is_read_from_are_forgotten_and_met_anew() -> None:
         assert len(it.decode[0].peers) == 2
         for _ in range(14):
             it.world.run(50.0)
-        assert not it.decode[0].node.decode.peers.by_place
+        assert not it.decode[0].core.decode.peers.by_place
         assert not it.decode[0].peers
 
 
 def links_closed(rank: Rank) -> list[Disconnect]:
-    return [c for c in rank.node.outbox.commands if isinstance(c, Disconnect)]
+    return [c for c in rank.core.outbox.commands if isinstance(c, Disconnect)]
 
 
 def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
@@ -435,22 +435,22 @@ def test_an_address_that_is_met_again_at_once_keeps_its_link() -> None:
     it.world.run()
     now = it.world.time(decode)
     for after in (601.0, 662.0):  # idle, then forgotten
-        decode.node.tick(now + after)
-    assert not decode.node.decode.peers.by_place
+        decode.core.tick(now + after)
+    assert not decode.core.decode.peers.by_place
     assert links_closed(decode) == [Disconnect(it.prefill[0].address)]
-    decode.node.pull(PullRequest("again", [(0, [9])], again), 30.0, now + 662.0)
+    decode.core.pull(PullRequest("again", [(0, [9])], again), 30.0, now + 662.0)
     assert links_closed(decode) == []
 
 
 def hit(it: Pair, rank: Rank, request_id: str, params: Params) -> None:
     """All of a request's blocks are here already: its ranks are only released."""
-    pull = rank.node.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
-    for to, data in rank.node.outbox.take_packets():
+    pull = rank.core.pull(PullRequest(request_id, [(0, [])], params), 30.0, it.world.time(rank))
+    for to, data in rank.core.outbox.take_packets():
         rank.send(to, data)
     while it.world.letters:
         letter = it.world.letters.pop()
         if letter.answer:
-            rank.node.receive(letter.origin, letter.data, it.world.time(rank))
+            rank.core.receive(letter.origin, letter.data, it.world.time(rank))
         else:
             it.world.letters.append(letter)
             it.world.deliver(len(it.world.letters) - 1)
@@ -461,7 +461,7 @@ def test_a_rank_that_is_only_released_keeps_its_link_for_the_next_and_is_forgott
     """Full prefix hits come one after the other: a link for each would be made anew, and nobody's short cut hold."""
     it = Pair(1, 1)
     decode = it.decode[0]
-    peers = decode.node.decode.peers
+    peers = decode.core.decode.peers
     changes = peers.num_changes
     for number in range(3):
         params, _ = it.lend([3 + number], 4)
@@ -477,7 +477,7 @@ def test_a_rank_that_is_only_released_keeps_its_link_for_the_next_and_is_forgott
 
 def test_what_is_known_of_a_group_of_ranks_holds_until_one_of_them_ceases_to_be_ready() -> None:
     it = Pair(2, 1)
-    peers = it.decode[0].node.decode.peers
+    peers = it.decode[0].core.decode.peers
     params, _ = it.lend([3], 4)
     it.world.pull(it.decode[0], "d", [9], params)
     it.world.run()
@@ -513,7 +513,7 @@ def test_other_params_under_the_same_key_are_refused() -> None:
     it = Pair(1, 1)
     params, _ = it.lend([3], 4)
     [decode] = it.decode
-    decode.node.announce("req-D", params, "", 60.0, it.world.time(decode))
+    decode.core.announce("req-D", params, "", 60.0, it.world.time(decode))
     other = msgspec.structs.replace(params, groups=(BlockRuns(0, ((6, 1),)),))
     with pytest.raises(LocalProtocolError, match="announced with other params"):
         it.world.pull(decode, "req-D", [9], other)
@@ -548,12 +548,12 @@ def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again(
     world.deliver_all()
     world.complete_all()
     assert [source.proven for source in pull.sources] == [True, False]
-    decode.node.decode.forget(first.address, world.time(decode))
+    decode.core.decode.forget(first.address, world.time(decode))
     world.settle(decode)
     world.lend(second, params)
     world.run(3)
     assert pull.reason == "complete"
-    assert decode.node.inspect.check_integrity() == []
+    assert decode.core.inspect.check_integrity() == []
 
 
 def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> None:
@@ -569,7 +569,7 @@ def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> N
 
     ask(1)
     world.run()
-    decode.node.decode.forget(ranks[1].address, world.time(decode))  # a router was wrong about the replica
+    decode.core.decode.forget(ranks[1].address, world.time(decode))  # a router was wrong about the replica
     world.settle(decode)
     ask(2)  # within the back-off
     world.run()
@@ -595,8 +595,8 @@ def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
     world.lend(prefill, params)
     world.pull(decode, "x", [2], params)
     world.run()
-    (route,) = decode.node.decode.routes._groups.values()
+    (route,) = decode.core.decode.routes._groups.values()
     assert route.ready
-    decode.node.decode.forget(prefill.address, world.time(decode))
+    decode.core.decode.forget(prefill.address, world.time(decode))
     world.settle(decode)
     assert not route.ready

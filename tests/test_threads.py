@@ -137,12 +137,12 @@ async def test_every_public_method_is_refused_from_another_thread_and_nothing_ch
 def state(engine: Engine) -> tuple[Any, ...]:
     """All that a call may change."""
     engine.check_integrity()
-    node, outbox = engine._core, engine._core.outbox
+    core, outbox = engine._core, engine._core.outbox
     known = (
         engine.statistics(),
         len(engine.holds()),
-        node.is_closed,
-        node.next_at,
+        core.is_closed,
+        core.next_at,
         bool(outbox.messages),
         len(outbox.commands),
     )

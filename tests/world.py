@@ -142,12 +142,12 @@ class Buffers:
 
 
 class Rank(Port):
-    """One node with its memory and its own clock."""
+    """One rank: its core, its memory, and a clock of its own."""
 
-    def __init__(self, world: World, name: str, node: RankCore, buffers: Buffers, rate: float, epoch: float) -> None:
+    def __init__(self, world: World, name: str, core: RankCore, buffers: Buffers, rate: float, epoch: float) -> None:
         super().__init__(world, f"world://{name}", name)
-        self.node, self.buffers, self.rate, self.epoch = node, buffers, rate, epoch
-        self.nic = Nic(world, node.identity.agent_name, name, buffers.arrays)
+        self.core, self.buffers, self.rate, self.epoch = core, buffers, rate, epoch
+        self.nic = Nic(world, core.identity.agent_name, name, buffers.arrays)
         self.peers, self.reads = self.nic.remotes, self.nic.running
         self.posts: dict[TransferId, ReadRequest] = {}
         """All that was ever posted."""
@@ -161,8 +161,8 @@ class Rank(Port):
 
     @property
     def endpoint(self) -> Endpoint:
-        layout = self.node.identity.layout
-        return Endpoint(layout.tp_rank, self.address, self.node.identity.incarnation, layout.pp_stage)
+        layout = self.core.identity.layout
+        return Endpoint(layout.tp_rank, self.address, self.core.identity.incarnation, layout.pp_stage)
 
 
 @dataclass
@@ -220,20 +220,20 @@ class World(Fabric):
         endpoints = [r.endpoint for r in ranks]
         names = "+".join(e.incarnation for e in endpoints)
         if names not in self.groups:
-            layout = ranks[0].node.identity.layout
-            self.groups[names] = PrefillGroup(ranks[0].node.identity.engine_id, endpoints, pp_size=layout.pp_size)
+            layout = ranks[0].core.identity.layout
+            self.groups[names] = PrefillGroup(ranks[0].core.identity.engine_id, endpoints, pp_size=layout.pp_size)
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 
     def lend(self, rank: Rank, params: Params, readers: int = 1) -> Lease:
-        lease = rank.node.lend(params, readers, self.time(rank))
+        lease = rank.core.lend(params, readers, self.time(rank))
         self.settle(rank)
         return lease
 
     def pull(
         self, rank: Rank, request_id: str, blocks: Sequence[int], params: Params, *, first: int = 0, timeout: float = 30
     ) -> Pull:
-        pull = rank.node.pull(PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
+        pull = rank.core.pull(PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)
         return pull
 
@@ -241,11 +241,11 @@ class World(Fabric):
 
     def settle(self, rank: Rank) -> None:
         """Do what the core wants: letters first, then commands, then posts."""
-        node = rank.node
+        core = rank.core
         while True:
-            for to, data in node.outbox.take_packets():
+            for to, data in core.outbox.take_packets():
                 rank.send(to, data)
-            commands, node.outbox.commands = node.outbox.commands, []
+            commands, core.outbox.commands = core.outbox.commands, []
             for command in commands:
                 match command:
                     case LoadPeer(peer, metadata):
@@ -269,29 +269,29 @@ class World(Fabric):
                     case LeaseEnded(lease):
                         rank.leases_ended.append(lease)
                         if self.reuse:
-                            still = {b for h in node.ledger for b in h.blocks.get(0, ())}
+                            still = {b for h in core.ledger for b in h.blocks.get(0, ())}
                             for b in (b for f, n in lease.lent.groups[0].runs for b in range(f, f + n)):
                                 if b not in still:
                                     rank.buffers.overwrite(b, 0xEE)
                     case _:
                         pass
             posts = False
-            while (read := node.decode.next_read(self.time(rank))) is not None:
+            while (read := core.decode.next_read(self.time(rank))) is not None:
                 posts, rank.posts[read.transfer_id] = True, read.read
                 rank.reads[read.transfer_id] = rank.nic.prepare(read.transfer_id, read.agent_name, read.read)
-            posts = node.decode.admit(self.time(rank)) is not None or posts
+            posts = core.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts:
                 return
 
     def load(self, rank: Rank) -> None:
         while rank.loading:
-            rank.node.decode.loaded(rank.loading.pop(0), self.time(rank))
+            rank.core.decode.loaded(rank.loading.pop(0), self.time(rank))
         self.settle(rank)
 
     def deliver(self, index: int = 0, *, keep: bool = False) -> None:
         letter = self.letters[index] if keep else self.letters.pop(index)
         if (to := self.ranks.get(letter.receiver.name)) is not None:
-            to.node.receive(letter.origin, letter.data, self.time(to))
+            to.core.receive(letter.origin, letter.data, self.time(to))
             self.settle(to)
 
     def deliver_all(self) -> None:
@@ -311,20 +311,20 @@ class World(Fabric):
     def tell(self, rank: Rank, news: TransferEnded) -> None:
         if news.ending is not Ending.IN_DOUBT:
             rank.reads.pop(news.transfer_id, None)
-        rank.node.decode.ended(news, 0.0, self.time(rank))
+        rank.core.decode.ended(news, 0.0, self.time(rank))
         self.settle(rank)
 
     def lose_agent(self, rank: Rank) -> None:
         """The agent of a rank dies, with all that it had loaded and posted; reads of the rank's memory fail."""
-        now, node = self.time(rank), rank.node
+        now, core = self.time(rank), rank.core
         for transfer_id in list(rank.reads):
             del rank.reads[transfer_id]
-            node.decode.ended(TransferEnded(transfer_id, Ending.FAILED, "our agent died"), 0.0, now)
+            core.decode.ended(TransferEnded(transfer_id, Ending.FAILED, "our agent died"), 0.0, now)
         rank.peers.clear()
-        node.agent_lost("our agent died", True, now)
+        core.agent_lost("our agent died", True, now)
         loading, rank.loading = rank.loading, []
         for peer in loading:
-            node.decode.load_failed(peer, "our agent died", now)
+            core.decode.load_failed(peer, "our agent died", now)
         self.settle(rank)
         for other in self.ranks.values():
             for transfer_id, read in list(other.reads.items()):
@@ -334,21 +334,21 @@ class World(Fabric):
     def replace_agent(self, rank: Rank) -> None:
         """Another agent serves a rank's memory."""
         rank.nic.starts += 1
-        rank.node.agent_replaced(rank.nic.join().name, rank.name.encode())
+        rank.core.agent_replaced(rank.nic.join().name, rank.name.encode())
         self.settle(rank)
 
     def advance(self, seconds: float) -> None:
         """Let time pass, waking every rank when it wants."""
         end = self.now + seconds
         while True:
-            due = [(max((r.node.next_at - r.epoch) / r.rate, self.now), r.name) for r in self.ranks.values()]
+            due = [(max((r.core.next_at - r.epoch) / r.rate, self.now), r.name) for r in self.ranks.values()]
             when, name = min(due)
             if when > end:
                 break
             rank = self.ranks[name]
             self.now = max(when, self.now)
-            before = rank.node.next_at
-            rank.node.tick(max(self.time(rank), before))
+            before = rank.core.next_at
+            rank.core.tick(max(self.time(rank), before))
             self.settle(rank)
         self.now = end
 
@@ -365,7 +365,7 @@ class World(Fabric):
 
     def check(self) -> None:
         for rank in self.ranks.values():
-            assert rank.node.inspect.check_integrity() == []
+            assert rank.core.inspect.check_integrity() == []
 
 
 def reason(pull: Pull) -> Reason | None:

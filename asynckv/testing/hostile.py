@@ -68,11 +68,11 @@ class Hostile:
 
     Args:
         address: Where the rank listens.
-        node: Its state, to see what changes.
+        core: Its state, to see what changes.
     """
 
-    def __init__(self, world: World, process: Process, address: str, node: RankCore, rng: random.Random) -> None:
-        self.world, self.process, self.node, self.rng = world, process, node, rng
+    def __init__(self, world: World, process: Process, address: str, core: RankCore, rng: random.Random) -> None:
+        self.world, self.process, self.core, self.rng = world, process, core, rng
         self.address = Address(address)
         self._tricks: tuple[Callable[[], None], ...] = (self._replay, self._replay, self._forge, self._forge, self._lie)
 
@@ -132,10 +132,10 @@ class Hostile:
         other = f"{rng.getrandbits(128):032x}"
         unknown = Key(message.key.epoch, message.key.memory_epoch, message.key.sequence, other)
         for guess in (unknown, change(unknown, sequence=0)):
-            if guess in self.node.prefill.spent:
+            if guess in self.core.prefill.spent:
                 # Nobody is lent what a guessed token names.
                 yield rng.choice((source, other)), change(message, key=guess)
-        if (lease := self.node.prefill.leases.get(message.key)) is None:
+        if (lease := self.core.prefill.leases.get(message.key)) is None:
             yield other, change(message, pull_id=f"{other[:16]}-1")
             return
         hold = lease.grants.get(message.pull_id)  # type: ignore[call-overload]
@@ -167,10 +167,10 @@ class Hostile:
         if (control := self._control) is None:
             return
         self.world.counts["hostile.forged"] += 1
-        before = _leases(self.node)
-        control.hear(ROUTE, encode_packet(source, self.node.identity.incarnation, [message]))
+        before = _leases(self.core)
+        control.hear(ROUTE, encode_packet(source, self.core.identity.incarnation, [message]))
         now = self.process.epoch + self.process.now * self.process.rate
-        for token, (owed, final, held) in _leases(self.node).items():
+        for token, (owed, final, held) in _leases(self.core).items():
             was_owed, was_final, was_held = before[token]
             lapsed = {p for p, until in was_held.items() if p not in held and until <= now}
             if (owed, final) != (was_owed, was_final) or held != {p: u for p, u in was_held.items() if p not in lapsed}:
@@ -178,13 +178,13 @@ class Hostile:
                     f"a forged {type(message).__name__} changed a lease of {self.process.name}: {message}"
                 )
         if missing := [
-            t for t in before if t not in _leases(self.node) and any(u > now for u in before[t][2].values())
+            t for t in before if t not in _leases(self.core) and any(u > now for u in before[t][2].values())
         ]:
             self.world.violate(f"a forged {type(message).__name__} ended lease {missing[0]} of {self.process.name}")
 
     def _flood(self) -> None:
         """A hundred hellos, and claims for what may be lent one day."""
-        rng, identity = self.rng, self.node.identity
+        rng, identity = self.rng, self.core.identity
         if (control := self._control) is None:
             return
         layout = identity.layout
@@ -202,18 +202,18 @@ class Hostile:
                 for _ in range(50)
             ]
             control.hear(ROUTE, encode_packet(f"{rng.getrandbits(128):032x}", identity.incarnation, hellos))
-        parked = self.node.inspect.gauges()["parked"]
+        parked = self.core.inspect.gauges()["parked"]
         for _ in range(CLAIMS // EACH):
             stranger = f"{rng.getrandbits(128):032x}"
             early: list[Message] = []
             for i in range(EACH):
                 token, pull_id = f"{rng.getrandbits(128):032x}", f"{stranger[:16]}-{i}"
-                epoch = rng.choice([token[:8], *self.node.prefill.spent.epochs])
+                epoch = rng.choice([token[:8], *self.core.prefill.spent.epochs])
                 key, cohort = Key(epoch, 0, 10_000 + rng.randrange(1000), token), Cohort("stranger")
                 early.append(Claim(key, "P", cohort, pull_id, rng.getrandbits(48), bytes(16), 1e5))
                 early.append(Release(key, "P", cohort, pull_id, Outcome.COMPLETE))
             control.hear(ROUTE, encode_packet(stranger, identity.incarnation, early))
-        taken, most = self.node.inspect.gauges()["parked"] - parked, self.node.config.lease.max_parked
+        taken, most = self.core.inspect.gauges()["parked"] - parked, self.core.config.lease.max_parked
         if taken > max(most // 2, 1):
             self.world.violate(f"one connection takes {taken} of {most} places at {self.process.name} for early claims")
 
@@ -221,8 +221,8 @@ class Hostile:
 
     def _lie(self) -> None:
         """Answer a reader in the name of a rank that it reads from."""
-        node, rng = self.node, self.rng
-        open_sources = [(p, source) for p in node.decode.pulls.values() for source in p.sources]
+        core, rng = self.core, self.rng
+        open_sources = [(p, source) for p in core.decode.pulls.values() for source in p.sources]
         if (control := self._control) is None or not open_sources:
             return
         pull, source = rng.choice(open_sources)
@@ -261,12 +261,12 @@ class Hostile:
         for address, sender, lie in lies:
             self.world.counts["hostile.lied"] += 1
             before = _beliefs(pull, source)
-            control.hear(address, encode_packet(sender, node.identity.incarnation, [lie]))
+            control.hear(address, encode_packet(sender, core.identity.incarnation, [lie]))
             if _beliefs(pull, source) != before:
                 self.world.violate(f"a forged {type(lie).__name__} changed what {self.process.name} believes: {lie}")
 
 
-def _leases(node: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:
+def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:
     """Who is owed, what is final, and what is promised, by token."""
     return {
         key.token: (
@@ -274,7 +274,7 @@ def _leases(node: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
             frozenset(lease.final),
             {pull_id: hold.until for pull_id, hold in lease.grants.items()},
         )
-        for key, lease in node.prefill.leases.items()
+        for key, lease in core.prefill.leases.items()
     }
 
 

@@ -50,8 +50,8 @@ def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnat
 
     A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
     """
-    for process, node in readers:
-        for pull in node.decode.pulls.values():
+    for process, core in readers:
+        for pull in core.decode.pulls.values():
             if pull.reason is not None or pull.params.key != key:
                 continue
             for source in pull.sources:

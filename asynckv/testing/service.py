@@ -739,9 +739,9 @@ class Service:
 
     def _tighten(self, rank: _Rank) -> None:
         """Let a rank remember little of what has been."""
-        memory, node = self.script.memory, rank.engine._core
-        if memory and node.prefill.max_ended != memory:
-            node.prefill.max_ended, node.prefill.spent = memory, SpentKeys(memory)
+        memory, core = self.script.memory, rank.engine._core
+        if memory and core.prefill.max_ended != memory:
+            core.prefill.max_ended, core.prefill.spent = memory, SpentKeys(memory)
 
     def _spent(self, rank: _Rank, lent: _Lent) -> None:
         key = msgspec.convert(lent.params["key"], Key)
@@ -915,15 +915,15 @@ class Service:
         for rank in self.ranks.values():
             if rank.process.is_dead or not rank.engine._is_started or rank.data.is_closed:
                 continue
-            node = rank.engine._core
-            if wrong := node.inspect.check_integrity():
+            core = rank.engine._core
+            if wrong := core.inspect.check_integrity():
                 world.violate(f"{rank.name}: {'; '.join(wrong)}")
                 return
-            if node.outbox.counters["internal_errors"]:
+            if core.outbox.counters["internal_errors"]:
                 world.violate(f"{rank.name}: internal errors")
                 return
             malformed = (
-                node.outbox.counters["dropped.malformed"] - world.counts[f"hostile.malformed.{rank.process.name}"]
+                core.outbox.counters["dropped.malformed"] - world.counts[f"hostile.malformed.{rank.process.name}"]
             )
             if malformed > 0 and not any(f.kind == "garbage" for f in self.script.faults):
                 world.violate(f"{rank.name} was sent {malformed} malformed packets by its own kind")
@@ -932,22 +932,22 @@ class Service:
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
                 return
             stuck = [t for t in rank.data.running.values() if not t.is_over]
-            if not stuck and not node.is_idle:
-                world.violate(f"{rank.name} is not idle: {node.inspect.gauges()}")
+            if not stuck and not core.is_idle:
+                world.violate(f"{rank.name} is not idle: {core.inspect.gauges()}")
                 return
-            holds = [h for h in node.ledger if h.kind == "lent"]
-            if holds or (len(node.ledger) and not stuck):
-                world.violate(f"{rank.name} holds blocks for nobody: {[h.request_id for h in node.ledger]}")
+            holds = [h for h in core.ledger if h.kind == "lent"]
+            if holds or (len(core.ledger) and not stuck):
+                world.violate(f"{rank.name} holds blocks for nobody: {[h.request_id for h in core.ledger]}")
                 return
             lost = set(range(NUM_BLOCKS)) - set(rank.free) - rank.retired
             if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
-            if node.prefill.num_parked or (self.script.is_long and node.decode.peers.by_place and not stuck):
-                peers = [f"{p.name} {p.state.value}" for p in node.decode.peers.by_place.values()]
-                world.violate(f"{rank.name} remembers too long: {node.prefill.num_parked} parked, peers {peers}")
+            if core.prefill.num_parked or (self.script.is_long and core.decode.peers.by_place and not stuck):
+                peers = [f"{p.name} {p.state.value}" for p in core.decode.peers.by_place.values()]
+                world.violate(f"{rank.name} remembers too long: {core.prefill.num_parked} parked, peers {peers}")
                 return
-            for peer in node.decode.peers.by_place.values():
+            for peer in core.decode.peers.by_place.values():
                 if not stuck and (peer.line.in_flight or peer.line.posters):
                     in_flight = peer.line.in_flight.num_bytes
                     world.violate(f"{rank.name} counts {in_flight} bytes in flight from {peer.name}")
