@@ -221,6 +221,7 @@ async def test_a_first_child_that_does_not_serve_fails_the_start_with_its_cause(
 
 async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
     each = kept("serve")
+    gc.collect()  # what tests before this one have left
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(BackendError, match=r"the data plane's process cannot be started: .*nowhere"):

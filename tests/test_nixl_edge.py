@@ -404,6 +404,38 @@ async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is
     await check_reads(reader, "owner", owner.arrays)
 
 
+async def test_an_old_doubt_says_nothing_of_the_connection_that_was_made_since(sides: list[Side]) -> None:
+    """NIXL may say later on that the old connection has broken: the new one is read over all the same."""
+    reader, owner = Side("reader", 1, NixlConfig(posting_threads=0, bulk_bytes=1)), Side("owner", 2)
+    sides += [reader, owner]
+    owner.plane.watch(True)
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    agent = reader.plane._agent
+    assert agent is not None
+    raw, handles = agent._raw, list[int]()
+
+    def status(handle: int) -> Any:
+        handles.append(handle)
+        raise agent._lost("broken") if handle != handles[0] else RuntimeError("unheard of")
+
+    def status_later(handle: int) -> Any:
+        if handle == handles[0]:
+            raise agent._lost("broken")
+        return raw.getXferStatus(handle)
+
+    agent._raw = Meddler(raw, getXferStatus=status, postXferReq=lambda handle, _: 1)
+    for number in (11, 12):
+        reader.read(number, "owner", TABLES[number - 11], *pairs(TABLES[number - 11], 0))
+        await reader.heard(1)
+    agent._raw = raw
+    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    agent._raw = Meddler(raw, getXferStatus=status_later)
+    (ended,) = reader.plane.poll()
+    assert ended == TransferEnded(TransferId(11), Ending.FAILED, "the remote process is gone (broken)")
+    agent._raw = raw
+    await check_reads(reader, "owner", owner.arrays)
+
+
 async def test_a_handle_that_nixl_keeps_is_released_later(linked: tuple[Side, Side]) -> None:
     reader, owner = linked
     refused, released = list[int](), list[int]()

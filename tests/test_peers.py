@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv.config import PullConfig
+from asynckv.config import EngineConfig, PullConfig
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, Line
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest, PullState
-from asynckv.core.types import Address, Endpoint, Outcome, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, Outcome, Params, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -39,7 +40,7 @@ from asynckv.errors import ConfigError, PlanRefused
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.fabric import Port
 from tests.test_admission import ask, world_of
-from tests.world import Rank, World, reason
+from tests.world import Rank, World, make_layout, reason
 
 
 def said(world: World, rank: Rank) -> list[Message]:
@@ -510,3 +511,117 @@ def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_
     with pytest.raises(PlanRefused, match="must be listed once"):
         decode.core.pull(PullRequest("d", [(0, [0])], params), 30.0, 0.0)
     assert world.letters == []
+
+
+# -- who stands in for whom -------------------------------------------------------------------------------
+
+
+def replicas(**pull: Any) -> tuple[World, Rank, Rank, Rank]:
+    """Two prefill ranks that hold the same single head, and a decode rank that needs one of them."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(**pull)))
+    first, second = (world.add(f"p{r}", make_layout(r, 2, num_heads=1), engine_id="p") for r in (0, 1))
+    return world, first, second, world.add("d", make_layout(num_heads=1))
+
+
+def lent(world: World, ranks: tuple[Rank, ...], number: int) -> Params:
+    params = world.params(ranks, f"r{number}", [1, 2], 8)
+    for rank in ranks:
+        world.lend(rank, params)
+    return params
+
+
+def test_a_rank_that_missed_a_handshake_is_read_again_by_those_who_come_later() -> None:
+    """That another stood in for it is no rule: it is tried again when its pause is over."""
+    world, first, second, decode = replicas(handshake_s=1.0)
+    decode.core.announce("long", lent(world, (first, second), 0), "", 300.0, world.time(decode))
+    world.settle(decode)
+    away = world.ranks.pop("p0")
+    for _ in range(12):
+        world.run(0.25)
+    pull = world.pull(decode, "d1", [1, 2], lent(world, (first, second), 1))
+    for _ in range(8):
+        world.run(0.25)
+    assert (pull.reason, [source.plan is not None for source in pull.sources]) == (Reason.COMPLETE, [False, True])
+    world.ranks["p0"] = away
+    for _ in range(20):
+        world.run(0.25)
+    for number in (2, 3):
+        pull = world.pull(decode, f"d{number}", [1, 2], lent(world, (first, second), number))
+        for _ in range(4):
+            world.run(0.25)
+    assert [source.plan is not None for source in pull.sources] == [True, False]
+
+
+def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, Params, Address]:
+    """An announcement whose second rank was lost, and met anew by a request that has ended since."""
+    world, first, second, decode = replicas(idle_s=30.0)
+    params = lent(world, (first, second), 0)
+    pull = decode.core.announce("q", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.run()
+    address = next(source.address for source in pull.sources if not source.reads)
+    decode.core.decode.forget(address, world.time(decode))
+    world.settle(decode)
+    world.run(2.0)
+    other = world.pull(decode, "q2", [7, 8], lent(world, (first, second), 1))
+    world.run(1.0)
+    assert other.is_over
+    return world, decode, pull, params, address
+
+
+def test_who_owes_a_release_at_a_place_hears_when_whoever_was_met_there_anew_is_gone() -> None:
+    """The same start of the same process: nobody waits for an acknowledgement that cannot come."""
+    world, decode, pull, _, address = announced_at_a_replaced_peer()
+    decode.core.cancel("q", world.time(decode))
+    world.settle(decode)
+    world.letters[:] = [letter for letter in world.letters if letter.to != address]
+    world.run()
+    world.letters.clear()
+    assert not pull.is_over
+    decode.core.decode.forget(address, world.time(decode))
+    world.settle(decode)
+    assert pull.is_over
+
+
+def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> None:
+    world, decode, _, params, address = announced_at_a_replaced_peer()
+    decode.core.decode.forget(address, world.time(decode))
+    world.settle(decode)
+    for _ in range(100):
+        world.run(1.0)
+    pull = decode.core.pull(PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
+    world.settle(decode)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+@pytest.mark.parametrize("is_acknowledged", [True, False])
+def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_release_is_settled(
+    is_acknowledged: bool,
+) -> None:
+    """Acknowledged or given up: nothing is waited for any more, so nobody is asked whether he lives."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0)))
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout())
+    params = world.params([prefill], "r", [1, 2], 8)
+    world.lend(prefill, params)
+    pull = world.pull(decode, "q", [3, 4], params)
+    world.deliver_all()
+    (transfer,) = decode.reads
+    world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "doubt"))
+
+    def live(seconds: float, *, hears_releases: bool) -> None:
+        for _ in range(int(seconds * 4)):
+            world.advance(0.25)
+            for letter in list(world.letters):
+                said = decode_packet(letter.data).messages
+                if not hears_releases and any(isinstance(message, Release) for message in said):
+                    world.letters.remove(letter)
+            world.deliver_all()
+
+    live(5.0, hears_releases=False)
+    assert (pull.is_retired, pull.state) == (True, PullState.NOTIFYING)
+    live(20.0, hears_releases=is_acknowledged)
+    assert state(pull) is PullState.QUARANTINED
+    pings = decode.core.outbox.counters["sent.ping"]
+    live(60.0, hears_releases=True)
+    assert decode.core.outbox.counters["sent.ping"] == pings

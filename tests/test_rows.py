@@ -416,6 +416,16 @@ def test_what_comes_after_the_deadline_is_followed_by_no_attempt() -> None:
     assert (other.request_id, Reason.TIMEOUT) in found, "what was prefilled anew is needed by nobody"
 
 
+def test_params_that_come_too_late_are_kept_by_a_caller_that_tries_again_himself() -> None:
+    """His next attempt may use them: they are not given back behind his back."""
+    it = failed(request(can_renew=True, is_last=False))
+    it.time(2.0)
+    if it.state is RequestState.RECOVERING:
+        it.returned(2.0)
+    it.renewed(msgspec.structs.replace(PARAMS, request_id="prefilled anew"), 50.0)
+    assert (it.state, it.take_discharges()) == (RequestState.OVER, [])
+
+
 def test_a_request_is_discharged_once() -> None:
     it = failed(request())
     it.time(2.0)

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,12 @@ import pytest
 import structlog
 
 from asynckv import (
+    BackendError,
     Engine,
     EngineClosed,
     EngineConfig,
     LentRequest,
+    LocalProtocolError,
     PeerUnreachable,
     PrefillGroup,
     PullConfig,
@@ -32,6 +35,7 @@ from asynckv import (
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
 from asynckv.testing.world import Process, World, WorldClock, WorldControl, WorldData
 from tests.engines import Bench, memory, until
@@ -568,3 +572,70 @@ async def test_who_waited_for_a_loop_that_is_away_is_told_once_in_full(
         [again] = await fail(1)
         assert hasattr(again, "history")
         sim.network.fate = lambda sender, to, packet: "deliver"
+
+
+@pytest.mark.parametrize("name", ["start", "aclose", "drain"])
+def test_while_a_data_plane_starts_the_engine_has_its_home(name: str) -> None:
+    """A signal handler's thread may close an engine that is just being started: it must not find it free."""
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(SimData):
+        def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+            inside.set()
+            assert go.wait(30)
+            return super().start(memories, on_ready)
+
+    engine = Engine(
+        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
+    )
+
+    async def life() -> None:
+        async with engine:
+            assert engine.memory_epoch == 0
+
+    async def elsewhere() -> None:
+        with pytest.raises(WrongThread, match=f"engine.{name} was called from"):
+            await (engine.drain(0) if name == "drain" else getattr(engine, name)())
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(asyncio.run, life())
+        assert inside.wait(30)
+        try:
+            assert engine.memory_epoch == 0
+            asyncio.run(elsewhere())
+        finally:
+            go.set()
+        first.result(30)
+
+
+@pytest.mark.anyio
+async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None:
+    """Of two that resume it at once, one that fails must not close what the other has begun."""
+    gate, fails = asyncio.Event(), [False]
+    gate.set()
+
+    class Fails(SimData):
+        def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+            if fails.pop():
+                raise BackendError("no")
+            return super().start(memories, on_ready)
+
+        async def quiesce(self) -> None:
+            await gate.wait()
+
+    engine = Engine(
+        EngineConfig(engine_id="e"), memory(1)[0], data=Fails(SimNetwork(), "a"), control=SimControl(SimNetwork())
+    )
+    async with engine:
+        await engine.suspend()
+        gate.clear()
+        fails += [False, True]
+        first = asyncio.create_task(engine.resume())
+        await until(lambda: fails == [False])
+        with pytest.raises(LocalProtocolError, match="lets go of the memory still"):
+            await engine.resume()
+        gate.set()
+        with pytest.raises(BackendError):
+            await first
+        await engine.resume()
+        assert engine.memory_epoch == 1

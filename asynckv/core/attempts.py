@@ -214,7 +214,7 @@ class Request:
             if self._may_go_on(now):
                 self._discharge()
                 self.wanted = replace(self.wanted, params=params)
-            else:
+            elif self._is_last:
                 # Given up meanwhile: what was prefilled anew is needed no more either.
                 self._discharges.append((replace(self.wanted, params=params), self.stopped or Reason.TIMEOUT))
         self._go_on(E.RENEWED, now)
@@ -228,6 +228,11 @@ class Request:
         self._enter(self._allow(E.GIVEN_UP))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _is_last(self) -> bool:
+        """The caller has no other attempt of its own in mind."""
+        return self.wanted.is_last or self.stopped is Reason.CANCELLED
 
     def _may_go_on(self, now: float) -> bool:
         # Whatever is waited for may come late: no attempt begins when its caller waits no longer.
@@ -262,6 +267,5 @@ class Request:
     def _discharge(self) -> None:
         """Whoever was told that another attempt would follow is told that none does."""
         pull = self.pull
-        given_up = self.wanted.is_last or self.stopped is Reason.CANCELLED
-        if pull is not None and pull.reason is not None and self.was_promised and given_up:
+        if pull is not None and pull.reason is not None and self.was_promised and self._is_last:
             self._discharges.append((self.wanted, self.stopped or self._given_up_for or pull.reason))

@@ -376,9 +376,10 @@ class DecodeSide:
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))
+        if pull.is_retired:
             for source in pull.sources:
                 # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                if source.release is RELEASE.SETTLED:
+                if source.is_settled:
                     self.peers.detach(source.rank.place, pull.pull_id, now)
         if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
             self._watch.add(pull, now)
@@ -612,6 +613,8 @@ class DecodeSide:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         self._carry_out(pull, pull.settled(source, note, now), now)
+        if pull.is_retired:
+            self.peers.detach(source.rank.place, pull.pull_id, now)
 
     # -- inside: which ranks are read ----------------------------------------------------------------
 
@@ -657,9 +660,13 @@ class DecodeSide:
 
     def _remember(self, pull: Pull, wanted: tuple[int, ...], tables: list[PeerTables | None]) -> None:
         """Note what is read of whom for the requests that follow, if all of its ranks are ready."""
+        if pull.unmet is not None:
+            return  # a rank that could not be met is to be tried again
         ready: list[Peer] = []
         for source, read in zip(pull.sources, tables, strict=True):
-            peer = self.peers.by_place[source.rank.place]
+            peer = self.peers.by_place.get(source.rank.place)
+            if peer is None:
+                return
             is_same = peer.identity == (pull.params.engine_id, source.rank.pp_stage, source.rank.tp_rank)
             if not is_same or peer.state is S.GONE or (read is not None and not peer.line.is_open):
                 return
@@ -686,7 +693,14 @@ class DecodeSide:
         """Return the peer that a source is, attached to its pull."""
         peer = self.peers.by_place.get(source.rank.place)
         if peer is None or peer.state is S.GONE:
-            peer = self.peers.find(pull.params.engine_id, source.rank, now)
+            before, peer = peer, self.peers.find(pull.params.engine_id, source.rank, now)
+            if before is not None and before is not peer:
+                # Who owes a release there owes it to the same process start still.
+                for pull_id in before.pulls:
+                    other = _source_at(self.pulls[pull_id], source.address)
+                    if other is not None and not other.is_settled:
+                        self.peers.attach(peer, pull_id, now)
+                before.pulls.clear()
         if pull.pull_id not in peer.pulls:
             self.peers.attach(peer, pull.pull_id, now)
         return peer

@@ -253,7 +253,7 @@ class Source:
         if not self.proven and self.has_landed:
             timely = self.lent_by < self.first_posted_at
             # A promise counts from before its claim was sent, so one that was claimed after the end covers it as well.
-            covered = self.done_at < self.covered_until
+            covered = NEVER < self.done_at < self.covered_until
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
     # -- claims ------------------------------------------------------------------------------------

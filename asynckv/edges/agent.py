@@ -116,6 +116,8 @@ class _Transfer(NamedTuple):
     handle: int
     name: str
     lists: _Lists
+    remote: _Remote
+    """Loaded under that name when it was posted; it may have been loaded anew since."""
 
 
 class Agent:
@@ -341,12 +343,12 @@ class Agent:
         try:
             status = int(self._raw.postXferReq(handle, b""))
         except Exception as exc:
-            return self._trouble(transfer_id, _Transfer(handle, name, lists), exc)
+            return self._trouble(transfer_id, _Transfer(handle, name, lists, remote), exc)
         if status == 0:
             self.done_in_post += 1
             self._release(handle)
             return TransferEnded(transfer_id, Ending.DONE)
-        self.running[transfer_id] = _Transfer(handle, name, lists)
+        self.running[transfer_id] = _Transfer(handle, name, lists, remote)
         return None
 
     @property
@@ -403,10 +405,12 @@ class Agent:
 
     def _trouble(self, transfer_id: TransferId, transfer: _Transfer, exc: Exception) -> TransferEnded:
         if isinstance(exc, self._lost):
-            if transfer.name in self._remotes:
+            # An old doubt says nothing of a connection that was made anew since.
+            is_current = self._remotes.get(transfer.name) is transfer.remote
+            if is_current:
                 self._gone.add(transfer.name)
             self._release(transfer.handle)
-            return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", peer_lost=True)
+            return TransferEnded(transfer_id, Ending.FAILED, f"the remote process is gone ({exc})", is_current)
         # Whatever else NIXL says, it does not say that nothing is written any more.
         self.doubtful[transfer_id] = transfer
         return TransferEnded(transfer_id, Ending.IN_DOUBT, repr(exc))

@@ -539,12 +539,16 @@ class NixlPlane:
 
     def describe(self) -> dict[str, str]:
         """Name versions and modes. What UCX negotiates per peer it tells only in its own log."""
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
+        try:
+            installed = version("nixl")
+        except PackageNotFoundError:
+            installed = "unknown"  # a variant of it alone will do
         package = self._api.__package__ if self._api is not None else ""
         config = self._config
         return {
-            "nixl": version("nixl"),
+            "nixl": installed,
             "nixl_variant": str(package),
             "backend": config.backend,
             "ucx_tls": os.environ.get("UCX_TLS", "UCX default"),

@@ -45,6 +45,8 @@ class Ending:
         self._closing: asyncio.Task[None] | None = None
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         """The last suspension."""
+        self.is_letting_go = False
+        """A data plane is about to be closed."""
 
     @property
     def is_closing(self) -> bool:
@@ -102,10 +104,12 @@ class Ending:
 
     async def close_data(self) -> None:
         """Let go of the data plane."""
+        data, self.is_letting_go = self._driver.data, True  # this one, whatever the engine has got when that is over
         try:
-            await self._driver.data.quiesce()
+            await data.quiesce()
         finally:
-            self._driver.data.close()
+            self.is_letting_go = False
+            data.close()
 
     # -- inside ------------------------------------------------------------------------------------
 

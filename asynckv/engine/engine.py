@@ -126,12 +126,18 @@ class Engine:
         if self._is_started:
             raise LocalProtocolError("the engine was started before")
         driver = self._driver
+        # First: a data plane may take seconds to start, and no other thread may call meanwhile.
+        self._home.settle()
         try:
-            self._begin()
-            self._home.settle()
+            try:
+                self._begin()
+            except BaseException:
+                self._home.leave()
+                raise
             await driver.control.start(driver.on_packet, driver.on_refused)
             if self._ending.is_closing:
                 raise EngineClosed("the engine was closed while it started")
+            planes = driver.data.describe()
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -143,7 +149,7 @@ class Engine:
             address=driver.control.address,
             layout=fingerprint(self.registration.layout),
             bytes=sum(m.length for m in self.registration.layout.memories),
-            **driver.data.describe(),
+            **planes,
         )
         driver.soon()
 
@@ -233,6 +239,8 @@ class Engine:
             raise EngineClosed("the engine was closed")
         if not self._life.takes(LifeEvent.RESUMED):
             raise LocalProtocolError("the engine is not suspended; `await suspend()` first")
+        if self._ending.is_letting_go:
+            raise LocalProtocolError("another resume has failed, and lets go of the memory still; try again later")
         driver, before, old = self._driver, (self.registration, self.incarnation), self._driver.core
         self.registration, self.incarnation = registration or self.registration, self._token_hex(16)
         try:
@@ -271,7 +279,8 @@ class Engine:
     @property
     def memory_epoch(self) -> int:
         """How often this engine's memory was registered anew; a `PrefillGroup` takes the greatest of its ranks'."""
-        return self._driver.core.prefill.memory_epoch if self._is_started else 0
+        # Any thread may ask, even while the engine starts.
+        return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
     @property
     def _is_started(self) -> bool:

@@ -38,6 +38,10 @@ class Home:
         """The engine belongs to this loop from now on."""
         self.loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
+    def leave(self) -> None:
+        """The engine could not be started: it may be elsewhere."""
+        self.loop, self._thread = None, 0
+
     def here(self, call: Callable[..., Any], *, is_first: bool = False) -> None:
         """Refuse a call from elsewhere than the engine's event loop, before anything is changed.
 
