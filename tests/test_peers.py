@@ -625,3 +625,41 @@ def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_rele
     pings = decode.core.outbox.counters["sent.ping"]
     live(60.0, hears_releases=True)
     assert decode.core.outbox.counters["sent.ping"] == pings
+
+
+def test_a_rank_that_was_told_is_left_in_peace_while_another_may_still_write() -> None:
+    """What is in doubt at one rank is no reason to ask another for ten minutes whether it lives."""
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(drain_s=1.0, idle_s=30.0)))
+    first, second = (world.add(f"p{r}", make_layout(r, 2), engine_id="p") for r in (0, 1))
+    decode = world.add("d", make_layout())
+    pull = world.pull(decode, "q", [3, 4], lent(world, (first, second), 0))
+    world.deliver_all()
+    doubtful = next(t for t, transfer in decode.reads.items() if transfer.agent_name == "agent-p0")
+    world.tell(decode, TransferEnded(doubtful, Ending.IN_DOUBT, "trouble"))
+    for transfer_id in [t for t in decode.reads if t != doubtful]:
+        world.complete(decode, transfer_id)
+    world.deliver_all()
+    assert pull.state is PullState.QUARANTINED
+    asked = set()
+    for _ in range(60):
+        world.advance(0.25)
+        asked |= {letter.receiver.name for letter in world.letters if not letter.answer}
+        world.deliver_all()
+    assert asked == {"p0"}
+    world.complete(decode, doubtful)
+    assert pull.is_over
+
+
+def test_a_table_that_is_refused_when_the_time_is_up_returns_the_blocks() -> None:
+    """To prepare a table takes a while: its end, and the deadline, may be found in the same breath."""
+    world, (prefill,), decode = world_of(drain_s=1.0)
+    pull = ask(world, prefill, decode, 0, timeout=5.0)
+    others = [ask(world, prefill, decode, number) for number in (1, 2)]
+    world.deliver_all()
+    transfer_id = next(iter(decode.reads))
+    world.now += 10.0
+    world.tell(decode, TransferEnded(transfer_id, Ending.REFUSED, "memory of two kinds"))
+    assert (pull.is_returned, pull.reason) == (True, Reason.GEOMETRY)
+    world.run()
+    assert {reason(other) for other in others} == {Reason.GEOMETRY}
+    world.check()

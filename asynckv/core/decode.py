@@ -260,6 +260,8 @@ class DecodeSide:
         if now - transfer.posted_at < detect_s:
             detect_s = now - transfer.posted_at
         self._carry_out(pull, pull.ended(source, transfer_ended, transfer.num_bytes, detect_s, now), now)
+        if pull.reason is not None and not pull.is_over:
+            self._let_go(pull, source, now)
         if peer_lost:
             self._lose(peer, Reason.PEER_LOST, cause, now)
         if peer.line.posters:
@@ -376,11 +378,8 @@ class DecodeSide:
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))
-        if pull.is_retired:
-            for source in pull.sources:
-                # Nothing is waited for any more; what runs keeps the peer in the data plane, not its heartbeat.
-                if source.is_settled:
-                    self.peers.detach(source.rank.place, pull.pull_id, now)
+        for source in pull.sources:
+            self._let_go(pull, source, now)
         if now >= pull.warn_at and not pull.is_over and pull.take_warning(now):
             self._watch.add(pull, now)
         self._carry_out(pull, effects, now)
@@ -557,9 +556,16 @@ class DecodeSide:
     def _make_room(self, source: Source) -> None:
         """What still runs for a pull that has its outcome may never end: it must not take room from others."""
         for transfer_id in source.running:
-            self.posting.left(self.transfers[transfer_id].peer.line, transfer_id)
+            if (transfer := self.transfers.get(transfer_id)) is not None:  # else it has ended just now
+                self.posting.left(transfer.peer.line, transfer_id)
         if (peer := self.peers.by_place.get(source.rank.place)) is not None:
             self.posting.take_turn(peer.line)
+
+    def _let_go(self, pull: Pull, source: Source, now: float) -> None:
+        """A pull has nothing to do with a rank that was told, once nothing from there can write, or is waited for."""
+        # What may still write keeps the peer in the data plane after its pull was retired, but not its heartbeat.
+        if source.is_settled and (pull.is_retired or not (source.running or source.doubtful)):
+            self.peers.detach(source.rank.place, pull.pull_id, now)
 
     def _finish(self, pull: Pull, now: float) -> None:
         """Forget a pull that is over."""
@@ -613,8 +619,8 @@ class DecodeSide:
             self._outbox.counters["dropped.stale_answer"] += 1
             return
         self._carry_out(pull, pull.settled(source, note, now), now)
-        if pull.is_retired:
-            self.peers.detach(source.rank.place, pull.pull_id, now)
+        if not pull.is_over:
+            self._let_go(pull, source, now)
 
     # -- inside: which ranks are read ----------------------------------------------------------------
 

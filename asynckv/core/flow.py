@@ -91,7 +91,7 @@ class Admission:
         return len(self._admitted)
 
     def would_block(self, key: FlowKey) -> bool:
-        """Whether a pull of the lowest rank that came now would have to wait for others."""
+        """Whether a pull of the lowest priority that came now would have to wait for others."""
         flow = self._flows.get(key)
         full = flow is not None and (flow.waiting or len(flow.admitted) + len(flow.coming) >= self._window)
         coming = sum(len(flow.coming) for flow in self._flows.values())

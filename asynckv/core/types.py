@@ -121,8 +121,9 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
         endpoints: Every rank of the prefill group.
         groups: Block ids per cache group, the same on all ranks.
         num_tokens: Tokens of the request whose KV exists.
-        lease_s: How long an unclaimed lease lasts, counted by each rank from its `lend`.
-        renew_s: How often a reader is to renew.
+        lease_s: How long a lease lasts if nobody asks for it, counted by each rank from its `lend`; one that is asked
+            for lasts as long as what it grants, if that is longer.
+        renew_s: How often a reader is to renew; a shorter grant is renewed at its half.
         written: The KV was complete when these params were made, so nobody can read it too early.
             Otherwise a reader has to show that it began after the request was lent.
         hashes: Of every `hash_tokens` tokens a hash that covers all tokens before as well, if the
