@@ -6,9 +6,11 @@ vLLM's scheduler would put into the connector's metadata is made here. Needs vLL
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import socket
 import tempfile
 import time
@@ -34,11 +36,16 @@ POLL_S = 0.001
 
 
 def free_port() -> int:
-    """A port that the system has just given out."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port that nobody listens on.
+
+    vLLM binds it some twenty seconds later. So it is none that the system gives out meanwhile, as it gave one of these
+    to a connection of ours once.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port of 127.0.0.1 from 20000 to 32000 is free")
 
 
 def write_config(setup: Setup) -> None:
