@@ -1,4 +1,4 @@
-"""What the core wants done, and the desk it leaves its wishes on.
+"""What the core wants done: it leaves packets and commands in an outbox, which whoever drives it empties.
 
 The core never sends, posts or logs. It appends commands and messages to an `Outbox`, and the engine empties that once
 per turn of its loop: first the messages, because a claim that travels beside a read has to leave before it; then the
