@@ -587,12 +587,15 @@ async def test_memory_that_cannot_be_shared_fails_the_start_and_leaves_nothing_r
 
 
 PARENT = """
-import asyncio, sys
+import asyncio, signal, sys
 import numpy as np
 from asynckv import NixlConfig, shared_memory
 from asynckv.geometry.layout import Memory
 from asynckv.edges import keeper
 from asynckv.edges.process import ProcessPlane
+
+# Whoever started the tests may have it ignored, as shells do for what runs in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
     keeper.SETTLE_S = 0.5
