@@ -94,7 +94,9 @@ ORDER = (
     "observe",
     "edges",
     "engine",
+    "embed",
     "asynckv",  # the public names
+    "integrations",
     "tools",
     "testing",
     "bench",

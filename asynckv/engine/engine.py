@@ -463,6 +463,17 @@ class Engine:
             found = True
         return found
 
+    def discharge(self, request_id: str, params: Params | Mapping[str, Any], *, cohort_id: str = "") -> None:
+        """Release a lent request that is not needed, announced or not: nothing is read, no answer is waited for.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The request is being pulled; `cancel` it.
+            RemoteProtocolError: The params are malformed.
+        """
+        self.announce(request_id, params, cohort_id=cohort_id)
+        self.cancel(request_id)
+
     async def returned(self, request_id: str) -> None:
         """Wait until no attempt at a request may write any block.
 

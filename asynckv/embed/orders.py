@@ -1,0 +1,127 @@
+"""What an engine's worker asks for, and what it hears back: plain values that cross threads and processes.
+
+A scheduler decides once per step what is to happen, and its workers carry it out. So everything that a step asks for is
+a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
+
+Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Lend` in `sent` or `refused`, any other in
+`refused`, or nowhere if there was nothing to complain of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from asynckv.errors import AsyncKVError, PullError
+from asynckv.results import LeaseEnd, PullResult
+
+__all__ = ["Announce", "Cancel", "Discharge", "Failed", "Finished", "Lend", "Order", "Pull", "Refused", "Withdraw"]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Something to be done, as plain data: may be pickled, and sent to a worker."""
+
+
+class Announce(Order, frozen=True):
+    """A request will be pulled: meet its ranks, claim it and keep it (`Engine.announce`)."""
+
+    request_id: str
+    params: Mapping[str, Any]
+    wait_s: float | None = None
+    cohort_id: str = ""
+
+
+class Pull(Order, frozen=True, kw_only=True):
+    """Fill blocks with a lent request's KV (`Engine.pull`). Ends in `received` or `failed`, always."""
+
+    request_id: str
+    groups: Sequence[tuple[int, Sequence[int | None]]]
+    params: Mapping[str, Any]
+    num_tokens: int | None = None
+    timeout_s: float | None = None
+    cohort_id: str = ""
+    hashes: Sequence[str] | None = None
+    priority: int = 0
+    retries: int | None = None
+    is_last: bool = True
+
+
+class Discharge(Order, frozen=True):
+    """A request is not needed: release it, whether or not it was announced (`Engine.discharge`)."""
+
+    request_id: str
+    params: Mapping[str, Any]
+    cohort_id: str = ""
+
+
+class Cancel(Order, frozen=True):
+    """Give up a request that is announced or being pulled (`Engine.cancel`)."""
+
+    request_id: str
+
+
+class Lend(Order, frozen=True):
+    """Lend the blocks that params describe (`Engine.lend`). Ends in `sent` or `refused`, always."""
+
+    params: Mapping[str, Any]
+    readers: int = 1
+
+
+class Withdraw(Order, frozen=True):
+    """A request whose params have left will never be lent, or is to be taken back (`Engine.withdraw`)."""
+
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A pull that ended badly.
+
+    Attributes:
+        request_id: Whose.
+        error: What `Engine.pull` raised. If it names blocks (`PullError.held`) they may still be written; the
+            request's id follows in `Finished.returned` or `Finished.retired`.
+    """
+
+    request_id: str
+    error: AsyncKVError
+
+    @property
+    def is_held(self) -> bool:
+        """Blocks may still be written; wait for the id in `returned`."""
+        return isinstance(self.error, PullError) and bool(self.error.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An order of which nothing was done, and why."""
+
+    order: Order
+    error: AsyncKVError
+
+
+@dataclass(slots=True)
+class Finished:
+    """What has ended since it was last asked; each thing is told once.
+
+    Attributes:
+        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`).
+        received: Pulls whose bytes are in place.
+        failed: Pulls that ended badly.
+        returned: Ids of failed pulls whose held blocks nothing can write any more.
+        retired: Ids of failed pulls whose held blocks must never be used again (`BlocksRetired`).
+        refused: Orders other than pulls of which nothing was done.
+    """
+
+    sent: list[LeaseEnd] = field(default_factory=list)
+    received: list[PullResult] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    returned: list[str] = field(default_factory=list)
+    retired: list[str] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sent or self.received or self.failed or self.returned or self.retired or self.refused)
