@@ -33,6 +33,7 @@ from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
 __all__ = ["DO", "Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
@@ -218,7 +219,7 @@ class PullRequest:
     """
 
     request_id: str
-    groups: Sequence[tuple[int, Sequence[int | None]]]
+    groups: Sequence[tuple[int, BlockIds]]
     params: Params
     cohort_id: str = ""
     hashes: Sequence[str] | None = None

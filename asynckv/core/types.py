@@ -246,7 +246,9 @@ def decode_params(value: object) -> Params:
         if isinstance(value, Params):
             return sendable(value, Params)
         params = msgspec.convert(value, Params)
-        msgspec.msgpack.encode(params)
+        # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
+        key, texts = params.key, (params.engine_id, params.request_id, params.endpoints, params.hashes)
+        msgspec.msgpack.encode((key, texts))
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
         raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc

@@ -30,6 +30,7 @@ from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
@@ -39,7 +40,7 @@ from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
 
-Groups = Sequence[tuple[int, Sequence[int | None]]]
+Groups = Sequence[tuple[int, BlockIds]]
 
 
 class Engine:
