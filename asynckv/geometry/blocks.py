@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Annotated, Any
 
 import msgspec
@@ -41,11 +41,13 @@ __all__ = [
     "BlockList",
     "LentBlocks",
     "as_block_ids",
+    "as_columns",
     "blocks_of",
     "check_block_ids",
     "check_blocks",
     "check_covers",
     "check_runs",
+    "expanded",
     "runs_of",
 ]
 
@@ -183,14 +185,24 @@ def _few_runs(block_ids: Sequence[object], null_block: int) -> tuple[tuple[int, 
     return tuple(runs)
 
 
+def as_columns(runs: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
+    """Return the first ids of runs, and their counts."""
+    flat = np.fromiter(chain.from_iterable(runs), np.int64, 2 * len(runs))
+    return flat[::2], flat[1::2]
+
+
 def blocks_of(runs: Sequence[tuple[int, int]]) -> Int64s:
     """Undo `runs_of`. The counts decide how much is allocated: bound their sum first."""
-    first = np.array([r[0] for r in runs], np.int64)
-    count = np.array([r[1] for r in runs], np.int64)
-    ends = np.cumsum(count)
-    out = np.repeat(first - (ends - count), count) + np.arange(int(count.sum()), dtype=np.int64)
+    first, count = as_columns(runs)
+    out = expanded(first, count)
     out[np.repeat(first == NULL, count)] = NULL
     return out
+
+
+def expanded(first: Int64s, count: Int64s) -> Int64s:
+    """Return the ids of runs without placeholders; bound the sum of the counts first."""
+    ends = np.cumsum(count)
+    return np.repeat(first - (ends - count), count) + np.arange(int(count.sum()), dtype=np.int64)
 
 
 def check_block_ids(
@@ -259,7 +271,9 @@ def _is_plain(ids: object, group: Group) -> bool:
     return min(ids) >= 0 and max(ids) < group.num_blocks and len(set(ids)) == len(ids) and group.null_block not in ids
 
 
-def check_covers(where: str, group: Group, offer: BlockRuns, num_tokens: int) -> None:
+def check_covers(
+    where: str, group: Group, offer: BlockRuns, num_tokens: int, columns: tuple[Int64s, Int64s] | None = None
+) -> None:
     """Refuse a lent list that ends before the tokens which it is said to hold.
 
     Where nothing is needed nothing need be given: an empty list, placeholders alone, a window of one token. States are
@@ -268,9 +282,10 @@ def check_covers(where: str, group: Group, offer: BlockRuns, num_tokens: int) ->
     Raises:
         PlanRefused: Naming both numbers.
     """
-    if group.kind == "state" or group.window == 1 or all(first == NULL for first, _ in offer.runs):
+    first, counts = columns or as_columns(offer.runs)
+    if group.kind == "state" or group.window == 1 or not (first != NULL).any():
         return
-    count = sum(count for _, count in offer.runs)
+    count = int(counts.sum())
     end = (offer.first_token // group.block_size + count) * group.block_size
     if offer.first_token < num_tokens and end < num_tokens:
         raise PlanRefused(
@@ -342,9 +357,9 @@ class LentBlocks:
         Made on first use: a single run, which is the usual case, is never looked up.
         """
         if self._index is None:
-            runs = np.array(self._runs, np.int64).reshape(-1, 2)
-            ends = np.add.accumulate(runs[:, 1])
-            self._index = runs[:, 0], ends, runs[:, 0] + runs[:, 1] - ends
+            first, count = as_columns(self._runs)
+            ends = np.add.accumulate(count)
+            self._index = first, ends, first + count - ends
         return self._index
 
     @property
