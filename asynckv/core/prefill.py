@@ -321,14 +321,16 @@ class PrefillSide:
                 self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
             return
         until, kept = now + self._config.parked_s, message
-        if known is None:
-            self._parked_order.append((until, message.key, place))
-            self.next_at = min(self.next_at, until)
-        else:
-            until = known.until  # a lifetime of its own: repeats do not extend it
+        if known is not None:
             if isinstance(known.message, Release):
                 kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
+        if known is not None and type(kept) is type(known.message):
+            until = known.until  # a lifetime of its own: repeats do not extend it
+        else:
+            # A release is repeated no more once it is acknowledged: it has all of its time, whatever came before.
+            self._parked_order.append((until, message.key, place))
+            self.next_at = min(self.next_at, until)
         parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
         self._parked_by[reply_to] += parked.room
         if len(self._parked_order) > 8 * most:

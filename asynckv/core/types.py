@@ -163,6 +163,8 @@ class Reason(enum.StrEnum):
     # a pull
     COMPLETE = "complete"
     CANCELLED = "cancelled"
+    DISCHARGED = "discharged"
+    """Nothing of the request is needed; its prefill ranks are told that it is complete."""
     TIMEOUT = "timeout"
     NOT_LENT_YET = "not_lent_yet"
     """The deadline passed, and the last that a rank had said was that the request is not lent yet."""
