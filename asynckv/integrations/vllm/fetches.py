@@ -10,7 +10,8 @@ read once, so the first of them to come is the *reader* and the others wait for 
 they need, and they compute the rest. A key that was used up is remembered for a while, for a sibling that comes late.
 
 Nothing is kept of a request that has neither a claim nor a read in flight. Orders go out in the sequence in which they
-were given, so that what is said of one request arrives in the sequence in which it was meant.
+were given, so that what is said of one request arrives in the sequence in which it was meant. An announcement that is
+followed by what it announces before it has left is not made: most requests do not wait.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Fetch:
         plain: The same, as it travels.
         state: Where it is.
         first_token: First token that the local prefix cache lacks, as it was last asked.
+        announcement: The number of its announcement among all orders.
     """
 
     request_id: str
@@ -87,13 +89,16 @@ class Fetch:
     plain: dict[str, Any]
     state: State = State.ANNOUNCED
     first_token: int = 0
+    announcement: int = -1
 
 
 @dataclass(slots=True)
 class Fetches:
     """All of them, and the orders that are to go out with the next step."""
 
-    orders: list[Order] = field(default_factory=list)
+    _orders: dict[int, Order] = field(default_factory=dict)
+    """In the sequence in which they were given, by number."""
+    _num_orders: int = 0
     _by_id: dict[str, Fetch] = field(default_factory=dict)
     _readers: dict[Key, Fetch] = field(default_factory=dict)
     """Who is to read what, and has not yet."""
@@ -107,6 +112,24 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def has_orders(self) -> bool:
+        """Something waits for the next step."""
+        return bool(self._orders)
+
+    def order(self, order: Order) -> int:
+        """Give an order, which goes out with the next step."""
+        self._num_orders += 1
+        self._orders[self._num_orders] = order
+        return self._num_orders
+
+    def take_orders(self) -> Sequence[Order]:
+        """What goes out with this step."""
+        if not self._orders:
+            return ()
+        orders, self._orders = list(self._orders.values()), {}
+        return orders
+
     def add(self, request_id: str, params: Params, plain: dict[str, Any]) -> bool:
         """A request was queued; False if what it brought is used up, so that it is like any other request."""
         if params.key in self._spent or request_id in self._by_id:
@@ -116,7 +139,7 @@ class Fetches:
             fetch.state = State.WAITING
         else:
             self._readers[params.key] = fetch
-            self.orders.append(Announce(request_id, plain))
+            fetch.announcement = self.order(Announce(request_id, plain))
         return True
 
     def must_wait(self, fetch: Fetch) -> bool:
@@ -126,7 +149,7 @@ class Fetches:
     def allocate(self, fetch: Fetch, blocks: Blocks, num_tokens: int, priority: int = 0) -> None:
         """It has blocks: read into them."""
         self._move(fetch, Event.ALLOCATED)
-        self.orders.append(
+        self.order(
             Pull(
                 request_id=fetch.request_id,
                 groups=blocks,
@@ -155,10 +178,12 @@ class Fetches:
         if after is None:
             raise LocalProtocolError(f"request {fetch.request_id!r} is {before.value}: {event.value} is not possible")
         fetch.state = after
-        if before is State.ANNOUNCED and after is State.OVER:
-            self.orders.append(Discharge(fetch.request_id, fetch.plain))
+        if before is State.ANNOUNCED:
+            self._orders.pop(fetch.announcement, None)
+            if after is State.OVER:
+                self.order(Discharge(fetch.request_id, fetch.plain))
         if after is State.ENDING:
-            self.orders.append(Cancel(fetch.request_id))
+            self.order(Cancel(fetch.request_id))
         if after is State.OVER:
             del self._by_id[fetch.request_id]
             if before is not State.WAITING:

@@ -188,14 +188,11 @@ class SchedulerHalf:
     @property
     def has_orders(self) -> bool:
         """Something waits for the next step."""
-        return bool(self.fetches.orders)
+        return self.fetches.has_orders
 
     def take_orders(self) -> Sequence[Order]:
         """What the next step asks of the workers."""
-        if not self.fetches.orders:
-            return ()
-        orders, self.fetches.orders = self.fetches.orders, []
-        return orders
+        return self.fetches.take_orders()
 
     def loaded(self, request_ids: Sequence[str] | set[str] | None) -> None:
         """All workers have said that these loads are over, well or badly (`update_connector_output`)."""
@@ -216,7 +213,7 @@ class SchedulerHalf:
         params = self._make_params(request, block_ids)
         if params is None:
             return False, None
-        self.fetches.orders.append(Lend(params))
+        self.fetches.order(Lend(params))
         return True, {"do_remote_prefill": True, "do_remote_decode": False, PARAMS: params}
 
     def _make_params(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
