@@ -83,7 +83,7 @@ def make_config(setup: Setup, folder: Path) -> Any:
     if model.is_mla:
         config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 48}
         config |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None}
-        config |= {"n_routed_experts": None, "first_k_dense_replace": len(model.layers)}
+        config |= {"n_routed_experts": 8, "first_k_dense_replace": len(model.layers)}
     else:
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": 16}
     text = json.dumps(config)
@@ -236,6 +236,10 @@ class Process:
     def wrong(self) -> list[str]:
         """What ranks have found wrong in their caches since the last question."""
         return [text for rank in self.core.collective_rpc("take_wrong") for text in rank]
+
+    def scribble(self) -> None:
+        """Spoil the first layer's cache."""
+        self.core.collective_rpc("scribble")
 
     def look(self) -> list[dict[str, Any]]:
         """What the connectors' engines say of themselves."""

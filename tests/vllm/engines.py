@@ -155,7 +155,11 @@ class Engine:
                 return state
             if time.monotonic() > deadline:
                 raise Dead(f"{self.setup.name}: waited {within_s} s; it is {state}")
-            self._listen(0.01)
+            self.pause()
+
+    def pause(self) -> None:
+        """Hear what the engine says by itself, for as long as it takes to say something new."""
+        self._listen(0.01)
 
     def add(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from tests.vllm.engines import Engine, Reply, Server, continued, prompt
 from tests.vllm.setups import Setup
 
-__all__ = ["Pair"]
+__all__ = ["ASKED", "Pair", "settle"]
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a router asks of a prefill engine, whichever connector it has."""
@@ -22,7 +23,7 @@ class Pair:
     def __init__(self, prefill: Engine, decode: Engine, seed: int = 0) -> None:
         self.prefill, self.decode = prefill, decode
         self.rng = random.Random(seed)
-        self._count = 0
+        self.count = 0
 
     @classmethod
     def start(cls, server: Server, prefill: Setup, decode: Setup | None = None, seed: int = 0) -> Pair:
@@ -33,8 +34,8 @@ class Pair:
         return cls(one, other, seed)
 
     def name(self, prefix: str) -> str:
-        self._count += 1
-        return f"{prefix}-{self._count}"
+        self.count += 1
+        return f"{prefix}-{self.count}"
 
     def prompt(self, count: int) -> list[int]:
         return prompt(self.rng, count)
@@ -66,8 +67,16 @@ class Pair:
         """Nothing is left: no request, no block, no lease, nothing wrong in any cache."""
         for engine in (self.prefill, self.decode):
             if not engine.is_dead:
-                state = engine.until(lambda state: not state["requests"] and not state["has_work"], within_s)
-                # Block 0 is the null block, which nobody gets.
-                assert state["free"] == state["blocks"] - 1, (engine.setup.name, state)
-                assert engine.ask("wrong") == []
-                engine.ask("look")
+                settle(engine, within_s)
+
+
+def settle(engine: Engine, within_s: float = 30.0) -> None:
+    """Wait until an engine has nothing left to do; none of it may depend on a step that nobody makes."""
+    state = engine.until(lambda state: not state["requests"] and not state["has_work"], within_s)
+    # Block 0 is the null block, which nobody gets.
+    assert state["free"] == state["blocks"] - 1, (engine.setup.name, state)
+    assert engine.ask("wrong") == []
+    deadline = time.monotonic() + within_s
+    while left := [each for each in engine.ask("look") if each and (each["requests"] or each["holds"])]:
+        assert time.monotonic() < deadline, (engine.setup.name, left)
+        engine.pause()

@@ -365,18 +365,27 @@ class Rank(WorkerBase):
         taken, self.hook_s = self.hook_s, []
         return taken
 
+    def scribble(self) -> None:
+        """Spoil the first layer's cache."""
+        self.bytes[name_of(self.layers[0])][:] ^= 1
+
     def look(self) -> dict[str, Any]:
-        """What asynckv's engine in this worker says of itself, where there is one."""
-        engine = engine_in(get_kv_transfer_group()) if has_kv_transfer_group() else None
-        if engine is None:
+        """What asynckv's engine in this worker still has to do, once it has been audited; empty without one."""
+        found = engine_in(get_kv_transfer_group()) if has_kv_transfer_group() else None
+        if found is None:
             return {}
-        thread, inner = engine
+        thread, engine = found
 
         async def ask() -> dict[str, Any]:
-            inner.check_integrity()
-            return dict(inner.statistics().to_dict()) if hasattr(inner.statistics(), "to_dict") else {}
+            engine.check_integrity()
+            counters = {name: count for name, count in engine.statistics().counters.items() if count}
+            return {
+                "requests": [str(each) for each in engine.requests()],
+                "holds": [str(each) for each in engine.holds()],
+                "counters": counters,
+            }
 
-        return {"engine": thread.call(ask(), 10.0)}
+        return dict(thread.call(ask(), 10.0))
 
     def sleep(self, level: int = 1) -> None:
         """What memory held is lost, as with a device's."""
