@@ -182,7 +182,7 @@ class Side:
             ),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
-                max_num_seqs=max_seqs,
+                max_num_seqs=min(max_seqs, max_batched),
                 max_num_batched_tokens=max_batched,
                 max_model_len=4096,
                 is_encoder_decoder=False,
