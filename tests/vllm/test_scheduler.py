@@ -270,7 +270,7 @@ def test_a_load_is_not_split_and_is_not_counted_as_zero_in_block_aligned_splits(
             break
     assert seen[0] > 299
     assert all(b - a <= 32 for a, b in itertools.pairwise([299, *seen]))
-    assert is_clean(side) or side.step() and is_clean(side)
+    assert is_clean(side) or (side.step() and is_clean(side))
 
 
 def test_params_of_a_longer_prompt_are_cut_and_of_a_shorter_one_completed() -> None:
