@@ -258,6 +258,9 @@ class Process:
     def forget_prefixes(self) -> bool:
         return bool(self.core.reset_prefix_cache())
 
+    def clock(self) -> float:
+        return time.monotonic()
+
     def close(self) -> float:
         """Shut down as vLLM does; returns how long it took."""
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Unpack vLLM's source distribution, and describe the models that its tests name: `python -m tests.vllm.prepare FOLDER`.
+"""Unpack vLLM's source distribution, describe the models that its tests name: `python -m tests.vllm.prepare FOLDER`.
 
 The source is only imported, never built: what is compiled in vLLM is its kernels, and no test here computes anything.
 Its tests lie in the same archive. Models consist of a `config.json`, because their weights are never loaded.

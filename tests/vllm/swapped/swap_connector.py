@@ -4,8 +4,8 @@ vLLM's tests of remote prefill and decode drive its real scheduler with `NixlCon
 `tests.v1.kv_connector.unit.utils`. Those are replaced before a test module imports them; the tests stay as they are:
 
 - `create_vllm_config` names the other class, without options that only NixlConnector knows.
-- `create_scheduler` tells the scheduler's half where its workers are, as EngineCore does once they have registered their
-  memory. One real worker's half, with real memory and a real engine, stands for all of them.
+- `create_scheduler` tells the scheduler's half where its workers are, as EngineCore does once they have registered
+  their memory. One real worker's half, with real memory and a real engine, stands for all of them.
 - `create_request(do_remote_prefill=True)` makes params up, which NixlConnector believes until it reads. Here they are
   what a prefill scheduler with the same connector says at the end of a prompt of that length.
 
