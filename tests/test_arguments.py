@@ -429,6 +429,7 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
             "renew_params": None,
         },
         "cancel": {"request_id": f"d{number}"},
+        "discharge": {"request_id": f"d{number}", "params": params, "cohort_id": ""},
         "returned": {"request_id": f"d{number}"},
         "would_block": {"params": params},
         "forget_peer": {"address": "sim://99"},

@@ -30,6 +30,7 @@ from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
@@ -39,7 +40,7 @@ from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
 
-Groups = Sequence[tuple[int, Sequence[int | None]]]
+Groups = Sequence[tuple[int, BlockIds]]
 
 
 class Engine:
@@ -464,15 +465,34 @@ class Engine:
         return found
 
     def discharge(self, request_id: str, params: Params | Mapping[str, Any], *, cohort_id: str = "") -> None:
-        """Release a lent request that is not needed, announced or not: nothing is read, no answer is waited for.
+        """Release a lent request of which nothing is needed, announced or not; on every decode rank.
+
+        For a full prefix hit, or a request that is aborted before its blocks are allocated: the same to the prefill
+        ranks as a pull without blocks, whose outcome nobody waits for. Nothing is read and nobody met, so it costs one
+        message per prefill rank that this one answers for, the ranks that it would not have read included. They free
+        their blocks as soon as all readers have said so; of a request that is not lent yet, as soon as it is (for
+        `lease.parked_s`, which is the prefill side's; after that the lease runs out by itself). The message is repeated
+        until it is acknowledged, for `pull.release_timeout_s`: of a rank that cannot be reached the lease runs out.
+
+        May be called at any time but during a pull, and again: what was said before is said once more, and changes
+        nothing. An engine that drains still discharges.
 
         Raises:
-            EngineClosed: The engine is closed or draining.
-            LocalProtocolError: The request is being pulled; `cancel` it.
+            EngineClosed: The engine was not started, is closed or suspended.
+            PlanRefused: The params do not list a whole group of ranks.
+            LocalProtocolError: The request is being pulled (`cancel` it: its blocks may be written still), or was
+                announced with other params or another cohort_id.
             RemoteProtocolError: The params are malformed.
         """
-        self.announce(request_id, params, cohort_id=cohort_id)
-        self.cancel(request_id)
+        self._home.here(self.discharge)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
+        wanted, driver = decode_params(params), self._driver
+        if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
+            raise EngineClosed(f"the engine is {self._life.state.value}, and can tell nobody")
+        driver.soon()
+        driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
 
     async def returned(self, request_id: str) -> None:
         """Wait until no attempt at a request may write any block.
