@@ -14,7 +14,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from asynckv.errors import AsyncKVError
 from asynckv.results import PullResult
 
 __all__ = ["AsyncKVPromMetrics", "AsyncKVStats", "Tally"]
@@ -97,7 +96,7 @@ class Tally:
         data["bytes"].append(result.num_bytes)
         data["descriptors"].append(result.descriptors_posted)
 
-    def failed(self, error: AsyncKVError) -> None:
+    def failed(self, error: Exception) -> None:
         """Count a pull that failed, by its cause."""
         self._count("failed", str(getattr(error, "reason", "") or "") or type(error).__name__)
 
