@@ -5,24 +5,20 @@ A test says what the workers would report. Everything between a request's arriva
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Order, Pull
+from asynckv.embed.orders import Order
 
 CORES = os.sched_getaffinity(0)
 
-import vllm.platforms  # noqa: E402  sets the affinity of threads on a CPU
 from vllm.config import (  # noqa: E402
     CacheConfig,
     DeviceConfig,
@@ -48,7 +44,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
@@ -182,7 +178,7 @@ class Side:
             ),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
-                max_num_seqs=max_seqs,
+                max_num_seqs=min(max_seqs, max_batched),
                 max_num_batched_tokens=max_batched,
                 max_model_len=4096,
                 is_encoder_decoder=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,6 @@ import pytest
 from tests.vllm.engines import Server, continued, prompt
 from tests.vllm.setups import Setup
 from tests.vllm.zoo import MODELS
-
-import random
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -20,7 +19,9 @@ def test_an_engine_reads_what_it_wrote_with_prefix_hits_and_preemption(
 ) -> None:
     model = MODELS[name]
     has_cache = model.mamba_mode == "align" or not model.has_state
-    setup = Setup("alone", model, None, num_blocks=24, max_model_len=320, prefix_caching=has_cache, async_scheduling=is_async)
+    setup = Setup(
+        "alone", model, None, num_blocks=24, max_model_len=320, prefix_caching=has_cache, async_scheduling=is_async
+    )
     (engine,) = server.start(setup)
     rng = random.Random(7)
     first = prompt(rng, 130)

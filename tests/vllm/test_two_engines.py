@@ -97,9 +97,7 @@ def test_a_prompt_that_is_cached_whole_leaves_no_blocks_behind(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_request_without_params_is_computed_where_it_arrives(
-    server: Server, connector: Connector, name: str
-) -> None:
+def test_a_request_without_params_is_computed_where_it_arrives(server: Server, connector: Connector, name: str) -> None:
     pair = Pair.start(server, setup_of(name, connector))
     tokens = pair.prompt(100)
     replies = [pair.ask(tokens, None), pair.prefill.add("plain", tokens, 6)]

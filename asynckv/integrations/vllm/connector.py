@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import Any
 
@@ -11,8 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.integrations.vllm.handover import StepOrders
+from asynckv.integrations.vllm.memory import check_supported
 from asynckv.integrations.vllm.options import Options, untested_version
 from asynckv.integrations.vllm.scheduler import SchedulerHalf
+from asynckv.integrations.vllm.stats import AsyncKVPromMetrics, AsyncKVStats
+from asynckv.integrations.vllm.worker import WorkerHalf
 
 __all__ = ["AsyncKVConnector"]
 
@@ -32,10 +34,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Any = None
         self._worker: Any = None
         if role is KVConnectorRole.SCHEDULER:
+            check_supported(vllm_config, kv_cache_config)
             self._scheduler = SchedulerHalf(options, vllm_config, kv_cache_config)
         else:
-            worker = importlib.import_module("asynckv.integrations.vllm.worker")
-            self._worker = worker.WorkerHalf(options, vllm_config, kv_cache_config)
+            self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
 
     # -- what vLLM asks of the class ----------------------------------------------------------------
 
@@ -55,6 +57,16 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return False  # nothing is done layer by layer
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AsyncKVStats:
+        return AsyncKVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> AsyncKVPromMetrics:
+        return AsyncKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- the scheduler's half -----------------------------------------------------------------------
 

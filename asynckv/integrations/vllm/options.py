@@ -84,7 +84,6 @@ class Options:
         limits: See `LimitsConfig`.
         turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
             end, wait for the next turn.
-        shutdown_s: How long a worker may take to say goodbye; vLLM kills it after five seconds.
     """
 
     bind: str = "tcp://127.0.0.1:0"
@@ -97,11 +96,9 @@ class Options:
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     turn_lease_s: float = 480.0
-    shutdown_s: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("turn_lease_s", "shutdown_s"):
-            object.__setattr__(self, name, seconds(name, getattr(self, name), ConfigError))
+        object.__setattr__(self, "turn_lease_s", seconds("turn_lease_s", self.turn_lease_s, ConfigError))
         if not 2 <= self.turn_lease_s <= self.lease.max_lease_s:
             raise ConfigError(
                 f"turn_lease_s {self.turn_lease_s:g} is outside [2, lease.max_lease_s {self.lease.max_lease_s:g}] "

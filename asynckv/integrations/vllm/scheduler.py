@@ -36,7 +36,7 @@ from asynckv.embed.orders import Lend, Order
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.integrations.vllm.fetches import Fetches, State
 from asynckv.integrations.vllm.options import Options
-from asynckv.integrations.vllm.shape import Shape
+from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.scheduler import PrefillGroup
 
 if TYPE_CHECKING:
@@ -210,22 +210,32 @@ class SchedulerHalf:
         _reads_no_more(request)
         if given.get("do_remote_decode") is not True or request.status.name not in FINISHED_WELL:
             return False, None
-        params = self._make_params(request, block_ids)
-        if params is None:
+        if (lists := self._lists(request, block_ids)) is None:
+            return False, None
+        if (params := self._make_params(request, *lists)) is None:
             return False, None
         self.fetches.order(Lend(params))
-        return True, {"do_remote_prefill": True, "do_remote_decode": False, PARAMS: params}
+        # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
+        blocks = [ids for _, ids in lists[0]]
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": blocks,
+            PARAMS: params,
+        }
 
-    def _make_params(self, request: Any, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        if self._group is None:
-            _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
-            return None
+    def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int] | None:
+        """The blocks of a request, and how many tokens are in them; None if nothing can be lent."""
         # A step that is still under way may write beyond what has been received.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
         if num_tokens <= 0 or (self.shape.has_states and num_tokens != request.num_computed_tokens):
             return None
         lists = self.shape.held(block_ids, num_tokens)
-        if lists is None:
+        return None if lists is None else (lists, num_tokens)
+
+    def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any] | None:
+        if self._group is None:
+            _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
         try:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CacheGroup", "Shape"]
+__all__ = ["Blocks", "CacheGroup", "Shape"]
 
 NULL_BLOCK = 0
 
 Blocks = list[tuple[int, list[int | None]]]
+"""Per group its first token, and ids from the block on that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,4 +91,7 @@ class Shape:
         while begin < end and begin < len(ids) and ids[begin] == NULL_BLOCK:
             begin += 1
         first = begin * size if group.is_state or begin * size > first_token else first_token
-        return first, [None if block == NULL_BLOCK else block for block in ids[begin:end]]
+        listed: list[int | None] = list(ids[begin:end])
+        if NULL_BLOCK in listed:  # found at once; most lists have none
+            listed = [None if block == NULL_BLOCK else block for block in listed]
+        return first, listed
