@@ -251,9 +251,9 @@ def register(
     aliases = _aliases(tensors, {part.layer for part in made}, owners)
     if not made:
         raise ConfigError(
-            f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer that keeps a KV cache, so there is "
-            f"nothing that readers could meet; use fewer stages (--pipeline-parallel-size), or deal the layers out in another "
-            f"way (VLLM_PP_LAYER_PARTITION)"
+            f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer that keeps a KV cache, and readers could "
+            f"not meet it; use fewer stages (--pipeline-parallel-size), or deal the layers out in another way "
+            f"(VLLM_PP_LAYER_PARTITION)"
         )
     return register_parts(
         made,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,9 @@ START_S = 120.0
 SLEEP_S = 20.0
 """Until reads and lends are cut short and the memory is let go, or taken up again. vLLM sleeps when it is idle."""
 
+PROMISES_S, CLOSE_S = 2.0, 4.0
+"""Until readers that were promised blocks have them, and until all has ended: vLLM kills a worker after 5 s."""
+
 log = logging.getLogger("vllm.asynckv")
 
 
@@ -65,10 +69,7 @@ class WorkerHalf:
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
-        self._config, self._shutdown_s = (
-            options.engine_config(vllm_config.kv_transfer_config.engine_id),
-            options.shutdown_s,
-        )
+        self._config = options.engine_config(vllm_config.kv_transfer_config.engine_id)
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._thread: EngineThread | None = None
         self._registration: Registration | None = None
@@ -201,11 +202,14 @@ class WorkerHalf:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        until = time.monotonic() + CLOSE_S
         try:
-            thread.close(self._shutdown_s)
+            # Promises that run longer are cut short, and their readers told: a worker that ends writes nothing.
+            thread.call(thread.engine.aclose(timeout_s=PROMISES_S), CLOSE_S)
+            thread.close(max(until - time.monotonic(), 0.1))
         except Exception as exc:
-            # Nobody is left who could do anything, and the process ends it.
-            log.warning("the engine did not end in order within %g s: %s", self._shutdown_s, exc)
+            # Nobody is left who could do anything about it, and the process ends it.
+            log.warning("the engine did not end in order within %g s: %s", CLOSE_S, exc)
 
 
 def _request_id(order: Lend) -> str:
