@@ -91,7 +91,7 @@ class Engine:
     def storage(self, rank: int) -> torch.Tensor:
         """All bytes of a rank."""
         storage = next(iter(self.ranks[rank].tensors.values())).untyped_storage()
-        return torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+        return torch.tensor([], dtype=torch.uint8).set_(storage)
 
     def size(self, group: int) -> int:
         """Tokens per block of a group; 0 for one state per request."""
@@ -114,7 +114,7 @@ class Engine:
             first = cached // size * size
             ids: list[int | None] = [free.pop() for _ in range(ceil(num_tokens / size) - first // size)]
             if isinstance(kind, Recurrent):
-                ids = [None] * (len(ids) - 1) + ids[-1:]
+                ids[:-1] = [None] * (len(ids) - 1)
             elif kind.window:
                 for place in range(len(ids)):
                     if first + (place + 1) * size <= num_tokens - kind.window:
@@ -506,7 +506,7 @@ def test_tokens_that_were_not_filled_are_zeroed_where_vllm_relies_on_it(
     sizes = [kernel if isinstance(layers[g.layer_names[0]], Attention) else 512 for g in groups]
     (planned,) = plan(config, [{n: x.spec(1) for n, x in layers.items()}], sizes)
     assert planned.config.needs_kv_cache_zeroing
-    storage = torch.tensor([], dtype=torch.uint8).set_(next(iter(planned.tensors.values())).untyped_storage())  # type: ignore[call-overload]
+    storage = torch.tensor([], dtype=torch.uint8).set_(next(iter(planned.tensors.values())).untyped_storage())
     storage.fill_(7)
     index = next(i for i, g in enumerate(groups) if isinstance(layers[g.layer_names[0]], Attention))
     tails = Tails.of(planned.config, planned.tensors, ModelFacts())
@@ -517,8 +517,8 @@ def test_tokens_that_were_not_filled_are_zeroed_where_vllm_relies_on_it(
     storage.copy_(expected)
     for name in groups[index].layer_names:
         nothing = torch.zeros(64, 8, 64, dtype=torch.uint8)
-        layers[name].write(want[name], nothing, planned.place, [5], 0, 21, 64)  # type: ignore[union-attr, call-arg, arg-type]
-        layers[name].write(want[name], nothing, planned.place, [9], 0, 0, 64)  # type: ignore[union-attr, call-arg, arg-type]
+        layers[name].write(want[name], nothing, planned.place, [5], 0, 21, 64)  # type: ignore[call-arg, arg-type]
+        layers[name].write(want[name], nothing, planned.place, [9], 0, 0, 64)  # type: ignore[call-arg, arg-type]
     assert torch.equal(storage, zeroed)
     assert int((storage == 0).sum()) == 2 * (43 + 64) * 8 * 64
 

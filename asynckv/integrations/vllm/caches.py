@@ -169,7 +169,7 @@ def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) ->
     elif each < 1:
         # Several entries per token, one after the other.
         per_token = int(1 / each)
-        tensor = tensor.unflatten(2, (-1, per_token))
+        tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
         order.insert(3, "entry")
         each = Fraction(1)
     return _part(layer, content, tensor, order, group, "head", kind.heads, int(each))
@@ -178,7 +178,7 @@ def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) ->
 def _array(layer: str, array: Array, pages: torch.Tensor, group: int) -> TensorPart:
     num_bytes = prod(array.shape) * array.dtype.itemsize
     page = pages[:, 0, 0, array.offset : array.offset + num_bytes].view(array.dtype)
-    tensor = page.unflatten(1, array.shape)
+    tensor = page.unflatten(1, array.shape)  # type: ignore[no-untyped-call]
     if array.size:
         tensor = tensor.narrow(1 + array.dims.index(array.axis), array.first, array.size)
     tensor, name = _known_dtype(tensor, array.name)

@@ -417,7 +417,8 @@ class Tails:
                     continue
                 tensor = _tensor_of(layer, tensors)
                 ratio = int(spec.num_states // tensor.shape[2])
-                blocks = tensor[: config.num_blocks * ratio].unflatten(0, (config.num_blocks, ratio))
+                kernel_blocks = tensor[: config.num_blocks * ratio]
+                blocks = kernel_blocks.unflatten(0, (config.num_blocks, ratio))  # type: ignore[no-untyped-call]
                 each = Fraction(spec.tokens_per_state) if facts.is_by_token(layer, spec) else Fraction(0)
                 found.setdefault(index, []).append((blocks, each))
         return cls(found)

@@ -23,12 +23,14 @@ MAX_SAMPLES = 4096
 """Durations of one interval and worker at most: vLLM sends them between processes."""
 
 
-class AsyncKVStats(KVConnectorStats):  # type: ignore[misc]
+class AsyncKVStats(KVConnectorStats):
     """What happened in an interval: on one worker, or on several together.
 
     `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed` and
     `leases` count by cause.
     """
+
+    data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
@@ -122,7 +124,7 @@ _PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})
 """Of a pull, one after the other: from when it was asked for to its proof."""
 
 
-class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class AsyncKVPromMetrics(KVConnectorPromMetrics):
     """Prometheus metrics of one connector, one of each per engine."""
 
     def __init__(
