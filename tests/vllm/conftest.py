@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="ours",
         help="what moves the cache: asynckv's connector, vLLM's own NixlConnector, or ours in vLLM's MultiConnector",
     )
+    parser.addoption("--seeds", default="6", help="random runs: how many, or FIRST..LAST")
 
 
 @pytest.fixture(scope="session")

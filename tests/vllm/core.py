@@ -38,13 +38,14 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
 from tests.vllm.executor import RankExecutor
 from tests.vllm.models import VOCABULARY
-from tests.vllm.setups import Setup
+from tests.vllm.setups import Setup, die_with_parent
 
 __all__ = ["run"]
 
 
 def run(connection: Connection, setup: Setup, folder: Path) -> None:
     """Be an engine, until the other end of the connection closes; models are written into the folder."""
+    die_with_parent()
     os.environ.update(setup.environment)
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     torch.set_num_threads(1)
@@ -256,6 +257,9 @@ class Process:
 
     def forget_prefixes(self) -> bool:
         return bool(self.core.reset_prefix_cache())
+
+    def clock(self) -> float:
+        return time.monotonic()
 
     def close(self) -> float:
         """Shut down as vLLM does; returns how long it took."""

@@ -22,6 +22,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.serial_utils import run_method
 
 from tests.vllm.rank import Rank
+from tests.vllm.setups import die_with_parent
 
 __all__ = ["RankExecutor"]
 
@@ -34,6 +35,7 @@ class RankFailed(Exception):
 
 def serve(connection: Connection, fields: dict[str, Any]) -> None:
     """A rank's process."""
+    die_with_parent()
     rank = Rank(**fields)
     while True:
         try:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tests.vllm.models import Model
 
-__all__ = ["Connector", "Setup"]
+__all__ = ["Connector", "Setup", "die_with_parent"]
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when its parent ends: NIXL's threads spin, and nobody else would stop them."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)

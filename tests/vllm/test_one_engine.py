@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,6 @@ import pytest
 from tests.vllm.engines import Server, continued, prompt
 from tests.vllm.setups import Setup
 from tests.vllm.zoo import MODELS
-
-import random
 
 
 @pytest.mark.parametrize("name", MODELS)
