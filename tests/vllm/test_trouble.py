@@ -208,7 +208,8 @@ def test_params_with_any_one_value_exchanged_end_no_engine(server: Server, conne
     pair = start(server, connector, num_blocks=400, policy="recompute")
     tokens = pair.prompt(40)
     (whole,) = pair.prefilled(tokens)
-    tried = [(path, value) for path in paths(whole) for value in (None, -1, 1 << 70, "x", [], {}, True)]
+    values: list[Any] = [None, -1, 1 << 70, "x", [], {}, True]
+    tried = [(path, value) for path in paths(whole) for value in values]
     for path, value in tried:
         params = damaged(whole, path, value)
         reply = pair.ask(tokens, params, 2)
