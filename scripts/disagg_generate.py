@@ -144,6 +144,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 NUM_BLOCKS = 24
 HEAR_S = 120.0
 
+BlockIds = Sequence[tuple[int, Sequence[int | None]]]
+"""Of each cache group: the first token, and the blocks from there on."""
+
 
 class Numbers(msgspec.Struct):
     """What both processes have to agree on."""
@@ -278,24 +281,14 @@ def prompt(numbers: Numbers) -> torch.Tensor:
 # -- paged memory ---------------------------------------------------------------------------------------------
 
 
-class Rank:
-    """One rank's paged memory and its engine."""
+class Pages:
+    """Paged memory of one rank, in one of the orders that engines use."""
 
-    def __init__(self, subject: Subject, role: str, tp_rank: int, numbers: Numbers) -> None:
-        tp, block_size, order, conv_order = numbers.side(role)
-        layout = model_layout(
-            subject.kept,
-            tp_rank=tp_rank,
-            tp_size=tp,
-            block_size=block_size,
-            num_blocks=NUM_BLOCKS,
-            order=order,
-            conv_order=conv_order,
-        )
+    def __init__(self, subject: Subject, *, num_blocks: int = NUM_BLOCKS, **how: Any) -> None:
+        layout = model_layout(subject.kept, num_blocks=num_blocks, **how)
         self.buffers = [torch.full((m.length,), 0xAB, dtype=torch.uint8) for m in layout.memories]
         self.layout = with_addresses(layout, [b.data_ptr() for b in self.buffers])
-        registration = register_memory(self.layout, tuple(self.buffers))
-        self.engine = Engine(EngineConfig(engine_id=role), registration)
+        self.registration = register_memory(self.layout, tuple(self.buffers))
 
     def tensors(self) -> Iterator[tuple[int, View, Part, torch.Tensor]]:
         """Every part as a tensor `[block, (token,) (unit,) dims ...]`, with the number of its layer."""
@@ -309,6 +302,17 @@ class Rank:
                 stride = (view.stride // 4, *(d.stride // 4 for d in order))
                 at = (view.offset + part.offset) // 4
                 yield int(view.layer.split(".")[1]), view, part, whole.as_strided(size, stride, at)
+
+
+class Rank(Pages):
+    """One rank's paged memory and its engine."""
+
+    def __init__(self, subject: Subject, role: str, tp_rank: int, numbers: Numbers) -> None:
+        tp, block_size, order, conv_order = numbers.side(role)
+        super().__init__(
+            subject, tp_rank=tp_rank, tp_size=tp, block_size=block_size, order=order, conv_order=conv_order
+        )
+        self.engine = Engine(EngineConfig(engine_id=role), self.registration)
 
 
 def lists(subject: Subject, numbers: Numbers, role: str, tokens: int) -> list[tuple[int, list[int | None]]]:
@@ -326,9 +330,7 @@ def lists(subject: Subject, numbers: Numbers, role: str, tokens: int) -> list[tu
     return out
 
 
-def store(
-    rank: Rank, apart: list[dict[str, torch.Tensor]], blocks: list[tuple[int, list[int | None]]], tokens: int
-) -> None:
+def store(rank: Pages, apart: list[dict[str, torch.Tensor]], blocks: BlockIds, tokens: int) -> None:
     """Write a rank's share of the cache into its pages."""
     for number, view, part, tensor in rank.tensors():
         value = apart[number][part.name]
@@ -342,9 +344,7 @@ def store(
             tensor[ids[token // group.block_size], token % group.block_size] = row[cut] if part.axis else row
 
 
-def gather(
-    ranks: list[Rank], subject: Subject, blocks: list[tuple[int, list[int | None]]], tokens: int
-) -> list[dict[str, torch.Tensor]]:
+def gather(ranks: Sequence[Pages], subject: Subject, blocks: BlockIds, tokens: int) -> list[dict[str, torch.Tensor]]:
     """Read all ranks' pages and join their shares."""
     out: list[dict[str, torch.Tensor]] = [{} for _ in subject.kept.layers]
     for rank in ranks:
@@ -375,7 +375,7 @@ def differing(
     ranks: list[Rank],
     subject: Subject,
     wanted: list[dict[str, torch.Tensor]],
-    blocks: list[tuple[int, list[int | None]]],
+    blocks: BlockIds,
     tokens: int,
 ) -> list[str]:
     """Compare every part of every rank with its share of what one process alone keeps; replicas too."""

@@ -221,12 +221,13 @@ class EnginePump:
         assert loop is not None
         self._is_handed = False
         loop.call_soon(self._desk.carry_out)
-        task = loop.create_task(work)
+        task, until = loop.create_task(work), time.monotonic() + timeout_s
         task.add_done_callback(lambda _: loop.stop())
         timer = loop.call_later(timeout_s, loop.stop)
         self._selector.sleeps = True
         try:
-            loop.run_forever()
+            while not task.done() and time.monotonic() < until:  # something that was given up before may stop the loop
+                loop.run_forever()
         finally:
             self._selector.sleeps = False
             timer.cancel()

@@ -188,15 +188,33 @@ class Engine:
         timeout_s = number("timeout_s", timeout_s, 0)
         return await self._ending.drain(timeout_s)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
+
+        The promises run for `lease.grant_s` at most. Whoever has less time, because the process is about to be killed,
+        gives `timeout_s`: readers are told and may end what they read, and after so long the rest is cut short. They
+        hear goodbye then, fail what they have not proven by that time, and take none of its bytes. What is left to do,
+        ending the agent, takes milliseconds (a second more if a peer is just being loaded, and ten if something is
+        stuck inside NIXL).
+
+        **Whoever cuts promises short must not write the memory** before this process ends, or the promises have ended
+        (`left_s`): a reader whose goodbye was lost may read and believe it until then, and no transport keeps it from
+        that, not even an agent that is destroyed. A later call may shorten the time of an earlier one.
+
+        Args:
+            timeout_s: How long promises and transfers are waited for; as long as they need if left out.
+
+        Returns:
+            What was not waited for: blocks that are promised still, transfers, and releases that nobody has
+            acknowledged. Empty if everything ended by itself.
 
         Raises:
             BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
                 returned yet. Call again to wait again.
         """
         self._home.here(self.aclose, is_first=True)
-        await self._ending.close()
+        timeout = None if timeout_s is None else number("timeout_s", timeout_s, 0)
+        return await self._ending.close(timeout)
 
     async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
         """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.

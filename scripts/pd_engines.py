@@ -1,0 +1,239 @@
+"""The engines behind the router (`pd_proxy`): which are up, which has the least to do, and what their answers mean.
+
+Everything that an engine can do wrong becomes an `EngineFault` with one word, `why`:
+
+- `unreachable`: no connection. The engine counts as down from then on, until its health says otherwise.
+- `lost`: the connection broke before the answer was whole.
+- `overloaded`: status 429 or 503.
+- `kv_transfer_error`: a decode engine could not fetch the KV cache, and says so (vLLM does not: it `failed`).
+- `failed`: any other status from 500 on.
+- `garbage`: not what this API answers.
+- `timeout`: no answer in time. To ask another would take as long again, so this is the only one that ends a request.
+
+What an engine refuses for the client's fault (status 4xx) is no fault, and passed on as it is (`Refused`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import prometheus_client as prometheus
+import structlog
+
+from scripts.pd_http import Refused
+
+STATUS = {"unreachable": 503, "overloaded": 503, "timeout": 504}
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long engines may take, in seconds.
+
+    Attributes:
+        connect_s: For a connection, and for saying how they are.
+        prefill_s: For one prefill.
+        silence_s: Between two pieces of an answer, and before the first.
+        health_s: Between two looks at their health.
+    """
+
+    connect_s: float = 2.0
+    prefill_s: float = 120.0
+    silence_s: float = 300.0
+    health_s: float = 2.0
+
+
+class EngineFault(Refused):
+    """An engine did not do its part; another one may."""
+
+    def __init__(self, engine: Engine, why: str, text: str) -> None:
+        super().__init__(STATUS.get(why, 502), f"{engine} {text}", why)
+        self.engine, self.why = engine, why
+
+
+class Engine:
+    """One engine, as far as the router knows.
+
+    Attributes:
+        trouble: Why it is down; empty while it is up.
+        outstanding: Requests that it works on for us.
+    """
+
+    def __init__(self, role: str, url: str, faults: prometheus.Counter) -> None:
+        self.role, self.url = role, url.rstrip("/")
+        self.trouble = "not asked yet"
+        self.outstanding = self.last_turn = 0
+        self._faults = faults
+
+    def __str__(self) -> str:
+        return f"{self.role} engine {self.url}"
+
+    def found(self, trouble: str) -> None:
+        """Take note of how it is."""
+        if bool(trouble) != bool(self.trouble):
+            log.warning("engine_down" if trouble else "engine_up", role=self.role, engine=self.url, trouble=trouble)
+        self.trouble = trouble
+
+    def fault(self, why: str, text: str) -> EngineFault:
+        """Count and log what it did wrong; raise what this returns."""
+        if why == "unreachable":
+            self.found(text)
+        self._faults.labels(self.role, self.url, why).inc()
+        log.warning("engine_fault", role=self.role, engine=self.url, why=why, text=text)
+        return EngineFault(self, why, text)
+
+    def decoded(self, data: bytes) -> dict[str, Any]:
+        """Read what it answered.
+
+        Raises:
+            EngineFault: It is no JSON object.
+        """
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise self.fault("garbage", f"answered with what is no JSON object: {exc}") from exc
+
+    def refusal(self, status: int, data: bytes) -> Refused:
+        """Say what an answer other than 200 means."""
+        if 400 <= status < 500 and status != 429:
+            return Refused(status, f"{self} refused it with status {status}", body=data)
+        said = data[:500].decode(errors="replace")
+        if '"kv_transfer_error"' in said:
+            return self.fault("kv_transfer_error", f"could not fetch the KV cache: {said}")
+        why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
+        return self.fault(why, f"answered with status {status}: {said}")
+
+    async def first_event(self, content: aiohttp.StreamReader) -> bytes:
+        """Read at least the first event of a stream: vLLM sends status 200 before it knows whether a request fails.
+
+        Raises:
+            EngineFault: It is an error, or there is none.
+        """
+        found = b""
+        while b"\n\n" not in found and len(found) < 65536 and (piece := await content.readany()):
+            found += piece
+        if not found.startswith(b"data:"):
+            raise self.fault("garbage", f"sent no event, but {found[:100]!r}")
+        event = found.removeprefix(b"data:").partition(b"\n\n")[0]
+        with contextlib.suppress(msgspec.MsgspecError, ValueError):
+            error = msgspec.json.decode(event, type=dict[str, Any]).get("error")
+            if isinstance(error, dict):
+                raise self.refusal(error["code"] if isinstance(error.get("code"), int) else 500, event)
+        return found
+
+    async def pieces(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+        """Read the rest of a stream as it comes; if it is cut short, its last event is an error."""
+        try:
+            async for piece in content.iter_any():
+                yield piece
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            why = "timeout" if isinstance(exc, TimeoutError) else "lost"
+            yield b"\n\ndata: " + self.fault(why, f"stopped before its end: {exc or why}").body + b"\n\n"
+
+
+class Engines:
+    """All engines; `async with` them."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], limits: Limits, metrics: Any) -> None:
+        labels = ["role", "engine"]
+        faults = prometheus.Counter(
+            "pd_proxy_engine_faults", "What engines did wrong.", [*labels, "why"], registry=metrics
+        )
+        self._up = prometheus.Gauge("pd_proxy_engine_up", "Said that it is well.", labels, registry=metrics)
+        self._outstanding = prometheus.Gauge(
+            "pd_proxy_engine_outstanding", "Requests that it works on for us.", labels, registry=metrics
+        )
+        urls = {"prefill": prefill, "decode": decode}
+        self.by_role = {role: [Engine(role, url, faults) for url in urls[role]] for role in urls}
+        self._limits, self._turn = limits, itertools.count(1)
+
+    async def __aenter__(self) -> Engines:
+        # vLLM closes connections that were idle for 5 s; to use one again at that very moment would lose a request.
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0))
+        engines = [engine for role in self.by_role.values() for engine in role]
+        await asyncio.gather(*map(self._look, engines))
+        self._watching = [asyncio.create_task(self._watch(engine)) for engine in engines]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.wait(self._watching)
+        await self.session.close()
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            await asyncio.sleep(self._limits.health_s)
+            await self._look(engine)
+
+    async def _look(self, engine: Engine) -> None:
+        try:
+            timeout = aiohttp.ClientTimeout(self._limits.connect_s)
+            async with self.session.get(f"{engine.url}/health", timeout=timeout) as answer:
+                engine.found("" if answer.status == 200 else f"its health is status {answer.status}")
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            engine.found(str(exc) or "did not say in time how it is")
+
+    def states(self) -> tuple[bool, dict[str, list[dict[str, Any]]]]:
+        """Whether there is an engine of each role, and how all are."""
+        for role, engines in self.by_role.items():
+            for it in engines:
+                self._up.labels(role, it.url).set(not it.trouble)
+                self._outstanding.labels(role, it.url).set(it.outstanding)
+        return all(any(not it.trouble for it in engines) for engines in self.by_role.values()), {
+            role: [{"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding} for it in engines]
+            for role, engines in self.by_role.items()
+        }
+
+    def choose(self, role: str, avoid: set[Engine]) -> Engine:
+        """Take the one with the least to do of those that are up; one to avoid only if there is no other.
+
+        Raises:
+            Refused: None is up.
+        """
+        engines = self.by_role[role]
+        up = [engine for engine in engines if not engine.trouble]
+        if not up:
+            which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines)
+            raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
+        chosen = min(up, key=lambda engine: (engine in avoid, engine.outstanding, engine.last_turn))
+        chosen.last_turn = next(self._turn)
+        return chosen
+
+    @contextlib.asynccontextmanager
+    async def ask(
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, total_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Post to an engine, for an answer with status 200; to leave before its end closes the connection.
+
+        Raises:
+            EngineFault: It is not to be had, or it failed.
+            Refused: It does not like what the client wrote.
+        """
+        limits = self._limits
+        timeout = aiohttp.ClientTimeout(total_s, sock_connect=limits.connect_s, sock_read=limits.silence_s)
+        post = self.session.post(
+            engine.url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout, allow_redirects=False
+        )
+        engine.outstanding += 1
+        try:
+            async with post as answer:
+                if answer.status != 200:
+                    raise engine.refusal(answer.status, await answer.read())
+                yield answer
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+            raise engine.fault("unreachable", f"cannot be reached: {exc}") from exc
+        except TimeoutError as exc:
+            raise engine.fault("timeout", "did not answer in time") from exc
+        except aiohttp.ClientError as exc:
+            raise engine.fault("lost", f"was lost: {exc or type(exc).__name__}") from exc
+        finally:
+            engine.outstanding -= 1

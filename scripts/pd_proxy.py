@@ -1,0 +1,302 @@
+"""A router of prefill and decode engines for OpenAI's clients: `python -m scripts.pd_proxy --help`.
+
+To its clients the router looks like one engine. Of each request it makes two: a prefill engine computes the prompt and
+one token, and answers with `kv_transfer_params`, which say where the KV cache lies; a decode engine gets the request
+as the client wrote it, with these params, fetches the KV cache, and generates. What it answers is passed on unchanged,
+piece by piece as it comes.
+
+The router keeps nothing but counts. What can go wrong is settled in one loop, `Router._route`:
+
+- Until the first piece was passed on, nothing is lost: if an engine cannot be reached, dies, or answers with an error
+  of its own, the request is tried again, elsewhere if there is an elsewhere. Params are good for one use: they outlive
+  a decode engine that was not reached at all; after anything else the prompt is computed anew.
+- After the first piece, the client hears of an error as the last event of its stream.
+- A client that leaves cancels its handler. That closes the connection to the engine that works for it, which is how
+  engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
+
+Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine: vLLM with NixlConnector or
+AsyncKVConnector, and `scripts.tiny_engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import prometheus_client as prometheus
+import structlog
+import typer
+from aiohttp import web
+
+from scripts import command
+from scripts.pd_engines import Engine, EngineFault, Engines, Limits
+from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, log_as_json, serving, until_told
+
+OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
+"""What a request may say of its generation that does not go with one token in one piece."""
+
+log = structlog.get_logger()
+
+
+class ClientLeft(Exception):
+    """Nobody is there to write to."""
+
+
+class Job:
+    """One request of a client, on its way.
+
+    Attributes:
+        headers: What engines are told: the client's credentials, and the id that all logs have in common.
+        notes: For the log.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.request, self.path, self.began = request, request.path, time.monotonic()
+        self.body: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
+        given = request.headers.get("X-Request-Id", "")
+        self.id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 200 else uuid.uuid4().hex
+        self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if authorization := request.headers.get("Authorization"):
+            self.headers["Authorization"] = authorization
+
+
+class Router:
+    """Carries requests to engines, and answers to clients.
+
+    Args:
+        prefill, decode: URLs of engines.
+        attempts: How often a request is tried.
+        max_requests: More at a time are refused.
+        max_body_mib: A larger body is refused.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        limits: Limits | None = None,
+        *,
+        attempts: int = 3,
+        max_requests: int = 1024,
+        max_body_mib: float = 16.0,
+    ) -> None:
+        self._limits = limits or Limits()
+        self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
+        self._registry = prometheus.CollectorRegistry()
+        self.engines = Engines(prefill, decode, self._limits, self._registry)
+        at: dict[str, Any] = {"registry": self._registry}
+        self._answered = prometheus.Counter("pd_proxy_requests", "Requests ended.", ["path", "status"], **at)
+        self._retried = prometheus.Counter("pd_proxy_retries", "Further attempts, by why.", ["why"], **at)
+        self._seconds = prometheus.Histogram("pd_proxy_seconds", "Until prefill, first event, end.", ["until"], **at)
+        self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
+        self._num_in_flight = 0
+
+    def app(self) -> web.Application:
+        """Make the application, for `serving`."""
+        app = web.Application(client_max_size=int(self._max_body_mib * 2**20), middlewares=[errors_as_json])
+        app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/health/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.cleanup_ctx.append(self._life)
+        return app
+
+    async def _life(self, app: web.Application) -> AsyncIterator[None]:
+        async with self.engines:
+            yield
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        is_ready, states = self.engines.states()
+        status = "ready" if is_ready else "not ready"
+        return web.json_response({"status": status, **states}, status=200 if is_ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self.engines.states()
+        text = prometheus.generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        job, status = Job(request), 500
+        self._num_in_flight += 1
+        with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
+            try:
+                if self._num_in_flight > self._max_requests:
+                    raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
+                job.body = await self._read(request)
+                response = await self._route(job)
+                status = response.status
+                return response
+            except Refused as exc:
+                status, job.notes["error"] = exc.status, str(exc)
+                response = exc.response()
+                response.headers["X-Request-Id"] = job.id
+                return response
+            except (asyncio.CancelledError, ClientLeft):
+                status = 499
+                raise asyncio.CancelledError from None
+            finally:
+                self._num_in_flight -= 1
+                self._answered.labels(job.path, status).inc()
+                self._passed("end", job)
+                log.info("request", path=job.path, status=status, **job.notes)
+
+    async def _read(self, request: web.Request) -> dict[str, Any]:
+        """Read what a client wants.
+
+        Raises:
+            Refused: It is no request, or none that two engines can share.
+        """
+        try:
+            async with asyncio.timeout(self._limits.silence_s):
+                body = msgspec.json.decode(await request.read(), type=dict[str, Any])
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self._limits.silence_s:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB") from None
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise Refused(400, f"the body is no JSON object: {exc}") from None
+        if not isinstance(body.get("stream"), bool | None):
+            raise Refused(400, "stream is neither true nor false")
+        # One prefill hands out one KV cache, and it is read once.
+        prompt = body.get("prompt")
+        is_many = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+        if is_many or any(body.get(name) not in (None, 1) for name in ("n", "best_of")):
+            raise Refused(400, "n and best_of must be 1, and prompt a single one: send one request for each answer")
+        return body
+
+    async def _route(self, job: Job) -> web.StreamResponse:
+        """Have a request prefilled and decoded, by other engines if need be."""
+        avoid: set[Engine] = set()
+        lender, params = None, None
+        for attempt in itertools.count(1):
+            job.notes["attempts"] = attempt
+            try:
+                if lender is None:
+                    lender = self.engines.choose("prefill", avoid)
+                    params = await self._prefill(lender, job)
+                return await self._decode(self.engines.choose("decode", avoid), job, params)
+            except EngineFault as fault:
+                if attempt == self._attempts or fault.why == "timeout":
+                    raise
+                self._retried.labels(fault.why).inc()
+                if fault.why != "kv_transfer_error":
+                    avoid.add(fault.engine)
+                if fault.why in ("kv_transfer_error", "failed") and lender is not None:
+                    avoid.add(lender)  # vLLM does not say which of the two it was
+                if fault.why != "unreachable" or fault.engine is lender:
+                    lender = None  # its params may be used up
+        raise AssertionError
+
+    async def _prefill(self, engine: Engine, job: Job) -> Any:
+        """Have the prompt computed; returns where the KV cache lies, or None if there is nothing to fetch."""
+        job.notes["prefill"] = engine.url
+        body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
+        body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
+        if "max_completion_tokens" in body:
+            body["max_completion_tokens"] = 1
+        async with self.engines.ask(engine, job.path, job.headers, body, self._limits.prefill_s) as answer:
+            found = engine.decoded(await answer.read())
+        self._passed("prefill", job)
+        return found.get("kv_transfer_params")
+
+    async def _decode(self, engine: Engine, job: Job, params: Any) -> web.StreamResponse:
+        """Have the request decoded, and pass on what comes."""
+        job.notes["decode"] = engine.url
+        # Never the client's own params, for they name hosts to talk to.
+        body = {name: value for name, value in job.body.items() if name != "kv_transfer_params"}
+        body |= {"kv_transfer_params": params} if params else {}
+        async with self.engines.ask(engine, job.path, job.headers, body) as answer:
+            headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
+            if not body.get("stream"):
+                data = await answer.read()
+                engine.decoded(data)
+                return web.Response(body=data, headers=headers)
+            first = await engine.first_event(answer.content)
+            self._passed("first", job)
+            response = web.StreamResponse(headers=headers)
+            try:
+                await response.prepare(job.request)
+                await response.write(first)
+                async for piece in engine.pieces(answer.content):
+                    await response.write(piece)
+                await response.write_eof()
+            except ConnectionError as exc:
+                raise ClientLeft from exc
+            return response
+
+    def _passed(self, until: str, job: Job) -> None:
+        seconds = time.monotonic() - job.began
+        job.notes[f"{until}_s"] = round(seconds, 4)
+        self._seconds.labels(until).observe(seconds)
+
+
+async def _serve(router: Router, host: str, port: int, drain_s: float) -> None:
+    async with serving(router.app(), host, port, drain_s) as url:
+        log.info("listening", url=url)
+        await until_told()
+        log.info("stopping", drain_s=drain_s)
+
+
+Urls = Annotated[list[str], typer.Option(metavar="URL", help="An engine, such as http://10.0.0.7:8100; repeat it.")]
+Seconds = Annotated[float, typer.Option(min=0.001, max=86400.0)]
+
+
+def proxy(
+    prefill: Urls,
+    decode: Urls,
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: one that the system chooses; the log names it.", max=65535)] = 8000,
+    attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
+    connect_s: Annotated[Seconds, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
+    prefill_s: Annotated[Seconds, typer.Option(help="For one prefill.")] = 120.0,
+    silence_s: Annotated[Seconds, typer.Option(help="Longest silence of an engine, or of a client's body.")] = 300.0,
+    health_s: Annotated[Seconds, typer.Option(help="How often engines are asked for their health.")] = 2.0,
+    max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
+    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.", min=0.001)] = 16.0,
+    drain_s: Annotated[Seconds, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
+) -> int:
+    """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
+    for url in (*prefill, *decode):
+        command.check(url.startswith(("http://", "https://")), f"{url!r} is no URL, such as http://10.0.0.7:8100")
+    log_as_json()
+    limits = Limits(connect_s, prefill_s, silence_s, health_s)
+    router = Router(prefill, decode, limits, attempts=attempts, max_requests=max_requests, max_body_mib=max_body_mib)
+    asyncio.run(_serve(router, host, port, drain_s))
+    return 0
+
+
+EPILOG = """
+[bold]Serves[/bold]
+
+  POST /v1/completions and /v1/chat/completions, streamed or not, one answer each
+
+  GET /health, /health/ready (with the engines' states), /metrics (for Prometheus)
+
+[bold]Errors[/bold]  are JSON in OpenAI's form
+
+  502: engines failed; 503: none is up, or all are busy; 504: one did not answer in time; 499, in log and metrics: the
+  client left
+
+[bold]Examples[/bold]
+
+  python -m scripts.pd_service   # all on this host, with tiny engines
+
+  python -m scripts.pd_proxy --prefill http://10.0.0.7:8100 --prefill http://10.0.0.8:8100 --decode http://10.0.0.9:8200
+
+[bold]Exit status[/bold]  0 stopped in order, 2 bad input
+"""
+main = command.script(proxy, "pd_proxy", EPILOG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

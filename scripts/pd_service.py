@@ -1,0 +1,80 @@
+"""Prefill and decode apart, all on this host: `python -m scripts.pd_service`.
+
+Starts tiny engines (`scripts.tiny_engine`) as processes of their own and the router (`scripts.pd_proxy`) before them,
+and says what to try. Ctrl-C ends everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from asynckv.testing.fleet import Failure, Fleet
+from scripts import command
+from scripts.pd_http import log_as_json, serving, until_told
+from scripts.pd_proxy import Router
+
+START_S = 300.0
+
+TRY = """
+{prefill} prefill and {decode} decode engines are behind {url}. Try
+
+  curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
+  curl {url}/health/ready
+  curl {url}/metrics
+
+Its weights are random, and so is what it says. Ctrl-C ends all.
+"""
+
+
+async def _serve(prefill: int, decode: int, host: str, port: int) -> None:
+    names = [f"{role}{i}" for role, count in (("prefill", prefill), ("decode", decode)) for i in range(count)]
+    async with Fleet() as fleet:
+        try:
+            started = [
+                await fleet.start(name, "scripts.tiny_engine:TinyEngine", role=name.rstrip("0123456789"))
+                for name in names
+            ]
+            urls = await asyncio.gather(*(process.ask("address", START_S) for process in started))
+        except Failure as exc:
+            raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
+        app = Router(urls[:prefill], urls[prefill:]).app()
+        async with serving(app, host, port, drain_s=5) as url:
+            print(TRY.format(prefill=prefill, decode=decode, url=url), flush=True)
+            await until_told()
+        for process in started:
+            with contextlib.suppress(Failure):
+                await process.end()
+
+
+def service(
+    prefill: Annotated[int, typer.Option(help="Prefill engines.")] = 2,
+    decode: Annotated[int, typer.Option(help="Decode engines.")] = 1,
+    host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of the router; 0: one that the system chooses.")] = 0,
+) -> int:
+    """Start tiny prefill and decode engines on this host with a router before them, and say how to try it."""
+    for name, value in (("--prefill", prefill), ("--decode", decode)):
+        command.check(1 <= value <= 16, f"{name} {value} is outside 1 ... 16")
+    command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
+    log_as_json()
+    try:
+        asyncio.run(_serve(prefill, decode, host, port))
+    except Failure as exc:
+        print(f"pd_service: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+EPILOG = """
+[bold]Exit status[/bold]  0 stopped by Ctrl-C or SIGTERM, 1 an engine did not start, 2 bad input
+"""
+main = command.script(service, "pd_service", EPILOG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""A tiny engine for `scripts.pd_proxy`, with everything that matters in it: `python -m scripts.tiny_engine --help`.
+
+A real transformer with random weights (`scripts.disagg_generate`), its KV cache in paged memory, asynckv on the same
+event loop as the HTTP server, and the model on a thread of its own. It speaks as vLLM does, as far as the router can
+tell: what a request's `kv_transfer_params` say decides what is done, not the engine's role.
+
+- `do_remote_decode`: compute the prompt but its last token, lend the KV cache, generate one token, answer with params.
+- `do_remote_prefill`: fetch the KV cache that the params describe, and generate from the last token of the prompt on.
+- Neither: do both here. The tokens are the same, bit by bit, because the same steps are made.
+
+Who holds blocks, and until when, is the whole art. On the prefill side a request holds them until its lease has ended,
+long after its answer. On the decode side it holds them until it has generated, or its client has left; and if a pull
+was cut short, until nothing can write them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import torch
+import typer
+from aiohttp import web
+
+from asynckv import Engine, EngineConfig, PrefillGroup, PullConfig, configure_logging
+from asynckv.errors import AsyncKVError, BlocksRetired, PullError
+from scripts import command
+from scripts.disagg_generate import Pages, Subject, gather, load, store
+from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, serving, until_told
+
+CHUNK = 64
+"""Tokens of a prompt per step."""
+
+T = TypeVar("T")
+Role = Literal["prefill", "decode"]
+LAYOUTS: dict[Role, dict[str, Any]] = {
+    "prefill": {"block_size": 12, "order": "cross-hnd"},
+    "decode": {"block_size": 8, "order": "nhd"},
+}
+"""The two sides keep their KV caches differently, as real ones do."""
+
+
+def encode(text: str) -> list[int]:
+    """A token per byte, after one that begins every prompt."""
+    return [0, *(byte % 128 for byte in text.encode(errors="replace"))]
+
+
+def decode(tokens: list[int]) -> str:
+    """Tokens as text."""
+    return bytes(tokens).decode("ascii")
+
+
+class Blocks:
+    """Who wants blocks waits until there are enough."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._free, self._freed = count, list(range(count)), asyncio.Event()
+
+    @property
+    def num_held(self) -> int:
+        return self.count - len(self._free)
+
+    async def take(self, count: int) -> list[int]:
+        if count > self.count:
+            raise Refused(400, f"the prompt needs {count} blocks, and there are {self.count}")
+        while len(self._free) < count:
+            self._freed.clear()
+            await self._freed.wait()
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give(self, blocks: list[int]) -> None:
+        self._free += blocks
+        self._freed.set()
+
+
+class TinyEngine:
+    """An engine, from its HTTP server down to its memory.
+
+    Args:
+        role: Names the engine, and says how its memory is laid out.
+        step_ms: Wait so long before every step, as a larger model would.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        blocks: int = 1024,
+        step_ms: float = 0,
+        seed: int = 0,
+    ) -> None:
+        torch.set_num_threads(1)
+        configure_logging("error")
+        self.name = f"{role}-{secrets.token_hex(4)}"
+        self._subject = Subject("llama", seed)
+        self._pages = Pages(self._subject, num_blocks=blocks, **LAYOUTS[role])
+        self._block_size = LAYOUTS[role]["block_size"]
+        self._blocks = Blocks(blocks)
+        # A router can ask another engine within seconds, so a lost one need not be waited for.
+        pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
+        self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull), self._pages.registration)
+        self._model = ThreadPoolExecutor(1, "model")
+        self._step_s = step_ms / 1000
+        self._state = {"waiting": 0, "running": 0}
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        app = web.Application(middlewares=[errors_as_json], client_max_size=2**24)
+        app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        self._serving = serving(app, host, port, drain_s=5)
+
+    async def __aenter__(self) -> Self:
+        await self._engine.start()
+        self._group = PrefillGroup(self.name, [self._engine.endpoint])
+        self.url = await self._serving.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._serving.__aexit__(None, None, None)
+        await self._engine.aclose()
+        self._model.shutdown()
+
+    async def address(self) -> str:
+        """Where it listens."""
+        return self.url
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = await request.json()
+            is_chat = request.path == COMPLETIONS[1]
+            text = "".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]) if is_chat else body["prompt"]
+            prompt = encode(text)
+            count = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+            params = body.get("kv_transfer_params") or {}
+            is_prefill, lent = params.get("do_remote_decode"), params.get("asynckv")
+        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            raise Refused(400, f"this is no request: {exc!r}") from None
+        if not text or not 1 <= count <= 4096:
+            raise Refused(400, "the prompt is empty, or max_tokens outside 1 ... 4096")
+        request_id = f"{request.headers.get('X-Request-Id', 'request')}-{next(self._numbers)}"
+        answer = Answer(request, f"cmpl-{request_id}", is_chat, bool(body.get("stream")), len(prompt))
+        with self._counted("running"):
+            if is_prefill:
+                found = await self._prefill(request_id, prompt)
+                return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
+            async with self._cache(request_id, prompt, lent) as cache:
+                tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
+                return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
+
+    async def _prefill(self, request_id: str, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+        """Compute a prompt and lend its KV cache; returns a token, and the params for whoever goes on."""
+        tokens = len(prompt) - 1
+        blocks = await self._take(tokens)
+        try:
+            cache = await self._compute_prompt(prompt)
+            await self._on_model(self._store, cache, blocks, tokens)
+            first = [token async for token in self._generate(cache, prompt[-1], tokens, 1)]
+            params = self._group.make_params(request_id, [(0, blocks)], tokens, written=True)
+            lent = self._engine.lend(params)
+        except BaseException:
+            self._blocks.give(blocks)
+            raise
+        # From here on the lease says how long the blocks are held, whoever has left meanwhile.
+        self._spawn(self._give_when(lent.wait_released(), blocks))
+        return first, params
+
+    @contextlib.asynccontextmanager
+    async def _cache(self, request_id: str, prompt: list[int], lent: dict[str, Any] | None) -> AsyncIterator[Any]:
+        """The KV cache of a prompt but its last token, fetched or computed; blocks are held as long as it is used."""
+        tokens = len(prompt) - 1
+        if lent is None:
+            yield await self._compute_prompt(prompt)
+            return
+        try:
+            self._engine.announce(request_id, lent)  # keeps it lent while we wait for blocks
+            try:
+                blocks = await self._take(tokens)
+            except BaseException:
+                self._engine.cancel(request_id)
+                raise
+            try:
+                await self._engine.pull(request_id, [(0, blocks)], lent)
+                yield await self._on_model(self._gather, blocks, tokens)
+            finally:
+                # A pull that was cut short may still write.
+                self._spawn(self._give_when(self._engine.returned(request_id), blocks))
+        except PullError as exc:
+            raise Refused(503, f"{type(exc).__name__} ({exc.reason}): {exc}", "kv_transfer_error") from exc
+        except AsyncKVError as exc:
+            raise Refused(400, f"kv_transfer_params: {exc}") from exc
+
+    async def _take(self, tokens: int) -> list[int]:
+        with self._counted("waiting"):
+            return await self._blocks.take(-(-tokens // self._block_size))
+
+    async def _give_when(self, over: Coroutine[Any, Any, Any], blocks: list[int]) -> None:
+        with contextlib.suppress(BlocksRetired):  # they are lost: something may write them for ever
+            await over
+            self._blocks.give(blocks)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @contextlib.contextmanager
+    def _counted(self, state: str) -> Any:
+        self._state[state] += 1
+        try:
+            yield
+        finally:
+            self._state[state] -= 1
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    async def _on_model(self, work: Callable[..., T], *args: Any) -> T:
+        """Call something on the model's thread; even who is cancelled waits for its end, for it may write blocks."""
+        running = asyncio.get_running_loop().run_in_executor(self._model, work, *args)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    async def _step(self, tokens: list[int], cache: Any, position: int) -> tuple[torch.Tensor, Any]:
+        await asyncio.sleep(self._step_s)
+        return await self._on_model(self._subject.step, torch.tensor([tokens]), cache, position)
+
+    async def _compute_prompt(self, prompt: list[int]) -> Any:
+        cache = None
+        for position in range(0, len(prompt) - 1, CHUNK):
+            _, cache = await self._step(prompt[position : min(position + CHUNK, len(prompt) - 1)], cache, position)
+        return cache
+
+    async def _generate(self, cache: Any, token: int, position: int, count: int) -> AsyncIterator[int]:
+        for at in range(position, position + count):
+            logits, cache = await self._step([token], cache, at)
+            token = int(logits.argmax())
+            yield token
+
+    def _store(self, cache: Any, blocks: list[int], tokens: int) -> None:
+        store(self._pages, self._subject.take_apart(cache, tokens), [(0, blocks)], tokens)
+
+    def _gather(self, blocks: list[int], tokens: int) -> Any:
+        return self._subject.put_together(gather([self._pages], self._subject, [(0, blocks)], tokens), tokens)
+
+    # -- what is served ----------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        held = {"blocks_held": self._blocks.num_held, "blocks": self._blocks.count}
+        return web.json_response({"status": "ok", "name": self.name, **self._state, **held})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "asynckv"}]})
+
+
+class Answer:
+    """Writes tokens as OpenAI's API does."""
+
+    def __init__(self, request: web.Request, answer_id: str, is_chat: bool, is_stream: bool, num_prompt: int) -> None:
+        self.request, self.is_chat, self.is_stream, self.num_prompt = request, is_chat, is_stream, num_prompt
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": "tiny"}
+
+    async def whole(self, tokens: list[int], params: dict[str, Any] | None = None) -> web.Response:
+        text, count = decode(tokens), len(tokens)
+        said = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        usage = {"prompt_tokens": self.num_prompt, "completion_tokens": count, "total_tokens": self.num_prompt + count}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": "length"}
+        return web.json_response({**self._head, "choices": [choice], "usage": usage, "kv_transfer_params": params})
+
+    async def stream(self, tokens: AsyncIterator[int]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(self.request)
+        async for token in tokens:
+            await self._event(response, decode([token]), None)
+        await self._event(response, "", "length")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _event(self, response: web.StreamResponse, text: str, reason: str | None) -> None:
+        said = {"delta": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        kind = {"object": "chat.completion.chunk"} if self.is_chat else {}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        await response.write(f"data: {json.dumps({**self._head, **kind, 'choices': [choice]})}\n\n".encode())
+
+
+async def _run(**setup: Any) -> None:
+    async with TinyEngine(**setup) as engine:
+        print(json.dumps({"name": engine.name, "url": engine.url}), flush=True)
+        await until_told()
+
+
+def engine(
+    role: Annotated[Role, typer.Option(help="Names the engine, and says how its memory is laid out.")],
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: one that the system chooses; the first line of stdout names it.")] = 0,
+    blocks: Annotated[int, typer.Option(help="Of KV cache.")] = 1024,
+    step_ms: Annotated[float, typer.Option(help="Wait before every step, as a larger model would.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the weights; the same for all engines.")] = 0,
+) -> int:
+    """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine of `pd_proxy`."""
+    command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
+    command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
+    command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")
+    load()
+    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed))
+    return 0
+
+
+EPILOG = """
+[bold]Examples[/bold]
+
+  python -m scripts.tiny_engine --role prefill --port 8100
+
+  python -m scripts.pd_service   # two of these to prefill, one to decode, and the router
+
+[bold]Exit status[/bold]  0 stopped in order, 2 bad input
+"""
+main = command.script(engine, "tiny_engine", EPILOG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
