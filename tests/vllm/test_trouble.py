@@ -14,7 +14,10 @@ from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_departures import unlent
 from tests.vllm.zoo import MODELS
 
-SHORT = {"lease": {"lease_s": 2.0}, "pull": {"timeout_s": 5.0}}
+SHORT = {
+    "lease": {"lease_s": 2.0, "parked_s": 4.0},
+    "pull": {"timeout_s": 5.0, "release_timeout_s": 3.0, "gone_s": 3.0},
+}
 """Options with which nobody has to wait long for what ends by itself."""
 
 
