@@ -123,6 +123,7 @@ class TinyEngine:
 
     async def __aenter__(self) -> Self:
         await self._engine.start()
+        await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step loads much, and takes seconds
         self._group = PrefillGroup(self.name, [self._engine.endpoint])
         self.url = await self._serving.__aenter__()
         return self
