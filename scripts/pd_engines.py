@@ -213,7 +213,7 @@ class Engines:
     async def ask(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, total_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post to an engine, for an answer with status 200; to leave before its end closes the connection.
+        """Ask an engine, for an answer with status 200; to leave before its end closes the connection.
 
         Raises:
             EngineFault: It is not to be had, or it failed.
@@ -222,11 +222,12 @@ class Engines:
         limits = self._limits
         silence_s = limits.silence_s if total_s is None else None
         timeout = aiohttp.ClientTimeout(total_s, sock_connect=limits.connect_s, sock_read=silence_s)
-        data = io.BytesIO(msgspec.json.encode(body))
-        post = self.session.post(engine.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False)
+        url = engine.url + path
+        method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
+        asked = self.session.request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
         engine.outstanding += 1
         try:
-            async with post as answer:
+            async with asked as answer:
                 if answer.status != 200:
                     raise engine.refusal(answer.status, await answer.read())
                 yield answer

@@ -33,6 +33,8 @@ IMPATIENT = {
     "decode": Limits(connect_s=5, prefill_s=30, silence_s=0.2, health_s=5),
 }
 HEAR_S = 30.0
+START_S = 300.0
+"""Processes import much, and a busy machine takes long for it."""
 PARAMS = {"do_remote_prefill": True, "remote": [1, 2, 3]}
 ASK = {"prompt": "one two", "max_tokens": 9}
 
@@ -71,10 +73,14 @@ class Fake:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=self.health)
 
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": ["tiny"]})
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Fake]:
         app = web.Application(client_max_size=2**26)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
         async with serving(app, "127.0.0.1", 0, drain_s=0.1) as self.url:
             yield self
@@ -121,7 +127,7 @@ async def dies(fake: Fake, request: web.Request) -> web.StreamResponse:
 
 async def no_http(fake: Fake, request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
-    request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")  # type: ignore[attr-defined]
+    request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -181,7 +187,9 @@ async def routed(
             if isinstance(fake, Fake):
                 await stack.enter_async_context(fake.running())
         urls = [[x.url if isinstance(x, Fake) else x for x in side] for side in (prefill, decode)]
-        url = await stack.enter_async_context(serving(Router(*urls, limits, **options).app(), "127.0.0.1", 0, 5))
+        url = await stack.enter_async_context(
+            serving(Router(urls[0], urls[1], limits, **options).app(), "127.0.0.1", 0, 5)
+        )
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
         yield Client(url, session)
 
@@ -220,6 +228,11 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str)
     ((second, told),) = decode.asked
     assert second == {**theirs, "kv_transfer_params": {**PARAMS, "of": "a"}}
     assert (told["X-Request-Id"], told["Authorization"]) == ("id-1", "Bearer key")
+
+
+async def test_models_are_those_of_the_decode_engines() -> None:
+    async with routed([prefills()], [decodes()]) as client, client.session.get(f"{client.url}/v1/models") as answer:
+        assert await answer.json() == {"data": ["tiny"]}
 
 
 async def test_without_params_decode_computes_the_prompt_itself() -> None:
@@ -342,6 +355,21 @@ async def test_params_outlive_a_decode_engine_that_cannot_be_reached() -> None:
         assert (len(prefill.asked), len(gone.asked), len(good.asked)) == (1, 0, 1)
         # It is known to be down now, and not tried again before its health says otherwise.
         assert "cannot be reached" in (await client.ready())[1]["decode"][0]["trouble"]
+
+
+async def test_a_decode_engine_may_ask_for_other_params() -> None:
+    async def asks_again(fake: Fake, request: web.Request) -> web.StreamResponse:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(request.headers["X-Prefill-Again"] + "x") as answer:
+                assert answer.status == 404
+            async with session.post(request.headers["X-Prefill-Again"]) as answer:
+                return web.json_response(await answer.json(), status=answer.status)
+
+    prefill = [prefills("a"), prefills("b")]
+    async with routed(prefill, [Fake(asks_again)]) as client:
+        status, told = await client.ask(headers={"Host": "evil:1"})
+        assert (status, told["kv_transfer_params"]["of"]) == (200, "b")
+        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
 
 
 async def test_none_up_is_said_in_json() -> None:
@@ -570,9 +598,35 @@ async def test_metrics_count_what_happened() -> None:
     assert metrics["pd_proxy_in_flight"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_the_command_serves_logs_and_ends_in_order() -> None:
+    async with prefills().running() as prefill, decodes().running() as decode:
+        command = (sys.executable, "-m", "scripts.pd_proxy", "--port", "0", "--prefill", prefill.url)
+        process = await asyncio.create_subprocess_exec(*command, "--decode", decode.url, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(START_S):
+                events = []
+                while not events or events[-1]["event"] != "listening":
+                    events.append(json.loads(await process.stderr.readline()))
+            async with aiohttp.ClientSession() as session:
+                client = Client(events[-1]["url"], session)
+                assert (await client.ask(headers={"X-Request-Id": "id-1"}))[0] == 200
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+            (ended, stopping) = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
+        assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
+        assert stopping["event"] == "stopping"
+
+
 # -- tiny engines, with real KV caches between them -----------------------------------------------------------------
 
-START_S = 300.0
 DECODE_BLOCKS = 64
 """Of 8 tokens: few, so that requests have to wait for some."""
 
@@ -751,19 +805,16 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
         assert (status, said(told)) == (200, want)
         (other,) = [it for it in prefill if it is not victim]
         await until_idle(client, other, decode)
-        assert (await client.metrics())['pd_proxy_retries_total{why="kv_transfer_error"}'] == 1
+        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
 
 
 @pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
 async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
-    # A shell may have turned the signal off for what it runs.
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "scripts.pd_service", "--prefill", "1"),
-        stdout=asyncio.subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
+    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1")
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_S):
