@@ -15,6 +15,21 @@ if TYPE_CHECKING:
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
     from asynckv.edges.torch import TensorPart, register_parts, register_tensors, written
+    from asynckv.embed import (
+        Announce,
+        Cancel,
+        Discharge,
+        EngineDesk,
+        EnginePump,
+        EngineThread,
+        Failed,
+        Finished,
+        Lend,
+        Order,
+        Pull,
+        Refused,
+        Withdraw,
+    )
     from asynckv.engine import Engine, LentRequest
     from asynckv.errors import (
         AsyncKVError,
@@ -66,6 +81,9 @@ _HOMES = {
     "asynckv.core.types": "Endpoint Params",
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
+    "asynckv.embed": (
+        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Order Pull Refused Withdraw"
+    ),
     "asynckv.engine": "Engine LentRequest",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
@@ -81,15 +99,23 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names.spli
 
 __all__ = [
     "ONE_PER_REQUEST",
+    "Announce",
     "AsyncKVError",
     "BackendError",
     "BlocksRetired",
+    "Cancel",
     "ConfigError",
     "Dim",
+    "Discharge",
     "Endpoint",
     "Engine",
     "EngineClosed",
     "EngineConfig",
+    "EngineDesk",
+    "EnginePump",
+    "EngineThread",
+    "Failed",
+    "Finished",
     "GeometryRefused",
     "Group",
     "HeldBlocks",
@@ -100,6 +126,7 @@ __all__ = [
     "LeaseEnd",
     "LeaseLost",
     "LeaseRefused",
+    "Lend",
     "LentRequest",
     "LimitsConfig",
     "LocalProtocolError",
@@ -107,6 +134,7 @@ __all__ = [
     "Memory",
     "NixlConfig",
     "NotLentYet",
+    "Order",
     "Overloaded",
     "Params",
     "Part",
@@ -115,6 +143,7 @@ __all__ = [
     "PlanRefused",
     "PrefillGroup",
     "ProtocolError",
+    "Pull",
     "PullCancelled",
     "PullConfig",
     "PullError",
@@ -122,6 +151,7 @@ __all__ = [
     "PullTimeout",
     "RankStatus",
     "ReadFailed",
+    "Refused",
     "Registration",
     "RemoteProtocolError",
     "RemoteTooShort",
@@ -129,6 +159,7 @@ __all__ = [
     "Statistics",
     "TensorPart",
     "View",
+    "Withdraw",
     "WrongThread",
     "attention_view",
     "configure_logging",

@@ -23,8 +23,8 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, sho
 from asynckv.config import LeaseConfig, check_lease
 from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
-from asynckv.geometry.blocks import check_runs
-from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL, BlockRuns
+from asynckv.geometry.blocks import BlockIds, check_runs
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
 
 __all__ = ["PrefillGroup"]
 
@@ -105,7 +105,7 @@ class PrefillGroup:
     def make_params(
         self,
         request_id: str,
-        groups: Sequence[tuple[int, Sequence[int | None]]],
+        groups: Sequence[tuple[int, BlockIds]],
         num_tokens: int,
         *,
         lease_s: float | None = None,
@@ -121,8 +121,9 @@ class PrefillGroup:
 
         Args:
             request_id: The prefill side's id; arbitrary text.
-            groups: Per cache group `(first_token, block ids)`; the first block holds `first_token`. `None`
-                stands for a block that is not there: outside a sliding window, a state that was not kept.
+            groups: Per cache group `(first_token, block ids)`, these in a list or a numpy array; the first block
+                holds `first_token`. `None` stands for a block that is not there: outside a sliding window, a state that
+                was not kept.
             num_tokens: Tokens whose KV is, or will be, in these blocks.
             lease_s: How long the request stays lent if nobody claims it.
             written: The KV is complete already. Leave it False when params travel ahead of the data:
@@ -144,26 +145,30 @@ class PrefillGroup:
         blocks = self._runs(groups)
         tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
         is_written = flag("written", written, ConfigError)
-        params = Params(
-            engine_id=self.engine_id,
-            request_id=name,
-            key=self._key(),
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            endpoints=self.endpoints,
-            groups=blocks,
-            num_tokens=tokens,
-            lease_s=wait,
-            renew_s=min(self.lease.grant_s, wait) / 3,
-            written=is_written,
-            hashes=chain,
-            hash_tokens=per_hash,
+        # What the caller gave has been checked by now, and is only written down: this is the scheduler's thread, and a
+        # long prompt may have thousands of runs.
+        plain: dict[str, Any] = msgspec.to_builtins(
+            Params(
+                engine_id=self.engine_id,
+                request_id=name,
+                key=self._key(),
+                tp_size=self.tp_size,
+                pp_size=self.pp_size,
+                endpoints=self.endpoints,
+                groups=(),
+                num_tokens=tokens,
+                lease_s=wait,
+                renew_s=min(self.lease.grant_s, wait) / 3,
+                written=is_written,
+                hashes=chain,
+                hash_tokens=per_hash,
+            )
         )
-        plain: dict[str, Any] = msgspec.to_builtins(params)
+        plain["groups"] = blocks
         return plain
 
-    def _runs(self, groups: Sequence[tuple[int, Sequence[int | None]]]) -> tuple[BlockRuns, ...]:
-        """Check block lists, and write them as they travel."""
+    def _runs(self, groups: Sequence[tuple[int, BlockIds]]) -> tuple[list[Any], ...]:
+        """Check block lists, and write them as they travel: what `BlockRuns` are as plain data."""
         given: Any = groups
         try:
             pairs: list[tuple[Any, Any]] = [(first, ids) for first, ids in given]
@@ -180,5 +185,5 @@ class PrefillGroup:
                 raise ConfigError(f"group {index}: {exc}") from exc
             if len(runs) > MAX_RUNS:
                 raise ConfigError(f"group {index} has {len(runs)} runs of block ids; at most {MAX_RUNS} can be sent")
-            out.append(BlockRuns(begin, runs))
+            out.append([begin, runs])
         return tuple(out)

@@ -396,6 +396,7 @@ CASES = (
     Case("ledger/1-beside-10000", "the same beside 10,000 holds", 4000, partial(_ledger, blocks=1, others=10_000)),
     Case("ledger/1024", "1,024 blocks taken and given back", 2000, partial(_ledger, blocks=1024, others=0)),
     Case("params/make-16", "params of 16 scattered blocks made", 2000, partial(_make_params, blocks=16)),
+    Case("params/make-1024", "of 1,024 scattered blocks", 200, partial(_make_params, blocks=1024)),
     Case("params/decode-16", "and checked on arrival", 2000, partial(_decode_params, blocks=16)),
     Case("params/decode-1024", "params of 1,024 scattered blocks checked", 200, partial(_decode_params, blocks=1024)),
 )

@@ -284,10 +284,10 @@ def revoking_breaks_promises(rank: Rank) -> None:
     lent = lends(rank, begin)
     withdrawal_frees(rank, lent)
 
-    async def aclose() -> None:
+    async def aclose(timeout_s: float | None = None) -> Any:
         for handle in lent.values():
             handle.revoke()
-        await rank.engine.honest.aclose()
+        return await rank.engine.honest.aclose(timeout_s)
 
     rank.engine.aclose = aclose
 
@@ -392,9 +392,31 @@ def closing_breaks_promises(rank: Rank) -> None:
     """An engine that closes does not wait for what it has promised."""
     closing = set[asyncio.Task[None]]()
 
-    async def aclose() -> None:
-        closing.add(asyncio.ensure_future(rank.engine.honest.aclose()))
+    async def aclose(timeout_s: float | None = None) -> Any:
+        closing.add(asyncio.ensure_future(rank.engine.honest.aclose(timeout_s)))
         await asyncio.sleep(0)
+        return ()
+
+    rank.engine.aclose = aclose
+
+
+@planted
+def promises_cut_short_are_not_named(rank: Rank) -> None:
+    """An engine that had no time to keep its promises says that it kept them."""
+
+    async def aclose(timeout_s: float | None = None) -> Any:
+        await rank.engine.honest.aclose(timeout_s)
+        return ()
+
+    rank.engine.aclose = aclose
+
+
+@planted
+def closing_takes_its_time(rank: Rank) -> None:
+    """Whoever has little time to close waits for every promise all the same."""
+
+    async def aclose(timeout_s: float | None = None) -> Any:
+        return await rank.engine.honest.aclose()
 
     rank.engine.aclose = aclose
 
@@ -660,9 +682,9 @@ def closing_returns_blocks_too_soon(rank: Rank) -> None:
             exc.returned = partial(wait, exc.returned)  # type: ignore[method-assign]
             raise
 
-    async def aclose() -> None:
+    async def aclose(timeout_s: float | None = None) -> Any:
         is_closing.set()
-        await rank.engine.honest.aclose()
+        return await rank.engine.honest.aclose(timeout_s)
 
     async def returned(request_id: str) -> None:
         await wait(rank.engine.honest.returned, request_id)
@@ -1003,6 +1025,25 @@ def the_deadline_is_forgotten(rank: Rank) -> None:
         return await rank.engine.honest.pull(*args, **options | {"timeout_s": LONG})
 
     rank.engine.pull = pull
+
+
+@planted
+def discharging_does_nothing(rank: Rank) -> None:
+    """What nobody needs is kept for its reader until its lease runs out."""
+    rank.engine.discharge = lambda request_id, params, **options: None
+
+
+@planted
+def a_discharge_is_a_cancellation(rank: Rank) -> None:
+    """The prefill side is told that something was broken off."""
+
+    def discharge(request_id: str, params: Any, **options: Any) -> None:
+        honest = rank.engine.honest
+        with suppress(AsyncKVError):
+            honest.announce(request_id, params, **options)
+        honest.cancel(request_id)
+
+    rank.engine.discharge = discharge
 
 
 @planted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from typing import Any
 
 import msgspec
@@ -11,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.errors import LayoutError
-from asynckv.geometry import check, overlap
+from asynckv.geometry import blocks, check, overlap
 from asynckv.geometry.blocks import as_block_ids, check_runs, runs_of
-from asynckv.geometry.bounds import MAX_VIEWS
+from asynckv.geometry.bounds import MAX_VIEWS, NULL
 from asynckv.geometry.check import MAX_DIMS, MAX_LAYOUT_BYTES, check_layout, decode_layout, register_memory
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, attention_view, dense_part, shard
 from asynckv.geometry.match import assign, owed_readers, remote_ranks
@@ -193,6 +195,48 @@ def test_runs() -> None:
 @given(st.lists(st.none() | st.integers(0, 6), max_size=80), st.integers(-1, 6))
 def test_few_ids_are_written_as_the_same_runs_as_many(ids: list[int | None], null_block: int) -> None:
     assert check_runs(ids, null_block) == runs_of(as_block_ids(ids, null_block))
+
+
+class Counted(enum.IntEnum):
+    THREE = 3
+
+
+ODD = [None, True, -1, 1.0, 1.5, math.nan, "1", b"1", [1], 2**31, 2**80, np.int64(7), np.float64(7), np.bool_(True)]
+
+
+@given(
+    st.lists(st.integers(0, 9) | st.sampled_from([2**31 - 1, Counted.THREE]), min_size=1, max_size=200),
+    st.dictionaries(st.integers(0, 199), st.sampled_from([*ODD, None, None]), max_size=3),
+    st.sampled_from([-1, 0, 3]),
+    st.sampled_from([list, tuple]),
+)
+def test_plain_ids_are_taken_and_refused_as_any_others_are(
+    ids: list[Any], odd: dict[int, Any], null_block: int, kind: type[Any]
+) -> None:
+    given_ids = kind(odd.get(i, block) for i, block in enumerate(ids))
+    found = runs_or_refusal(given_ids, null_block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_plain_ids", lambda _: None)
+        patch.setattr(blocks, "_few_runs", lambda *_: None)
+        assert runs_or_refusal(given_ids, null_block) == found
+    if isinstance(found, tuple):
+        assert all(type(n) is int for run in found for n in run)
+        wanted = [NULL if b in (None, null_block) else int(b) for b in given_ids]
+        assert [first if first == NULL else first + i for first, n in found for i in range(n)] == wanted
+        joined = [NULL if a == NULL else a + n for a, n in found]
+        assert not any(end == first for end, (first, _) in zip(joined, found[1:], strict=False))
+
+
+def runs_or_refusal(ids: Any, null_block: int) -> tuple[tuple[int, int], ...] | str:
+    try:
+        return check_runs(ids, null_block)
+    except LayoutError as exc:
+        return str(exc)
+
+
+@given(st.lists(st.integers(0, 200), max_size=200), st.sampled_from([-1, 0, 3]), st.sampled_from([np.int32, np.uint64]))
+def test_arrays_are_written_as_the_same_runs_as_lists(ids: list[int], null_block: int, dtype: Any) -> None:
+    assert check_runs(np.array(ids, dtype), null_block) == check_runs(ids, null_block)
 
 
 @pytest.mark.parametrize("ids", [[True], [-1], ["a"], [1.0], [2**40], [[1]], "ab", 7])

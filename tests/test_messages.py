@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import math
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core import wire as m
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
+from asynckv.core.types import MAX_ID, Cohort, Endpoint, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
 from asynckv.errors import LayoutError, RemoteProtocolError
+from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import MAX_RANKS, BlockRuns
 from asynckv.geometry.check import decode_layout
+from asynckv.scheduler import PrefillGroup
 from tests.world import World, make_layout
 
 KEY = Key("epoch", 0, 7, "0" * 32)
@@ -194,6 +199,44 @@ def test_params_are_validated() -> None:
         with pytest.raises(RemoteProtocolError, match=field):
             decode_params({**plain, field: value})
     assert isinstance(params, Params)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), st.lists(st.none() | st.integers(0, 20), max_size=80), st.booleans()), max_size=3
+    ),
+    st.integers(-1, 3),
+)
+def test_params_are_made_as_their_type_would_be_written(
+    groups: list[tuple[int, list[int | None], bool]], null_block: int
+) -> None:
+    group = PrefillGroup(
+        "p", [Endpoint(0, "tcp://h:1", "0" * 32), Endpoint(1, "tcp://h:2", "1" * 32)], null_block=null_block
+    )
+    given_ids: list[Any] = [
+        (first, np.array(ids, np.int64) if as_array and None not in ids else ids) for first, ids, as_array in groups
+    ]
+    plain = group.make_params("r", given_ids, 16, hashes=["a"], hash_tokens=4)
+    found = decode_params(plain)
+    assert plain == msgspec.to_builtins(found)
+    assert decode_params(json.loads(json.dumps(plain))) == found
+    for (first, ids, _), lent in zip(groups, found.groups, strict=True):
+        assert lent.first_token == first
+        assert lent.runs == runs_of([None if b == null_block else b for b in ids])
+
+
+@pytest.mark.parametrize("field", ["engine_id", "request_id", "endpoints", "key", "hashes"])
+def test_text_that_cannot_be_sent_is_refused_wherever_params_have_some(field: str) -> None:
+    group = PrefillGroup("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
+    plain = json.loads(json.dumps(group.make_params("r", [(0, [1])], 16, hashes=["a"], hash_tokens=16)))
+    bad = "\ud800" * 16
+    for value in {
+        "endpoints": [[{**plain["endpoints"][0], name: bad}] for name in ("address", "incarnation")],
+        "key": [[bad, *plain["key"][1:]], [*plain["key"][:3], bad]],
+        "hashes": [["a", bad]],
+    }.get(field, [bad]):
+        with pytest.raises(RemoteProtocolError, match="not valid Unicode"):
+            decode_params({**plain, field: value})
 
 
 def test_the_digest_tells_blocks_apart() -> None:

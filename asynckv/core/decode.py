@@ -194,6 +194,10 @@ class DecodeSide:
         if pull.reason is None:
             self._carry_out(pull, pull.cancel(now), now)
 
+    def discharge(self, pull: Pull, now: float) -> None:
+        """End a pull that has no blocks, and of which nothing is needed."""
+        self._carry_out(pull, pull.discharge(now), now)
+
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float) -> None:
         """End a pull."""
         self._carry_out(pull, pull.fail(reason, detail, now), now)

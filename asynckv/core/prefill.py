@@ -34,7 +34,7 @@ from asynckv.core.timers import Timers
 from asynckv.core.types import Key, Reason, ReplyTo
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.blocks import blocks_of, check_blocks, check_covers
+from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group, Layout
 
@@ -321,14 +321,16 @@ class PrefillSide:
                 self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
             return
         until, kept = now + self._config.parked_s, message
-        if known is None:
-            self._parked_order.append((until, message.key, place))
-            self.next_at = min(self.next_at, until)
-        else:
-            until = known.until  # a lifetime of its own: repeats do not extend it
+        if known is not None:
             if isinstance(known.message, Release):
                 kept = known.message  # a claim that comes behind it is late: it wants the request no more
             self._unpark(known)
+        if known is not None and type(kept) is type(known.message):
+            until = known.until  # a lifetime of its own: repeats do not extend it
+        else:
+            # A release is repeated no more once it is acknowledged: it has all of its time, whatever came before.
+            self._parked_order.append((until, message.key, place))
+            self.next_at = min(self.next_at, until)
         parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(kept, reply_to, sender, until)
         self._parked_by[reply_to] += parked.room
         if len(self._parked_order) > 8 * most:
@@ -375,11 +377,13 @@ def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s
         ):
             return np.array(few, np.int64)
     where = f"group {index} ({group.name!r})"
-    check_covers(where, group, offer, lent.num_tokens)
+    firsts, counts = columns = as_columns(offer.runs)
+    check_covers(where, group, offer, lent.num_tokens, columns)
     # The sum is bounded before anything is allocated by it.
-    runs = [run for run in offer.runs if run[0] != NULL]
-    if sum(count for _, count in runs) > group.num_blocks:
+    real = firsts != NULL
+    firsts, counts = firsts[real], counts[real]
+    if int(counts.sum()) > group.num_blocks:
         raise LocalProtocolError(f"request {lent.request_id!r} names more blocks than the {group.num_blocks} there are")
-    blocks = blocks_of(runs)
+    blocks = expanded(firsts, counts)
     check_blocks(where, group, blocks)
     return blocks

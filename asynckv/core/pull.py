@@ -33,6 +33,7 @@ from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, Source
 from asynckv.core.types import Cohort, Outcome, Params, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
+from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, ReadRequest
 
 __all__ = ["DO", "Effect", "Pull", "PullEvent", "PullLimits", "PullRequest", "PullState"]
@@ -218,7 +219,7 @@ class PullRequest:
     """
 
     request_id: str
-    groups: Sequence[tuple[int, Sequence[int | None]]]
+    groups: Sequence[tuple[int, BlockIds]]
     params: Params
     cohort_id: str = ""
     hashes: Sequence[str] | None = None
@@ -594,6 +595,12 @@ class Pull:
         self._fail(Reason.CANCELLED, "cancelled", now)
         return self._settle(after, now)
 
+    def discharge(self, now: float) -> list[Effect]:
+        """The caller needs nothing of it, and has given no blocks."""
+        after = ON_EVENT[self.state].get(E.CANCELLED) or self._impossible(E.CANCELLED)
+        self._fail(Reason.DISCHARGED, "discharged", now)
+        return self._settle(after, now)
+
     def settled(self, source: Source, note: str, now: float) -> list[Effect]:
         """One rank needs no release any more: acknowledged, refused, or gone."""
         after = ON_EVENT[self.state].get(E.SETTLED) or self._impossible(E.SETTLED)
@@ -653,7 +660,7 @@ class Pull:
     def outcome(self) -> Outcome:
         """How the attempt ended, as its prefill ranks are told."""
         match self.reason:
-            case Reason.COMPLETE:
+            case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
             case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY

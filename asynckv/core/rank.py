@@ -4,7 +4,7 @@ Everything comes with `now`. What is to be done is left in the outbox. The engin
 simulation with simulated ones.
 
     calls     lend, withdraw                   -> prefill side
-              announce, pull, cancel, discharge -> decode side
+              announce, pull, cancel, discharge, let_go -> decode side
               shut, close, say_goodbye          -> both, and whoever shook hands
     packets   from who reads from us            -> prefill side, readers
               from whom we read                 -> decode side
@@ -279,11 +279,7 @@ class RankCore:
                 is_retryable=True,
             )
         if pull is not None and pull.lists is None:
-            if pull.params != params or pull.cohort.id != (request.cohort_id or self.cohort.id):
-                raise LocalProtocolError(
-                    f"request {request_id[:200]!r} was announced with other params or another cohort_id; cancel it "
-                    f"first"
-                )
+            self._check_announced(pull, request)
             pull.wanted(request.is_last, request.priority, retryable)
             begin = self.decode.start
         else:
@@ -299,6 +295,13 @@ class RankCore:
                 self.decode.cancel(pull, now)
             raise
         return pull
+
+    def _check_announced(self, pull: Pull, request: PullRequest) -> None:
+        if pull.params != request.params or pull.cohort.id != (request.cohort_id or self.cohort.id):
+            raise LocalProtocolError(
+                f"request {request.request_id[:200]!r} was announced with other params or another cohort_id; cancel it "
+                f"first"
+            )
 
     def _wanted_tokens(self, request: PullRequest) -> int:
         """Return how many tokens are to be there in the end.
@@ -335,7 +338,27 @@ class RankCore:
         self.decode.cancel(pull, now)
         return True
 
-    def discharge(self, request: PullRequest, reason: Reason, now: float) -> None:
+    def discharge(self, request_id: str, params: Params, cohort_id: str, now: float) -> None:
+        """Tell all ranks of a request that this reader needs nothing of it, announced or not.
+
+        Nobody is met for it, and nothing new begins: so it may come while the engine drains.
+
+        Raises:
+            PlanRefused: The params do not list a whole group.
+            LocalProtocolError: The request is being pulled, or was announced otherwise.
+        """
+        request = PullRequest(request_id, (), params, cohort_id)
+        pull = self.decode.by_request.get(RequestId(request_id))
+        if pull is None:
+            pull = self._make_pull(request, self.config.pull.timeout_s, now, reads=False)
+            self.decode.announce(pull, now)
+        elif pull.lists is not None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
+        else:
+            self._check_announced(pull, request)
+        self.decode.discharge(pull, now)
+
+    def let_go(self, request: PullRequest, reason: Reason, now: float) -> None:
         """Tell all ranks of a request that its last attempt was the last; no pull of it may be without an outcome."""
         request = replace(request, is_last=True)
         pull = self._make_pull(request, self.config.pull.timeout_s, now, reads=False, is_discharge=True)

@@ -163,6 +163,8 @@ class Reason(enum.StrEnum):
     # a pull
     COMPLETE = "complete"
     CANCELLED = "cancelled"
+    DISCHARGED = "discharged"
+    """Nothing of the request is needed; its prefill ranks are told that it is complete."""
     TIMEOUT = "timeout"
     NOT_LENT_YET = "not_lent_yet"
     """The deadline passed, and the last that a rank had said was that the request is not lent yet."""
@@ -246,7 +248,9 @@ def decode_params(value: object) -> Params:
         if isinstance(value, Params):
             return sendable(value, Params)
         params = msgspec.convert(value, Params)
-        msgspec.msgpack.encode(params)
+        # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
+        key, texts = params.key, (params.engine_id, params.request_id, params.endpoints, params.hashes)
+        msgspec.msgpack.encode((key, texts))
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
         raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc

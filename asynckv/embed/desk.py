@@ -1,49 +1,166 @@
-"""Where orders are carried out: on the engine's loop, one list at a time, in the order given."""
+"""Where orders are carried out: on the engine's loop, in the order in which they were handed over.
+
+Handing over and taking are plain appends to queues, which Python makes in one step: no lock is taken, so that nobody
+ever waits for somebody who has been stopped in the middle, not even in a signal handler or a finalizer.
+
+The loop's thread shares Python's lock with the engine's busy thread, and with the NIC's news. So it works in slices:
+what is left after a millisecond is carried out in the loop's next turn.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from asynckv.embed.orders import Announce, Cancel, Discharge, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
 from asynckv.engine import Engine, LentRequest
-from asynckv.errors import AsyncKVError, BlocksRetired, PullError
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
+from asynckv.results import LeaseEnd
 
-__all__ = ["Desk"]
+__all__ = ["EngineDesk"]
+
+SLICE_S = 0.001
+"""How long a turn may go on carrying out orders."""
 
 
-class Desk:
+class EngineDesk:
     """Carries out orders on an engine's loop, and keeps what has ended until somebody takes it.
 
-    `carry_out` belongs to the loop; `take` may be called from any thread.
+    On the loop, `submit` may be called as it is. From elsewhere, whoever owns the loop sees to it that `carry_out`
+    runs on it afterwards. `take_finished` may be called from any thread.
+
+    Args:
+        engine: Started and closed by its owner.
+        wake: Sees to it that `carry_out` runs, soon and on the engine's loop; if left out, the running loop does.
+        on_news: Told, on the loop, that something has ended.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        wake: Callable[[], None] | None = None,
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
         self.engine = engine
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._finished = Finished()
-        self._lock = threading.Lock()
+        self._wake, self._on_news = wake or self._soon, on_news
+        self._handed: deque[tuple[Order, ...]] = deque()
+        self._left: deque[Order] = deque()
+        """What the loop has taken over, and not carried out yet."""
+        self._is_due = False
+        self._tasks: dict[asyncio.Task[None], Order] = {}
+        """What waits for the end of which order."""
+        self._news: deque[tuple[str, Any]] = deque()
+        self._is_shut = False
+        self.num_handovers = self.num_orders = 0
 
-    def take(self) -> Finished:
+    def submit(self, orders: Iterable[Order]) -> None:
+        """Hand orders over; they are carried out in the order given, soon.
+
+        Raises:
+            EngineClosed: No more are taken; none of these will be carried out.
+        """
+        handed = tuple(orders)
+        if self._is_shut:
+            raise EngineClosed("the engine was closed; none of these orders is carried out")
+        if handed:
+            self._handed.append(handed)
+            self._wake()
+            if self._is_shut:  # just now: whoever shut the desk may have looked before
+                self.refuse_all()
+
+    def take_finished(self) -> Finished:
         """Return what has ended since the last call."""
-        if not self._finished:
-            return Finished()
-        with self._lock:
-            finished, self._finished = self._finished, Finished()
+        finished, news = Finished(), self._news
+        while news:
+            try:
+                kind, value = news.popleft()
+            except IndexError:  # another thread took it
+                break
+            getattr(finished, kind).append(value)
         return finished
 
-    def carry_out(self, orders: Sequence[Order]) -> None:
-        """Carry out orders, the first first; what is refused is told with the rest."""
-        for order in orders:
+    @property
+    def has_news(self) -> bool:
+        """There is something to take."""
+        return bool(self._news)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def shut(self) -> None:
+        """Take no more orders."""
+        self._is_shut = True
+
+    def refuse_all(self) -> None:
+        """Tell of every order that was handed over and not carried out that it will not be."""
+        while self._handed or self._left:
+            try:
+                orders = (self._left or self._handed).popleft()
+            except IndexError:
+                continue
+            for order in orders if isinstance(orders, tuple) else (orders,):
+                self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
+
+    def forget(self) -> None:
+        """Know of nothing any more: all of it is another process's."""
+        self.shut()
+        for each in (self._handed, self._left, self._news):
+            each.clear()
+
+    async def settle(self) -> None:
+        """Wait until all that was carried out has ended, after the engine was closed; refuse the rest."""
+        self.shut()
+        self.refuse_all()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+    def abandon(self, cause: BaseException) -> None:
+        """Tell of all that has not ended that nobody will ever know more; the loop runs no longer."""
+        self.shut()
+        self.refuse_all()
+        for order in self._tasks.values():
+            if isinstance(order, Pull):
+                self._tell("failed", Failed(order.request_id, _held(order, cause)))
+                self._tell("retired", order.request_id)
+            elif isinstance(order, Lend):
+                request_id = str(order.params.get("request_id", ""))
+                self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
+        self._tasks.clear()
+
+    # -- on the loop -------------------------------------------------------------------------------
+
+    def _soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.carry_out)
+
+    def carry_out(self) -> None:
+        """Carry out what was handed over, for a slice of the loop's time; what is left has its turn soon."""
+        self._is_due = False
+        left, until, has_pulled = self._left, time.monotonic() + SLICE_S, False
+        while True:
+            if not left:
+                try:
+                    left.extend(self._handed.popleft())
+                except IndexError:
+                    return
+                self.num_handovers += 1
+            # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
+            if (has_pulled and type(left[0]) is not Pull) or time.monotonic() > until:
+                self._soon()
+                return
+            order = left.popleft()
+            has_pulled = has_pulled or type(order) is Pull
+            self.num_orders += 1
             try:
                 self._carry_out(order)
-            except AsyncKVError as exc:
-                if isinstance(order, Pull):
-                    self._tell(failed=Failed(order.request_id, exc))
-                else:
-                    self._tell(refused=Refused(order, exc))
+            except Exception as exc:  # whatever it is, the others are carried out
+                self._refuse(order, exc)
+            except BaseException as exc:
+                self._refuse(order, EngineClosed(f"{exc!r} ended the engine's loop while this was carried out"))
+                raise
 
     def _carry_out(self, order: Order) -> None:
         engine = self.engine
@@ -51,22 +168,28 @@ class Desk:
             case Announce():
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
-                self._go(self._pull(order))
+                self._go(self._pull(order), order)
             case Discharge():
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
                 engine.cancel(order.request_id)
             case Lend():
-                self._go(self._sent(engine.lend(order.params, readers=order.readers)))
+                self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
             case Withdraw():
                 engine.withdraw(order.params)
             case _:
-                raise TypeError(f"{order!r} is no order")
+                raise TypeError(f"{order!r} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw")
 
-    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+    def _refuse(self, order: Order, error: Exception) -> None:
+        if isinstance(order, Pull):
+            self._tell("failed", Failed(order.request_id, error))
+        else:
+            self._tell("refused", Refused(order, error))
+
+    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = order
+        task.add_done_callback(self._tasks.pop)
 
     async def _pull(self, order: Pull) -> None:
         try:
@@ -83,21 +206,56 @@ class Desk:
                 retries=order.retries,
             )
         except AsyncKVError as exc:
-            self._tell(failed=Failed(order.request_id, exc))
+            self._tell("failed", Failed(order.request_id, exc))
             if isinstance(exc, PullError) and exc.held:
                 try:
                     await exc.returned()
                 except BlocksRetired:
-                    self._tell(retired=order.request_id)
+                    self._tell("retired", order.request_id)
                 else:
-                    self._tell(returned=order.request_id)
+                    self._tell("returned", order.request_id)
+        except BaseException as exc:  # a bug, or somebody cancels every task of the loop
+            await self._tell_when_returned(order, exc)
+            if not isinstance(exc, Exception):
+                raise
         else:
-            self._tell(received=result)
+            self._tell("received", result)
+
+    async def _tell_when_returned(self, order: Pull, exc: BaseException) -> None:
+        """Tell of a pull that ended in a way that says nothing of its blocks."""
+        is_returned = False
+        try:
+            await self.engine.returned(order.request_id)
+            is_returned = True
+        except BlocksRetired:
+            pass
+        finally:
+            if is_returned:
+                error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
+                self._tell("failed", Failed(order.request_id, error))
+            else:
+                self._tell("failed", Failed(order.request_id, _held(order, exc)))
+                self._tell("retired", order.request_id)
 
     async def _sent(self, lent: LentRequest) -> None:
-        self._tell(sent=await lent.wait_released())
+        try:
+            self._tell("sent", await lent.wait_released())
+        except asyncio.CancelledError:
+            self._tell("sent", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
+            raise
 
-    def _tell(self, **news: Any) -> None:
-        with self._lock:
-            for kind, value in news.items():
-                getattr(self._finished, kind).append(value)
+    def _tell(self, kind: str, value: object) -> None:
+        self._news.append((kind, value))
+        self._on_news()
+
+
+def _held(order: Pull, cause: BaseException) -> PullCancelled:
+    """Return the error of a pull whose blocks may still be written, for all that is known."""
+    error = PullCancelled(
+        f"request {order.request_id!r}: nobody waits for it any more ({cause!r})",
+        request_id=order.request_id,
+        reason="cancelled",
+        held={i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)},
+    )
+    error.__cause__ = cause
+    return error

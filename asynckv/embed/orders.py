@@ -4,7 +4,7 @@ A scheduler decides once per step what is to happen, and its workers carry it ou
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
 Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Lend` in `sent` or `refused`, any other in
-`refused`, or nowhere if there was nothing to complain of.
+`refused`, or nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asynckv.errors import AsyncKVError, PullError
+from asynckv.errors import PullError
 from asynckv.results import LeaseEnd, PullResult
 
 __all__ = ["Announce", "Cancel", "Discharge", "Failed", "Finished", "Lend", "Order", "Pull", "Refused", "Withdraw"]
@@ -83,11 +83,11 @@ class Failed:
     Attributes:
         request_id: Whose.
         error: What `Engine.pull` raised. If it names blocks (`PullError.held`) they may still be written; the
-            request's id follows in `Finished.returned` or `Finished.retired`.
+            request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or else a bug.
     """
 
     request_id: str
-    error: AsyncKVError
+    error: Exception
 
     @property
     def is_held(self) -> bool:
@@ -97,10 +97,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order of which nothing was done, and why."""
+    """An order of which nothing was done, and why: an `AsyncKVError`, or a `TypeError` for what is no order."""
 
     order: Order
-    error: AsyncKVError
+    error: Exception
 
 
 @dataclass(slots=True)

@@ -1,83 +1,492 @@
 """The engine on a thread and event loop of its own, for workers whose own thread is busy computing.
 
-Every call may come from any thread, and none waits for the network: a step hands its orders over, and takes what has
-ended. See `orders` for what crosses.
+Every call may come from any thread, and none waits for the network, but for `start`, `call` and `close`, which say how
+long. A step hands its orders over and takes what has ended; see `orders` for what crosses, and `desk` for who carries
+it out.
+
+Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so that a hand-over costs
+microseconds however much the engine has to do. The engine's thread is given it when the caller's computes outside of
+Python, sleeps, or has had it for the switch interval (`sys.setswitchinterval`, 5 ms).
+
+However the thread ends, it ends the engine first: what was promised to readers is kept, and whatever was under way is
+told in `Finished`. It is a daemon, for a loop that is stuck must not keep the process; and when the interpreter exits
+with an engine still open, it is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import dataclasses
+import os
+import select
+import sys
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from asynckv.config import EngineConfig
-from asynckv.embed.desk import Desk
+from asynckv.embed.bell import Bell
+from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
-from asynckv.errors import EngineClosed
+from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
 from asynckv.geometry.check import Registration
+from asynckv.results import Statistics
 
 __all__ = ["EngineThread"]
 
 T = TypeVar("T")
 
+START_S = 60.0
+CLOSE_S = 15.0
+"""What is lent to a reader in the middle of a read is kept for it, for `lease.grant_s` (10 s) at most."""
+
+LEFTOVERS_S = 1.0
+"""How long the coroutines of `call` that are left when the engine has ended may take to be cancelled."""
+
+MAX_CRASHES = 3
+"""How often the loop may be ended by an exception while it ends the engine, before the thread gives up."""
+
+_THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
 
 class EngineThread:
-    """An engine on a thread of its own."""
+    """An engine on a thread of its own.
 
-    def __init__(self, config: EngineConfig, registration: Registration) -> None:
+    Args:
+        config: As for `Engine`.
+        registration: As for `Engine`.
+        loop_factory: Makes the thread's event loop (`uvloop.new_event_loop`).
+
+    Attributes:
+        engine: For `call`. What may be read from any thread (`endpoint`, `memory_epoch`, ...) may be read here too.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        registration: Registration,
+        *,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
         self.engine = Engine(config, registration)
-        self._desk = Desk(self.engine)
-        self._loop = asyncio.new_event_loop()
+        self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
-        self._waiting: list[Order] = []
-        self._lock = threading.Lock()
+        self._bell, self._is_rung = Bell(), False
+        """Wakes the loop."""
+        self._news_bell: Bell | None = None
+        """Wakes whoever waits for news, if anybody does."""
+        self._desk = EngineDesk(self.engine, self._wake, self._on_news)
+        self._num_wakeups = 0
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._closers: list[concurrent.futures.Future[None]] = []
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._ask: asyncio.Event | None = None
+        self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = False
+        self._untold: list[BaseException] = []
+        """What ended the loop, until somebody was told."""
+        self._cause = "it is not started; call start()"
+        """Why it does not run."""
+        self._start_error: BaseException | None = None
+        self._snapshot: tuple[float, Statistics] | None = None
+        self._is_snapshot_wanted = False
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    # -- life --------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float = 60.0) -> Self:
-        """Start the thread, and return when the engine listens."""
+    def start(self, timeout_s: float = START_S) -> Self:
+        """Start the thread, and return when the engine listens.
+
+        Raises:
+            BaseException: Whatever `Engine.start` raised; nothing is left running.
+            TimeoutError: It took too long, and was called off.
+            LocalProtocolError: It was started before.
+        """
+        if self._is_asked_for:
+            raise LocalProtocolError("the engine's thread was started before; make a new one")
+        if self._is_closing:
+            raise EngineClosed("the engine was closed; make a new one")
+        until = time.monotonic() + timeout_s
         self._thread.start()
-        self.call(self.engine.start(), timeout_s)
+        self._is_asked_for = True
+        _THREADS.add(self)
+        try:
+            self._started.result(timeout_s)
+        except BaseException as exc:
+            self._is_closing = True
+            self._ask_to_end()
+            is_time_up = isinstance(exc, concurrent.futures.TimeoutError) and not self._started.done()
+            self._thread.join(max(until - time.monotonic(), 1.0))
+            if is_time_up:
+                raise TimeoutError(f"the engine did not start within {timeout_s:g} s{self._whereabouts()}") from None
+            raise
         return self
 
-    def submit(self, orders: Sequence[Order]) -> None:
-        """Hand orders over; they are carried out in the order given, soon."""
-        with self._lock:
-            is_asked = bool(self._waiting)
-            self._waiting.extend(orders)
-        if orders and not is_asked:
-            self._loop.call_soon_threadsafe(self._carry_out)
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the engine and its thread: no order is taken any more, and what is under way is ended and told.
 
-    def _carry_out(self) -> None:
-        with self._lock:
-            orders, self._waiting = self._waiting, []
-        self._desk.carry_out(orders)
+        May be called from any thread, at any time and again. On the engine's own thread it asks for the end and waits
+        for nothing. What has ended can be taken afterwards.
+
+        Raises:
+            TimeoutError: It has not ended yet, and goes on doing so. Call again to wait again.
+            BackendError: Something is still inside NIXL, so that memory may still be written. Call again to try again.
+            BaseException: What had ended the loop before, if nobody was told.
+        """
+        self._is_closing = True
+        self._desk.shut()
+        if not self._is_asked_for:
+            self._cause = "it was closed before it was started"
+            return
+        if self._is_over:
+            self._tell_cause()
+            return
+        until, outcome = time.monotonic() + timeout_s, concurrent.futures.Future[None]()
+        self._closers.append(outcome)
+        self._ask_to_end()
+        if threading.current_thread() is self._thread:
+            return
+        if not self._is_over:  # else nobody will look
+            try:
+                outcome.result(timeout_s)
+            except concurrent.futures.TimeoutError:
+                raise TimeoutError(f"the engine did not end within {timeout_s:g} s{self._whereabouts()}") from None
+        self._thread.join(max(until - time.monotonic(), 0.1))
+        self._tell_cause()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def submit(self, orders: Iterable[Order]) -> None:
+        """Hand orders over; they are carried out in the order given, soon.
+
+        What is wrong with one of them is told in `Finished`, and the others are carried out.
+
+        Raises:
+            EngineClosed: The engine is not running; none of these is carried out.
+            BaseException: What ended the loop, once.
+        """
+        if self._is_closing or self._snapshot is None:
+            self._tell_cause()
+            raise EngineClosed(f"the engine takes no orders: {self._cause}")
+        self._desk.submit(orders)
 
     def take_finished(self) -> Finished:
-        """Return what has ended since the last call."""
-        return self._desk.take()
+        """Return what has ended since the last call; also after the engine was closed.
+
+        Raises:
+            BaseException: What ended the loop, once; `EngineClosed` from then on when there is nothing left to tell.
+        """
+        if self._untold:
+            self._tell_cause()
+        if self._news_bell is not None:
+            self._news_bell.silence()
+        finished = self._desk.take_finished()
+        if self._has_crashed and self._is_over and not finished:
+            raise EngineClosed(f"the engine's thread has ended: {self._cause}")
+        return finished
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable from when something has ended until `take_finished`.
+
+        For `select` and its like. It may be readable without reason now and then.
+        """
+        return self._listening().fileno()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until `take_finished` has something to tell or to raise; False if there is nothing by then.
+
+        Waits no longer when the engine has ended.
+        """
+        until, bell, poll = time.monotonic() + timeout_s, self._listening(), select.poll()
+        poll.register(bell.fileno(), select.POLLIN)
+        while not (self._has_news or self._is_over):
+            bell.silence()
+            if self._has_news or self._is_over:
+                bell.ring()  # for whoever else waits
+            elif (left := until - time.monotonic()) <= 0:
+                break
+            else:
+                poll.poll(1e3 * left)
+        return self._has_news
+
+    def statistics(self, max_age_s: float = 1.0) -> Statistics:
+        """Return the last snapshot that the loop took; if it is older than that, it will take another soon.
+
+        Never waits, so a call may have to return an older one. Counters that begin with `embed.` are this thread's:
+        hand-overs, orders and wake-ups.
+
+        Raises:
+            EngineClosed: The engine was never started.
+        """
+        if self._snapshot is None:
+            raise EngineClosed(f"the engine has no statistics: {self._cause}")
+        taken_at, statistics = self._snapshot
+        if time.monotonic() - taken_at > max_age_s and not self._is_closing:
+            self._is_snapshot_wanted = True
+            self._wake()
+        return statistics
 
     def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine of the engine on its loop, and wait for it."""
-        if not self._thread.is_alive():
+        """Run a coroutine on the engine's loop and wait for it: `thread.call(thread.engine.drain(5.0), 10.0)`.
+
+        Raises:
+            TimeoutError: It did not end in time, and was cancelled.
+            EngineClosed: The thread does not run, or ended meanwhile.
+            WrongThread: This is the engine's thread: await the coroutine instead.
+            BaseException: Whatever the coroutine raised; or what ended the loop, once.
+        """
+        if threading.current_thread() is self._thread:
             work.close()
-            raise EngineClosed("the engine's thread is not running")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
+        loop = self._loop
+        if loop is None or self._is_over:
+            work.close()
+            self._tell_cause()
+            raise EngineClosed(f"the engine's thread is not running: {self._cause}")
         try:
+            future = asyncio.run_coroutine_threadsafe(work, loop)
+        except RuntimeError:  # its loop was closed just now
+            work.close()
+            raise EngineClosed(f"the engine's thread is not running: {self._cause}") from None
+        self._calls.add(future)
+        try:
+            if self._is_over:
+                self._fail(future)
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            future.cancel()
+            if future.done():  # it is the coroutine's own
+                raise
+            where = self._whereabouts()
+            name = getattr(work, "__qualname__", "it")
+            raise TimeoutError(f"{name} did not end within {timeout_s:g} s{where}") from None
+        except (concurrent.futures.CancelledError, EngineClosed):
+            if not self._is_closing:
+                raise
+            self._tell_cause()
+            raise EngineClosed(f"the engine's thread ended meanwhile: {self._cause}") from None
+        except BaseException as exc:
+            with suppress(ValueError):
+                self._untold.remove(exc)
             raise
+        finally:
+            future.cancel()
+            self._calls.discard(future)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End the engine and the thread."""
-        if self._thread.is_alive():
-            self.call(self.engine.aclose(), timeout_s)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout_s)
-            self._loop.close()
+    # -- for other threads -------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Wake the loop, unless it has been woken already and has not looked yet."""
+        if not self._is_rung:
+            self._is_rung = True
+            self._bell.ring()
+
+    def _ask_to_end(self) -> None:
+        if (loop := self._loop) is not None:
+            with suppress(RuntimeError):  # it was closed meanwhile
+                loop.call_soon_threadsafe(self._end_soon)
+
+    @property
+    def _has_news(self) -> bool:
+        return self._desk.has_news or bool(self._untold)
+
+    def _fail(self, future: concurrent.futures.Future[Any]) -> None:
+        """Tell whoever waits for something that the loop will not do any more."""
+        with suppress(concurrent.futures.InvalidStateError):
+            future.set_exception(EngineClosed(f"the engine's thread has ended: {self._cause}"))
+
+    def _tell_cause(self) -> None:
+        """Raise what ended the loop, once."""
+        try:
+            cause = self._untold.pop()
+        except IndexError:
+            return
+        raise cause
+
+    def _listening(self) -> Bell:
+        if self._news_bell is None:
+            self._news_bell = Bell()
+            if self._has_news or self._is_over:
+                self._news_bell.ring()
+        return self._news_bell
+
+    def _whereabouts(self) -> str:
+        """Say where the thread is, for whoever waited for it in vain."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return ""
+        last = traceback.extract_stack(frame)[-1]
+        return f"; its thread is at {last.filename}:{last.lineno}, in {last.name}"
+
+    # -- on the engine's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            loop = self._loop_factory()
+            try:
+                self._run_loop(loop)
+            finally:
+                loop.close()
+        except BaseException as exc:
+            self._crashed(exc)
+        self._is_closing = self._is_over = True
+        self._desk.shut()
+        self._desk.refuse_all()
+        for call in tuple(self._calls):
+            self._fail(call)
+        for closer in tuple(self._closers):
+            closer.set_result(None)
+        self._on_news()
+        if not self._started.done():
+            error = self._start_error or (self._untold.pop() if self._untold else None)
+            self._started.set_exception(error or EngineClosed("the engine was closed while it started"))
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        self._ask = asyncio.Event()
+        # Not run_until_complete: threads that others make on the loop would live as long as its coroutine.
+        self._main = main = loop.create_task(self._live())
+        main.add_done_callback(lambda _: loop.stop())
+        self._loop = loop
+        if self._is_closing:
+            self._end_soon()
+        num_crashes = 0
+        while not main.done() and num_crashes < MAX_CRASHES:
+            try:
+                loop.run_forever()
+                if not main.done():
+                    raise RuntimeError("somebody stopped the engine's event loop")
+            except BaseException as exc:
+                num_crashes += 1
+                self._crashed(exc)
+                self._end_soon()
+        if not main.done() or main.cancelled() or main.exception() is not None:
+            # The engine could not be ended. Whoever reads what is lent may go on for as long as was promised.
+            time.sleep(self.engine.config.lease.grant_s)
+            self._desk.abandon(RuntimeError(self._cause))
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=LEFTOVERS_S))
+        if main.done() and not main.cancelled():
+            main.result()
+
+    def _crashed(self, exc: BaseException) -> None:
+        """Take note of what ended the loop; only the first is told, as the others follow from it."""
+        if not self._has_crashed:
+            self._cause = f"{type(exc).__name__}: {exc}"
+            self._untold.append(exc)
+        self._has_crashed = self._is_closing = True
+        self._desk.shut()
+        self._on_news()
+
+    async def _live(self) -> None:
+        assert self._ask is not None
+        try:
+            await self.engine.start()
+        except asyncio.CancelledError:
+            self._cause = "it was closed while it started"
+            return
+        except BaseException as exc:
+            self._cause, self._start_error = f"it failed to start: {exc!r}", exc
+            return
+        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        self._take_snapshot()
+        self._started.set_result(None)
+        is_ended = False
+        while not is_ended:
+            await self._ask.wait()
+            self._ask.clear()
+            is_ended = await self._end()
+
+    async def _end(self) -> bool:
+        """End the engine and all orders; False if something is still inside NIXL."""
+        # What was handed over in time is tried: it may be a discharge that others wait for.
+        self._desk.carry_out()
+        self._desk.shut()
+        closers = len(self._closers)
+        try:
+            await self.engine.aclose()
+        except Exception as exc:
+            for closer in self._closers[:closers]:
+                closer.set_exception(exc)
+            del self._closers[:closers]
+            return False
+        await self._desk.settle()
+        self._take_snapshot()
+        if not self._has_crashed:
+            self._cause = "it was closed"
+        return True
+
+    def _end_soon(self) -> None:
+        """End what `_live` is at."""
+        assert self._main is not None
+        assert self._ask is not None
+        if self._started.done():
+            self._ask.set()
+        else:
+            self._main.cancel()
+
+    def _on_bell(self) -> None:
+        self._bell.silence()
+        self._is_rung = False  # now: whatever is handed over from here on rings again
+        self._num_wakeups += 1
+        self._desk.carry_out()
+        if self._is_snapshot_wanted:
+            self._is_snapshot_wanted = False
+            self._take_snapshot()
+
+    def _on_news(self) -> None:
+        if self._news_bell is not None:
+            self._news_bell.ring()
+
+    def _take_snapshot(self) -> None:
+        desk, statistics = self._desk, self.engine.statistics()
+        own = {
+            "embed.handovers": desk.num_handovers,
+            "embed.orders": desk.num_orders,
+            "embed.wakeups": self._num_wakeups,
+        }
+        snapshot = dataclasses.replace(statistics, counters={**statistics.counters, **own})
+        self._snapshot = time.monotonic(), snapshot
+
+    # -- what ends the process -----------------------------------------------------------------------
+
+    def _forked(self) -> None:
+        """This is the child of a fork, which has no such thread."""
+        self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = True
+        self._cause = "the process was forked, and its threads stayed with the parent"
+        self._news_bell, self._loop = None, None
+        self._untold.clear()
+        self._desk.forget()
+
+
+def _after_fork() -> None:
+    for thread in tuple(_THREADS):
+        thread._forked()
+    _THREADS.clear()
+
+
+def _at_exit() -> None:
+    for thread in tuple(_THREADS):
+        thread._is_closing = True
+        thread._ask_to_end()
+    for thread in tuple(_THREADS):
+        with suppress(BaseException):  # nobody is left to be told
+            thread.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

@@ -93,7 +93,7 @@ async def attempt(driver: Driver, request: Request, seconds: float, now: float) 
                 await waiting.until_ended()
         if pull.reason is not None:
             request.abandoned(clock.now())
-            discharge(driver, request)  # it had failed just before
+            let_go(driver, request)  # it had failed just before
         raise
     return waiting
 
@@ -132,12 +132,12 @@ def error_of(waiting: Waiting) -> PullError:
     )
 
 
-def discharge(driver: Driver, request: Request) -> None:
+def let_go(driver: Driver, request: Request) -> None:
     """Tell the prefill ranks that no attempt follows, if they were told that one would."""
     for wanted, reason in request.take_discharges():
         if not driver.life.is_shut and driver.life.state is not LifeState.SUSPENDED:
             with suppress(AsyncKVError):
-                driver.core.discharge(wanted, reason, driver.clock.now())
+                driver.core.let_go(wanted, reason, driver.clock.now())
             driver.soon()
 
 
@@ -176,7 +176,7 @@ class Retries:
                 waiting = await attempt(driver, request, seconds, now)
             except AsyncKVError:
                 request.refused()
-                discharge(driver, request)
+                let_go(driver, request)
                 raise
             request.ended(driver.clock.now())
             if waiting.pull.reason is Reason.COMPLETE:
@@ -187,7 +187,7 @@ class Retries:
             finally:
                 if request.state not in (RequestState.OVER, RequestState.TRYING):
                     request.give_up()
-                discharge(driver, request)
+                let_go(driver, request)
             if request.state is RequestState.OVER:
                 if request.is_cancelled_between:
                     raise _cancelled(error) from error

@@ -6,12 +6,14 @@ refused while something is still inside it. Only when the agent is gone are bloc
 written.
 
 Suspending and closing are tasks of their own, so that a caller who is cancelled does not leave them half done, and
-whoever calls meanwhile waits for the same.
+whoever calls meanwhile waits for the same. Whoever has less time than the promises run says so when closing: then they
+are cut short, which is safe for as long as nobody writes the memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ import anyio
 
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
+from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.engine.attempts import Retries
@@ -27,7 +30,13 @@ from asynckv.engine.driver import Driver
 __all__ = ["Ending"]
 
 GRACE_S = 1.0
-"""How long closing waits for what owes nothing but an acknowledgement."""
+"""How long closing waits for what owes nothing but an acknowledgement, or has no time left and is being loaded."""
+
+PROMISED = frozenset(LeaseState)
+"""Why blocks are held that a reader may still read by a promise."""
+
+MAX_NAMED = 64
+"""Requests that the log names whose promises were cut short."""
 
 
 class Ending:
@@ -42,9 +51,13 @@ class Ending:
     def __init__(self, driver: Driver, config: EngineConfig, retrying: Mapping[str, Retries]) -> None:
         self._driver, self._config, self._retrying = driver, config, retrying
         self._life, self._recorder = driver.life, driver.recorder
-        self._closing: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
+        self._close_by = math.inf
+        """Nothing is waited for any longer, not even the end of promises."""
         self._suspending: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         """The last suspension."""
+        self._left: tuple[HeldBlocks, ...] = ()
+        """What the last suspension did not wait for."""
         self.is_letting_go = False
         """A data plane is about to be closed."""
 
@@ -79,12 +92,18 @@ class Ending:
             stragglers = await asyncio.shield(self._suspending)
         return stragglers
 
-    async def close(self) -> None:
-        """End everything, or wait until all has ended; if that failed before, try again."""
+    async def close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+        """End everything, or wait until all has ended; if that failed before, try again. Return what was cut short."""
+        clock, turned = self._driver.clock, self._driver.turned
+        if timeout_s is not None and (until := clock.now() + timeout_s) < self._close_by:
+            self._close_by = until
+            clock.call_at(until, turned.set)
         if self._closing is None or _has_failed(self._closing):
             self._closing = asyncio.get_running_loop().create_task(self._close())
+        left: tuple[HeldBlocks, ...] = ()
         with anyio.CancelScope(shield=True):
-            await asyncio.shield(self._closing)
+            left = await asyncio.shield(self._closing)
+        return left
 
     async def close_planes(self) -> None:
         """Let go of both planes, whatever has become of the work."""
@@ -114,13 +133,17 @@ class Ending:
     # -- inside ------------------------------------------------------------------------------------
 
     @property
+    def _is_late(self) -> bool:
+        return self._driver.clock.now() >= self._close_by
+
+    @property
     def _is_idle(self) -> bool:
         return self._driver.core.is_idle and not self._retrying
 
     async def _suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         driver = self._driver
         stragglers = await self.drain(timeout_s)
-        await self._end_work("suspended")
+        self._left = await self._end_work("suspended")
         driver.core.decode.leave(driver.clock.now())
         driver.at_once()
         # Before loading ends, as no turn of the loop may lie between that and the end of the agent.
@@ -133,16 +156,18 @@ class Ending:
         self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
         return stragglers
 
-    async def _close(self) -> None:
-        driver = self._driver
+    async def _close(self) -> tuple[HeldBlocks, ...]:
+        driver, left = self._driver, tuple[HeldBlocks, ...]()
         driver.turned.set()
         if self._suspending is not None and not self._suspending.done():
             await asyncio.gather(self._suspending, return_exceptions=True)
+            left = self._left
         # Once more if whoever closed before was cancelled: the promises are still to be kept.
         if self._life.takes(LifeEvent.CLOSE):
             self._life.receive(LifeEvent.CLOSE)
-            await self._end_work("closed")
-        await driver.end_loading(self._config.pull.handshake_s)
+            left = await self._end_work("closed")
+        in_time = max(self._close_by - driver.clock.now(), GRACE_S)
+        await driver.end_loading(min(self._config.pull.handshake_s, in_time))
         try:
             if self._life.takes(LifeEvent.SHUT):
                 await self.close_planes()
@@ -154,9 +179,10 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", "engine_stopped")
+        return left
 
-    async def _end_work(self, how: str) -> None:
-        """Cancel pulls, revoke leases, keep the promises that run, and say goodbye."""
+    async def _end_work(self, how: str) -> tuple[HeldBlocks, ...]:
+        """Cancel pulls, revoke leases, keep the promises that run, say goodbye; return what was not waited for."""
         driver, core = self._driver, self._driver.core
         for retrying in self._retrying.values():
             retrying.end(Reason.ENGINE_CLOSED)
@@ -165,16 +191,23 @@ class Ending:
         # A promise outlives the wish to leave: the longest one running, or a drain, bounds this. Who only owes an
         # acknowledgement is not waited for that long, nor what holds nothing but blocks: those end with the agent.
         patience = max(self._config.lease.grant_s, self._config.pull.drain_s) + 1.0
-        await driver.wait(lambda: not core.is_bound and not self._retrying, patience)
+        await driver.wait(lambda: self._is_late or (not core.is_bound and not self._retrying), patience)
         if not core.is_bound:
-            await driver.wait(lambda: self._is_idle, GRACE_S)
-        if left := core.inspect.stragglers(driver.clock.now()):
-            names = _names(left)
+            await driver.wait(lambda: self._is_late or self._is_idle, GRACE_S)
+        left = core.inspect.stragglers(driver.clock.now())
+        if left:
+            promised = [hold.request_id[:80] for hold in left if hold.reason in PROMISED]
             self._recorder.event(
-                "warning", "engine_closed_with_stragglers", how=how, stragglers=len(left), oldest=names
+                "warning",
+                "engine_closed_with_stragglers",
+                how=how,
+                stragglers=len(left),
+                oldest=_names(left),
+                **({"promises_cut_short": promised[:MAX_NAMED]} if promised else {}),
             )
         core.say_goodbye()
         driver.at_once()
+        return left
 
 
 def _has_failed(task: asyncio.Task[Any]) -> bool:

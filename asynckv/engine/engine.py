@@ -30,6 +30,7 @@ from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
+from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
@@ -39,7 +40,7 @@ from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
 
-Groups = Sequence[tuple[int, Sequence[int | None]]]
+Groups = Sequence[tuple[int, BlockIds]]
 
 
 class Engine:
@@ -187,15 +188,33 @@ class Engine:
         timeout_s = number("timeout_s", timeout_s, 0)
         return await self._ending.drain(timeout_s)
 
-    async def aclose(self) -> None:
+    async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """End everything: cancel pulls, revoke leases, keep the promises, then let go. Idempotent.
+
+        The promises run for `lease.grant_s` at most. Whoever has less time, because the process is about to be killed,
+        gives `timeout_s`: readers are told and may end what they read, and after so long the rest is cut short. They
+        hear goodbye then, fail what they have not proven by that time, and take none of its bytes. What is left to do,
+        ending the agent, takes milliseconds (a second more if a peer is just being loaded, and ten if something is
+        stuck inside NIXL).
+
+        **Whoever cuts promises short must not write the memory** before this process ends, or the promises have ended
+        (`left_s`): a reader whose goodbye was lost may read and believe it until then, and no transport keeps it from
+        that, not even an agent that is destroyed. A later call may shorten the time of an earlier one.
+
+        Args:
+            timeout_s: How long promises and transfers are waited for; as long as they need if left out.
+
+        Returns:
+            What was not waited for: blocks that are promised still, transfers, and releases that nobody has
+            acknowledged. Empty if everything ended by itself.
 
         Raises:
             BackendError: Something is still inside NIXL, so the memory may still be written: nothing that is held is
                 returned yet. Call again to wait again.
         """
         self._home.here(self.aclose, is_first=True)
-        await self._ending.close()
+        timeout = None if timeout_s is None else number("timeout_s", timeout_s, 0)
+        return await self._ending.close(timeout)
 
     async def suspend(self, timeout_s: float = 0.0) -> tuple[HeldBlocks, ...]:
         """Let go of the memory, as for an engine that goes to sleep: nothing reads or writes it afterwards.
@@ -464,15 +483,34 @@ class Engine:
         return found
 
     def discharge(self, request_id: str, params: Params | Mapping[str, Any], *, cohort_id: str = "") -> None:
-        """Release a lent request that is not needed, announced or not: nothing is read, no answer is waited for.
+        """Release a lent request of which nothing is needed, announced or not; on every decode rank.
+
+        For a full prefix hit, or a request that is aborted before its blocks are allocated: the same to the prefill
+        ranks as a pull without blocks, whose outcome nobody waits for. Nothing is read and nobody met, so it costs one
+        message per prefill rank that this one answers for, the ranks that it would not have read included. They free
+        their blocks as soon as all readers have said so; of a request that is not lent yet, as soon as it is (for
+        `lease.parked_s`, which is the prefill side's; after that the lease runs out by itself). The message is repeated
+        until it is acknowledged, for `pull.release_timeout_s`: of a rank that cannot be reached the lease runs out.
+
+        May be called at any time but during a pull, and again: what was said before is said once more, and changes
+        nothing. An engine that drains still discharges.
 
         Raises:
-            EngineClosed: The engine is closed or draining.
-            LocalProtocolError: The request is being pulled; `cancel` it.
+            EngineClosed: The engine was not started, is closed or suspended.
+            PlanRefused: The params do not list a whole group of ranks.
+            LocalProtocolError: The request is being pulled (`cancel` it: its blocks may be written still), or was
+                announced with other params or another cohort_id.
             RemoteProtocolError: The params are malformed.
         """
-        self.announce(request_id, params, cohort_id=cohort_id)
-        self.cancel(request_id)
+        self._home.here(self.discharge)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if request_id in self._retrying:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being pulled; cancel it")
+        wanted, driver = decode_params(params), self._driver
+        if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
+            raise EngineClosed(f"the engine is {self._life.state.value}, and can tell nobody")
+        driver.soon()
+        driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
 
     async def returned(self, request_id: str) -> None:
         """Wait until no attempt at a request may write any block.

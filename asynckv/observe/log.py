@@ -180,8 +180,9 @@ class Recorder:
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Log the end of a decode side's request."""
         took = pull.published_at - pull.called_at
-        good = pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
-        slow = took > self._config.slow_s
+        is_discharge = pull.reason is Reason.DISCHARGED
+        good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
+        slow = took > self._config.slow_s and not is_discharge  # nobody waited for that
         if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources)}
@@ -203,7 +204,7 @@ class Recorder:
             "info" if good and not slow else "warning",
             "pull_ended",
             cause=pull.reason,
-            **({"failed_in": pull.failed_in, "detail": pull.detail} if pull.failed_in else {}),
+            **({"failed_in": pull.failed_in, "detail": pull.detail} if pull.failed_in and not is_discharge else {}),
             request_id=pull.request_id,
             prefill_request_id=pull.params.request_id,
             pull_id=pull.pull_id,

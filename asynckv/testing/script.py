@@ -9,7 +9,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["ABORTED", "BLOCK", "FAULTS", "LENT", "RECIPES", "WITHDRAWN", "Ask", "Fault", "Script", "make_script"]
+__all__ = [
+    "ABORTED",
+    "AFTER_FAILURE",
+    "BLOCK",
+    "FAULTS",
+    "LENT",
+    "NEVER_PULLED",
+    "RECIPES",
+    "WITHDRAWN",
+    "Ask",
+    "Fault",
+    "Script",
+    "make_script",
+]
 
 FAULTS = (
     "agent",
@@ -46,6 +59,9 @@ SHORT_LOSS_S = 1.3
 
 LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
 """What becomes of a request whose params have left: lent, never lent without a word, or withdrawn."""
+
+NEVER_PULLED, AFTER_FAILURE = "discharged", "discharged if its pull fails"
+"""When a reader says that it needs nothing of a request: instead of a pull, or of another attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,8 @@ class Ask:
     """How much later than usual it is lent, or aborted."""
     fate: str = LENT
     """`LENT`, `ABORTED` or `WITHDRAWN`."""
+    discharged: str = ""
+    """`NEVER_PULLED` or `AFTER_FAILURE` if readers discharge it, then or then; and nothing else of theirs follows."""
 
     def __str__(self) -> str:
         return (
@@ -111,6 +129,7 @@ class Ask:
             f"{f', announced {self.announce_s:.2f} s before' if self.announce_s else ''}"
             f"{f', priority {self.priority}' if self.priority else ''}"
             f"{f', retried {self.retries} times by the engine' if self.is_engine_retry else ''}"
+            f"{f', {self.discharged}' if self.discharged else ''}"
             f"{f', {self.fate}' if self.fate != LENT else ''}{f', {self.lend_s:.2f} s late' if self.lend_s else ''}"
         )
 
@@ -219,7 +238,19 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     if loses_agents:
         script = _without_agent(random.Random(repr(("agent", seed))), script, names)
     script = _mild(random.Random(repr(("mild", seed))), script, [kind for kind in MILD if kind in kinds])
-    return _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+    script = _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
+    return _discharged(random.Random(repr(("discharged", seed))), script)
+
+
+def _discharged(rng: random.Random, script: Script) -> Script:
+    """Let readers of some scripts need nothing of some requests."""
+    if rng.random() < 0.75:
+        return script
+    asks = []
+    for ask in script.asks:
+        odds = ["", NEVER_PULLED, AFTER_FAILURE] if ask.retries and not ask.is_engine_retry else ["", NEVER_PULLED]
+        asks.append(replace(ask, discharged=rng.choice(odds)))
+    return replace(script, asks=tuple(asks))
 
 
 def _pressed(rng: random.Random, script: Script) -> Script:

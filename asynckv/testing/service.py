@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -35,7 +35,18 @@ from asynckv.scheduler import PrefillGroup
 from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
-from asynckv.testing.script import BLOCK, LENT, MILD, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
+from asynckv.testing.script import (
+    AFTER_FAILURE,
+    BLOCK,
+    LENT,
+    MILD,
+    NEVER_PULLED,
+    SHORT_LOSS_S,
+    WITHDRAWN,
+    Ask,
+    Fault,
+    Script,
+)
 from asynckv.testing.world import Process, Transfer, TransferFate, World, WorldClock, WorldControl, WorldData
 
 __all__ = ["Attempt", "Service"]
@@ -51,6 +62,9 @@ COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
 
 SERVES_ONLY = 0.3
 """Up to this likelihood an agent that dies takes no reads of its own rank with it."""
+
+HASTY = 0.5
+"""Up to this likelihood an engine that closes has less time than its promises run, and its process dies at once."""
 
 QUIET_S = 45.0
 """How long everything may take to settle once the faults are over."""
@@ -323,6 +337,8 @@ class Service:
         self.outcomes: Counter[str] = Counter()
         self.attempts: list[Attempt] = []
         self.leases: list[tuple[_Rank, Process, Any]] = []
+        self.hasty: set[Process] = set()
+        """Those that close without time for every promise: they give nothing back, and write nothing any more."""
         self.discharged: dict[tuple[int, str], float] = {}
         """Requests, the readers that need them no more, and since when."""
 
@@ -436,8 +452,10 @@ class Service:
             self._crash(rank, fault.seconds)
 
     def _begin_close(self, fault: Fault) -> None:
+        # Whoever has no time to keep every promise cuts them short, and is dead at once.
+        timeout_s = fault.seconds * 0.3 if fault.p < HASTY else None
         for rank in self._met(fault):
-            self._close(rank)
+            self._close(rank, timeout_s=timeout_s)
 
     def _begin_freeze(self, fault: Fault) -> None:
         for rank in self._met(fault):
@@ -529,20 +547,30 @@ class Service:
                 # Once it listens, its scheduler hands out its new address book.
                 self.world.at(self.world.now + 1e-3, self.prefill[rank.engine_number].new_group)
 
-    def _close(self, rank: _Rank, drain_s: float = 0.0) -> None:
+    def _close(self, rank: _Rank, drain_s: float = 0.0, timeout_s: float | None = None) -> None:
         process, engine = rank.process, rank.engine
         if process.is_dead or rank.is_moving:
             return
         rank.is_moving = True
 
         async def close() -> None:
+            cut: set[str] = set()
             try:
                 if drain_s:
                     await self._drain(rank, drain_s)
-                await engine.aclose()
+                if timeout_s is None:
+                    await engine.aclose()
+                else:
+                    clock = Stopwatch.start(process)
+                    self.hasty.add(process)
+                    cut = {hold.request_id for hold in await engine.aclose(timeout_s)}
+                    self.outcomes["closed.hastily"] += 1
+                    self.outcomes["closed.cut_short"] += bool(cut)
+                    if clock.ran_s * process.rate > timeout_s + 1.0 + TURN_S:
+                        self.world.violate(f"{rank.name} took {clock.ran_s:.3f} s to close in {timeout_s:.3f} s")
             finally:
-                self.world.note(rank.name, "closed")
-                self.world.at(process.now, partial(self._closed, rank, process))
+                self.world.note(rank.name, "closed", sorted(cut))
+                self.world.at(process.now, partial(self._closed, rank, process, cut))
                 self.world.at(self.world.now, lambda: self._crash(rank, 0.1) if rank.process is process else None)
 
         process.spawn(close)
@@ -604,10 +632,11 @@ class Service:
         if rank.process is process:
             rank.is_asleep = rank.is_moving = False
 
-    def _closed(self, rank: _Rank, process: Process) -> None:
-        """An engine that has closed has kept its promises."""
+    def _closed(self, rank: _Rank, process: Process, cut: Set[str] = frozenset()) -> None:
+        """An engine that has closed has kept its promises, but for those that it says were cut short."""
         for owner, holder_process, lease in self.leases:
-            if owner is rank and holder_process is process and lease.ended in ("", "closed"):
+            is_cut = lease.lent.params["request_id"] in cut
+            if owner is rank and holder_process is process and lease.ended in ("", "closed") and not is_cut:
                 self._check_belief(rank, lease.lent)
 
     def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
@@ -796,7 +825,7 @@ class Service:
             self._lend_again(rank, lent)
             process.call_at(process.now + self.rng.random() * 4.0, self._lend_again, rank, lent)
             self._in_time(rank, holder)
-            self.world.at(process.now, partial(self._ended, rank, lent))
+            self.world.at(process.now, partial(self._ended, rank, lent, process, end.cause))
 
         process.loop.create_task(wait())
 
@@ -813,7 +842,9 @@ class Service:
         if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
             self.world.violate(f"{what}, though nobody asked for it")
 
-    def _ended(self, rank: _Rank, lent: _Lent) -> None:
+    def _ended(self, rank: _Rank, lent: _Lent, process: Process, cause: str) -> None:
+        if cause == "closed" and process in self.hasty:
+            return  # its memory stays what it is until it dies
         if not rank.process.is_dead:
             self._check_belief(rank, lent)
         self._given_back(rank, lent)
@@ -874,7 +905,10 @@ class Service:
         readers = owed_readers(rank.rank, self.script.prefill, self.script.decode)
         for reader in (self.decode[e][r] for e in lease.lent.ask.engines for r in readers):
             said = [a.said for a in self.attempts if a.lent is lease.lent and a.rank is reader]
-            was_announced = any(a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts)
+            is_only_discharged = lease.lent.ask.discharged == NEVER_PULLED and any(said)
+            was_announced = not is_only_discharged and any(
+                a.lent is lease.lent and a.announced_at < math.inf for a in self.attempts
+            )
             word = lease.words.get(f"{reader.engine_id}/tp{reader.rank}", "")
             if reader.starts > 1 or reader.process.is_dead or was_announced:
                 continue  # what it said died with it, or was said for it when nothing came of its announcement
@@ -906,7 +940,8 @@ class Service:
             if not process.is_dead and not lease.ended:
                 world.violate(f"the lease of request {lease.ask} on {rank.name} never ended")
                 return
-            if lease.ended == "expired" and self._is_mild and self._was_done_with(rank, lease):
+            is_well = self._is_mild or lease.lent.ask.prefill in self.spared
+            if lease.ended == "expired" and is_well and self._was_done_with(rank, lease):
                 world.violate(f"the lease of request {lease.ask} on {rank.name} expired with all its readers done")
                 return
             if lie := self._was_told(rank, lease):
@@ -1024,10 +1059,16 @@ class Attempt:
                 engine.announce(request_id, self.lent.params)
                 self.announced_at, self.memory_epoch = self.process.now, engine.memory_epoch
                 await asyncio.sleep(ask.announce_s)
+            if ask.discharged == NEVER_PULLED:
+                self._discharge(request_id)
+                return
             own = 0 if ask.is_engine_retry else retries
             for attempt in range(own + 1):
                 if not await self._pull(request_id, attempt == own):
                     break
+                if attempt < own and ask.discharged == AFTER_FAILURE:
+                    self._discharge(request_id)
+                    return
                 if attempt < own:
                     await asyncio.sleep(service.rng.random() ** 2 * 0.5)
         except asyncio.CancelledError:
@@ -1040,6 +1081,22 @@ class Attempt:
             service.outcomes[f"pull.{exc.reason}"] += 1
         finally:
             self.is_open = False
+
+    def _discharge(self, request_id: str) -> None:
+        """Say that nothing of the request is needed; some say it twice."""
+        service, rank = self.service, self.rank
+        times = service.rng.choice([1, 1, 2])
+        for _ in range(times):
+            rank.engine.discharge(request_id, self.lent.params)
+        service.outcomes["pull.discharged"] += 1
+        self.said.add("complete")
+        if (
+            self.process.now > self.announced_at + PULL.announce_s * 0.99
+            or self.memory_epoch != rank.engine.memory_epoch
+        ):
+            # Announced too long ago, or before a sleep: the engine has given it up before.
+            self.said |= {"cancelled", "failed"}
+        service.discharged.setdefault((self.lent.ask.number, rank.name), self.process.now)
 
     async def _pull(self, request_id: str, is_last: bool) -> bool:
         """One pull; True if another may do better."""

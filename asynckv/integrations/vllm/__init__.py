@@ -1,7 +1,32 @@
-"""asynckv as a KV connector of vLLM: `"kv_connector_module_path": "asynckv.integrations.vllm"`."""
+"""asynckv as a KV connector of vLLM: `"kv_connector_module_path": "asynckv.integrations.vllm"`.
+
+A request passes through two processes of each engine. The scheduler's decides which blocks a request's KV is in, and
+the workers' move it; vLLM makes the same class in both, and carries plain values from the one to the others, once per
+step. So there are two halves, and little between them:
+
+- `connector`: the class that vLLM makes. Every hook of vLLM is one line to its half.
+- `options`: what a user may say in `kv_connector_extra_config`.
+- `scheduler`: the scheduler's half. What vLLM's hooks mean, and vLLM's requests and blocks in asynckv's words.
+- `fetches`: the life of a request whose KV comes from another engine, as a table. Knows nothing of vLLM.
+- `handover`: the values that cross.
+- `worker`, `memory`, `stats`: the workers' half, the memory that vLLM registers, and what is counted.
+
+vLLM is imported when the class is asked for, not before: the rest can be read and tested without it.
+"""
 
 from __future__ import annotations
 
-from asynckv.integrations.vllm.connector import AsyncKVConnector
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asynckv.integrations.vllm.connector import AsyncKVConnector
 
 __all__ = ["AsyncKVConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "AsyncKVConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from asynckv.integrations.vllm.connector import AsyncKVConnector
+
+    return AsyncKVConnector

@@ -2,10 +2,149 @@
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+import logging
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from asynckv.integrations.vllm.handover import StepOrders
+from asynckv.integrations.vllm.memory import check_supported
+from asynckv.integrations.vllm.options import Options, untested_version
+from asynckv.integrations.vllm.scheduler import SchedulerHalf
+from asynckv.integrations.vllm.stats import AsyncKVPromMetrics, AsyncKVStats
+from asynckv.integrations.vllm.worker import WorkerHalf
 
 __all__ = ["AsyncKVConnector"]
+
+logger = logging.getLogger("vllm.asynckv")
 
 
 class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     """A drop-in for `NixlConnector`."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        if (warning := untested_version(vllm.__version__)) is not None:
+            logger.warning(warning)
+        self._scheduler: Any = None
+        self._worker: Any = None
+        if role is KVConnectorRole.SCHEDULER:
+            check_supported(vllm_config, kv_cache_config)
+            self._scheduler = SchedulerHalf(options, vllm_config, kv_cache_config)
+        else:
+            self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
+
+    # -- what vLLM asks of the class ----------------------------------------------------------------
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True  # every load brings the recurrent state after its last token
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        # Any order works, and this one takes the fewest descriptors; with MLA there is but one head.
+        return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return False  # nothing is done layer by layer
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AsyncKVStats:
+        return AsyncKVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> AsyncKVPromMetrics:
+        return AsyncKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- the scheduler's half -----------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        self._scheduler.set_workers(metadata)
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.add(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        matched: tuple[int | None, bool] = self._scheduler.match(request, num_computed_tokens)
+        return matched
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return StepOrders(self._scheduler.take_orders())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.loaded(connector_output.finished_recving)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        finished: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, block_ids)
+        return finished
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_orders
+
+    def get_finished_count(self) -> int | None:
+        return None  # every worker reports
+
+    # -- the workers' half --------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore_kv_caches()
+
+    def get_handshake_metadata(self) -> Any:
+        return self._worker.address()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if isinstance(self._connector_metadata, StepOrders):
+            self._worker.start_load(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass  # a request is scheduled when its load is over
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        pass  # blocks are read where they are
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        return self._worker.take_results()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self._worker.take_results()
+        return results.finished_sending, results.finished_recving
+
+    def get_kv_connector_stats(self) -> Any:
+        return self._worker.statistics() if self._worker is not None else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()

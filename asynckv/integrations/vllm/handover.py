@@ -15,7 +15,7 @@ __all__ = ["StepOrders", "WorkerAddress"]
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """All that a step asks of every worker: announce, pull, discharge, cancel, lend, withdraw; in this order."""
+    """All that a step asks of every worker, to be carried out in this order."""
 
     orders: Sequence[Order] = field(default_factory=tuple)
 

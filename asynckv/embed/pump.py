@@ -1,0 +1,265 @@
+"""The engine on the caller's own thread, for workers that allow no threads: it runs while it is pumped, and only then.
+
+A turn is a turn of an ordinary event loop whose selector never sleeps: what is ready is done, and when nothing is left,
+or time is up, the caller has its thread back.
+
+What it costs is time, for nothing happens between two turns: every message that a request needs waits for the next
+one. `docs/embedding.md` says how long that takes and when not to do it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, Self, TypeVar
+
+from asynckv.config import EngineConfig
+from asynckv.embed.desk import EngineDesk
+from asynckv.embed.orders import Finished, Order
+from asynckv.engine import Engine
+from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
+from asynckv.geometry.check import Registration
+from asynckv.results import Statistics
+
+__all__ = ["EnginePump"]
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.EpollSelector):
+    """A selector that stops its loop rather than sleep."""
+
+    stop: Callable[[], None]
+    until = 0.0
+    sleeps = False
+    """It may sleep after all: whoever called waits for something."""
+    is_quiet = True
+    """Nothing was left to do when it was last asked."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.sleeps:
+            return super().select(timeout)
+        found = super().select(0)
+        self.is_quiet = not found and (timeout is None or timeout > 0)
+        if self.is_quiet or time.monotonic() >= self.until:
+            self.stop()
+        return found
+
+
+class EnginePump:
+    """An engine that runs while it is pumped, on the thread that started it.
+
+    `pump`, `start`, `call`, `close` and `statistics` belong to that thread; `submit` and `take_finished` may be called
+    from any. No event loop may be running there.
+
+    Args:
+        config: As for `Engine`; `posting_threads="auto"` is none.
+        registration: As for `Engine`.
+
+    Attributes:
+        engine: For `call`.
+    """
+
+    def __init__(self, config: EngineConfig, registration: Registration) -> None:
+        if config.nixl.posting_threads == "auto":
+            config = dataclasses.replace(config, nixl=dataclasses.replace(config.nixl, posting_threads=0))
+        self.engine = Engine(config, registration)
+        self._desk = EngineDesk(self.engine, self._wake)
+        self._is_handed = False
+        """Orders wait for the next turn."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._selector: _Selector
+        self._home = 0
+        self._num_turns = 0
+        self._is_closed = False
+        self._snapshot: tuple[float, Statistics] | None = None
+
+    # -- life --------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 60.0) -> Self:
+        """Start the engine on this thread, and return when it listens.
+
+        Raises:
+            BaseException: Whatever `Engine.start` raised; nothing is left running.
+            TimeoutError: It took too long, and was called off.
+        """
+        if self._is_closed:
+            raise EngineClosed("the engine was closed; make a new one")
+        if self._loop is not None:
+            raise LocalProtocolError("the engine was started before; make a new one")
+        self._home = threading.get_ident()
+        self._selector = _Selector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._selector.stop = self._loop.stop
+        try:
+            self._wait(self.engine.start(), timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        self._take_snapshot()
+        return self
+
+    def close(self, timeout_s: float = 15.0) -> None:
+        """End the engine; what is under way is ended and told, and can be taken afterwards.
+
+        Raises:
+            TimeoutError: It has not ended yet. Call again to go on.
+            BackendError: Something is still inside NIXL, so that memory may still be written. Call again to try again.
+        """
+        self._desk.shut()
+        if self._loop is None or self._is_closed:
+            self._is_closed = True
+            return
+        self._here("close")
+        self._wait(self._end(), timeout_s)
+        self._is_closed = True
+        for task in asyncio.all_tasks(self._loop):  # of calls that were given up
+            task.cancel()
+        self._turn(0.0)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def pump(self, budget_s: float = 0.002) -> bool:
+        """Do what there is to do, for about so long; True if something is left that could be done at once.
+
+        Time is looked at between turns of the loop, of which one is made at least: a turn takes some milliseconds if
+        it reads.
+
+        Raises:
+            EngineClosed: The engine is not running.
+            WrongThread: This is not the thread that started it, or an event loop runs here.
+            BaseException: What an interrupt or a bug raised out of the loop; the engine can be pumped on.
+        """
+        loop = self._running("pump")
+        if self._is_handed:
+            self._is_handed = False
+            loop.call_soon(self._desk.carry_out)
+        self._num_turns += 1
+        self._turn(budget_s)
+        return not self._selector.is_quiet
+
+    def submit(self, orders: Iterable[Order]) -> None:
+        """Hand orders over; they are carried out in the order given, when the engine is pumped.
+
+        What is wrong with one of them is told in `Finished`, and the others are carried out.
+
+        Raises:
+            EngineClosed: The engine is not running; none of these is carried out.
+        """
+        if self._snapshot is None or self._is_closed:
+            raise EngineClosed(f"the engine takes no orders: {self._cause}")
+        self._desk.submit(orders)
+
+    def take_finished(self) -> Finished:
+        """Return what has ended since the last call; also after the engine was closed."""
+        return self._desk.take_finished()
+
+    def statistics(self, max_age_s: float = 1.0) -> Statistics:
+        """Return a snapshot that is at most so old; after the engine was closed, the last one.
+
+        Raises:
+            EngineClosed: The engine was never started.
+        """
+        if self._snapshot is None:
+            raise EngineClosed(f"the engine has no statistics: {self._cause}")
+        if not self._is_closed and time.monotonic() - self._snapshot[0] > max_age_s:
+            self._here("statistics")
+            self._take_snapshot()
+        return self._snapshot[1]
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine of the engine, and everything else meanwhile: `pump.call(pump.engine.drain(5.0), 10.0)`.
+
+        Raises:
+            TimeoutError: It did not end in time, and was cancelled.
+            EngineClosed: The engine is not running.
+            WrongThread: This is not the thread that started it, or an event loop runs here.
+        """
+        try:
+            self._running("call")
+        except BaseException:
+            work.close()
+            raise
+        return self._wait(work, timeout_s)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _cause(self) -> str:
+        return "it was closed" if self._is_closed else "it is not started; call start()"
+
+    def _running(self, name: str) -> asyncio.AbstractEventLoop:
+        if self._loop is None or self._is_closed:
+            raise EngineClosed(f"the engine is not running: {self._cause}")
+        self._here(name)
+        return self._loop
+
+    def _here(self, name: str) -> None:
+        if threading.get_ident() != self._home:
+            raise WrongThread(f"{name}() was called on another thread than start(), which the engine belongs to")
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            raise WrongThread(
+                f"{name}() was called where an event loop runs, and would hold it up; use an Engine on it"
+            )
+
+    def _wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run the loop, sleeping where it sleeps, until something is done."""
+        loop = self._loop
+        assert loop is not None
+        self._is_handed = False
+        loop.call_soon(self._desk.carry_out)
+        task, until = loop.create_task(work), time.monotonic() + timeout_s
+        task.add_done_callback(lambda _: loop.stop())
+        timer = loop.call_later(timeout_s, loop.stop)
+        self._selector.sleeps = True
+        try:
+            while not task.done() and time.monotonic() < until:  # something that was given up before may stop the loop
+                loop.run_forever()
+        finally:
+            self._selector.sleeps = False
+            timer.cancel()
+            if is_time_up := not task.done():
+                task.cancel()
+                self._turn(0.0)
+        if is_time_up:
+            raise TimeoutError(f"{getattr(work, '__qualname__', 'it')} did not end within {timeout_s:g} s")
+        return task.result()
+
+    def _turn(self, budget_s: float) -> None:
+        assert self._loop is not None
+        self._selector.until = time.monotonic() + budget_s
+        self._loop.run_forever()
+
+    async def _end(self) -> None:
+        self._desk.carry_out()
+        self._desk.shut()
+        await self.engine.aclose()
+        await self._desk.settle()
+        if self._snapshot is not None:
+            self._take_snapshot()
+
+    def _wake(self) -> None:
+        self._is_handed = True
+
+    def _take_snapshot(self) -> None:
+        desk, statistics = self._desk, self.engine.statistics()
+        own = {
+            "embed.handovers": desk.num_handovers,
+            "embed.orders": desk.num_orders,
+            "embed.turns": self._num_turns,
+        }
+        snapshot = dataclasses.replace(statistics, counters={**statistics.counters, **own})
+        self._snapshot = time.monotonic(), snapshot

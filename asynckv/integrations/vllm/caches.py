@@ -1,0 +1,330 @@
+"""What a layer of an engine keeps, as plain values, and its tensor cut into the parts that a layout declares.
+
+vLLM hands a connector one tensor per layer and says in a specification what is in it. `memory` reads those; here is
+what they come to, without a word of vLLM:
+
+- `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. An entry covers some tokens (one,
+  as a rule), and holds keys and values side by side. It is one part, cut by heads where tensor parallelism cuts it.
+- `States`: pages `[block, 1, 1, byte]` that hold one array after the other (a convolution's state, a recurrent state),
+  each of which is cut in a way of its own: a convolution of Mamba-2 is x, B and C along its channels.
+- `Opaque`: pages, or whole kernel blocks, of which nobody said what is where in them. They move as they are, between
+  ranks of equal place in tensor parallelism of equal size. That is said by an axis named `rank`, so that readers with
+  another size are refused when the two meet, as for any other range that nobody holds.
+
+Nothing is copied: every part is a view of the tensor that was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import TYPE_CHECKING
+
+from asynckv.edges.torch import TensorPart
+from asynckv.errors import ConfigError
+from asynckv.geometry.layout import ITEMSIZE, TOKEN, shard
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Array", "Attention", "Opaque", "Place", "States", "delta_net", "kv_heads", "mamba1", "mamba2", "parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place in its engine."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_stage: int = 0
+    pp_size: int = 1
+
+    def shard(self, extent: int) -> Range:
+        """Return the usual contiguous share of an axis; replicas, where there are fewer entries than ranks."""
+        return Range(*shard(extent, self.tp_rank, self.tp_size), extent)
+
+    def share(self, size: int) -> Range:
+        """Return the range of a rank that holds `size` entries, as all others do, each of them others."""
+        return Range(self.tp_rank * size, (self.tp_rank + 1) * size, self.tp_size * size)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Entries `[lo, hi)` of the whole model's axis."""
+
+    lo: int
+    hi: int
+    extent: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """A layer that keeps something of every token.
+
+    Attributes:
+        content: What an entry holds; both sides must say the same.
+        heads: Which heads of the model this rank holds; None if every rank holds the same.
+        tokens_per_entry: Tokens that one entry covers; below 1, entries that one token has.
+        is_by_token: An entry lies by itself. Otherwise whatever computes with a kernel block has an order of its own
+            in it, and only whole kernel blocks move, between engines that agree on their size.
+    """
+
+    content: str
+    heads: Range | None
+    tokens_per_entry: Fraction = Fraction(1)
+    is_by_token: bool = True
+
+    def kernel_tokens(self, tensor: torch.Tensor) -> int:
+        """Tokens in a kernel block of this layer's tensor."""
+        return int(tensor.shape[2] * self.tokens_per_entry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Array:
+    """An array in a page of states, or a slice of one along its channels.
+
+    Attributes:
+        name: Of the part.
+        dtype: Of its elements.
+        offset: Bytes from the start of the page to the array that it is, or is a slice of.
+        shape: Of that array, as it lies in memory.
+        dims: Names of its dims.
+        axis: The dim that is cut.
+        held: Which range of the model's axis this rank holds; None if every rank holds the same.
+        first, size: Which entries along `axis` of the array; all if `size` is 0.
+    """
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    axis: str
+    held: Range | None
+    first: int = 0
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """A layer that keeps recurrent states."""
+
+    arrays: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque:
+    """A layer of which nobody said what is where in its blocks.
+
+    Attributes:
+        content: What it is; both sides must say the same.
+        num_bytes: Bytes of a page that hold something.
+        is_replicated: Every rank holds the same.
+    """
+
+    content: str
+    num_bytes: int
+    is_replicated: bool
+
+
+def kv_heads(num_local: int, num_total: int | None, place: Place) -> Range | None:
+    """Say which KV heads of the model a rank holds; None if that cannot be told.
+
+    Every rank holds as many, in the order of ranks. With fewer heads than ranks each has one, and neighbours the same.
+
+    Args:
+        num_local: KV heads that this rank holds in this layer.
+        num_total: KV heads of the model's usual layers; None if that is not known.
+        place: The rank's place.
+    """
+    if num_local > 1 or place.tp_size == 1 or num_total == place.tp_size:
+        return place.share(num_local)
+    if num_total is not None and num_total < place.tp_size and place.tp_size % num_total == 0:
+        return place.shard(num_total)
+    return None
+
+
+def parts(
+    layer: str, kind: Attention | States | Opaque, tensor: torch.Tensor, group: int, place: Place
+) -> Iterator[TensorPart]:
+    """Cut a layer's tensor into the parts that are declared."""
+    match kind:
+        case Attention():
+            yield _attention(layer, kind, tensor, group)
+        case States():
+            for array in kind.arrays:
+                yield _array(layer, array, tensor, group)
+        case Opaque():
+            yield _opaque(layer, kind, tensor, group, place)
+
+
+def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) -> TensorPart:
+    tensor, content = _known_dtype(tensor, kind.content)
+    each, order = kind.tokens_per_entry, ["block", "head", TOKEN if kind.is_by_token else "slot", "dim"]
+    if not kind.is_by_token:
+        each = Fraction(1)
+    elif each < 1:
+        # Several entries per token, one after the other.
+        per_token = int(1 / each)
+        tensor = tensor.unflatten(2, (-1, per_token))
+        order.insert(3, "entry")
+        each = Fraction(1)
+    return _part(layer, content, tensor, order, group, "head", kind.heads, int(each))
+
+
+def _array(layer: str, array: Array, pages: torch.Tensor, group: int) -> TensorPart:
+    num_bytes = prod(array.shape) * array.dtype.itemsize
+    page = pages[:, 0, 0, array.offset : array.offset + num_bytes].view(array.dtype)
+    tensor = page.unflatten(1, array.shape)
+    if array.size:
+        tensor = tensor.narrow(1 + array.dims.index(array.axis), array.first, array.size)
+    tensor, name = _known_dtype(tensor, array.name)
+    return _part(layer, name, tensor, ("block", *array.dims), group, array.axis, array.held)
+
+
+def _opaque(layer: str, kind: Opaque, tensor: torch.Tensor, group: int, place: Place) -> TensorPart:
+    held = None if kind.is_replicated else place.share(1)
+    if tensor.shape[1:3] == (1, 1):
+        import torch
+
+        content = tensor[:, 0].view(torch.uint8)[..., : kind.num_bytes]
+        return _part(layer, kind.content, content, ("block", "rank", "byte"), group, "rank", held)
+    tensor, content_name = _known_dtype(tensor, kind.content)
+    return _part(layer, content_name, tensor.unsqueeze(1), ("block", "rank", "row", "slot", "dim"), group, "rank", held)
+
+
+def _part(
+    layer: str,
+    name: str,
+    tensor: torch.Tensor,
+    order: Sequence[str],
+    group: int,
+    axis: str,
+    held: Range | None,
+    tokens_per_entry: int = 1,
+) -> TensorPart:
+    if held is None:
+        return TensorPart(
+            layer=layer, name=name, tensor=tensor, order=order, group=group, tokens_per_entry=tokens_per_entry
+        )
+    return TensorPart(
+        layer=layer,
+        name=name,
+        tensor=tensor,
+        order=order,
+        group=group,
+        axis=axis,
+        held=(held.lo, held.hi),
+        extent=held.extent,
+        tokens_per_entry=tokens_per_entry,
+    )
+
+
+def _known_dtype(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, str]:
+    """See elements of a kind that layouts have no name for as bytes; the part's name says what they are."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (tensor, name) if dtype in ITEMSIZE else (tensor.view(torch.uint8), f"{name} {dtype}")
+
+
+# -- states whose inner structure is known --------------------------------------------------------------------
+
+
+def mamba1(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, is_dim_first: bool, place: Place
+) -> States:
+    """Describe Mamba-1: a convolution's state over channels, and a state per channel."""
+    channels = _conv(shapes[0], is_dim_first)[0]
+    _check("Mamba-1", channels == shapes[1][0], shapes)
+    conv = _conv_slices(("conv_x", channels, place.share(channels)), conv=(shapes[0], dtypes[0]), first=is_dim_first)
+    return States((*conv, _state(shapes, dtypes, ("channel", "state"), place)))
+
+
+def mamba2(
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    *,
+    is_dim_first: bool,
+    place: Place,
+    num_groups: int | None,
+) -> States | None:
+    """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
+
+    Args:
+        shapes, dtypes: Of the convolution's state and of the heads', as this rank has them.
+        is_dim_first: Channels before columns.
+        place: The rank's place.
+        num_groups: Groups of the model, which B and C are per; None if that is not known.
+
+    Returns:
+        None where a rank has one group, and may have one of its own or the only one.
+    """
+    heads, head_dim, state = shapes[1]
+    channels = _conv(shapes[0], is_dim_first)[0]
+    rest = channels - heads * head_dim
+    _check("Mamba-2", rest >= 0 and rest % (2 * state) == 0, shapes)
+    local, x = rest // (2 * state), place.share(heads * head_dim)
+    slices = [("conv_x", heads * head_dim, x)]
+    if local:
+        if local > 1 or place.tp_size == 1 or num_groups == place.tp_size:
+            held = place.share(local * state)
+        elif num_groups == 1:
+            held = Range(0, state, state)
+        else:
+            return None
+        slices += [("conv_b", local * state, held), ("conv_c", local * state, held)]
+    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
+    return States((*conv, _state(shapes, dtypes, ("head", "head_dim", "state"), place)))
+
+
+def delta_net(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, is_dim_first: bool, place: Place
+) -> States:
+    """Describe a gated delta net: a convolution's state over q, k and v, and a state per value head."""
+    heads, value_dim, _ = shapes[1]
+    channels, v = _conv(shapes[0], is_dim_first)[0], heads * value_dim
+    _check("a gated delta net", channels > v and (channels - v) % 2 == 0, shapes)
+    k = (channels - v) // 2
+    slices = [("conv_q", k, place.share(k)), ("conv_k", k, place.share(k)), ("conv_v", v, place.share(v))]
+    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
+    return States((*conv, _state(shapes, dtypes, ("head", "value_dim", "key_dim"), place)))
+
+
+def _conv(shape: tuple[int, ...], is_dim_first: bool) -> tuple[int, int]:
+    """Channels and columns of a convolution's state."""
+    _check("a convolution", len(shape) == 2, [shape])
+    return (shape[0], shape[1]) if is_dim_first else (shape[1], shape[0])
+
+
+def _conv_slices(
+    *slices: tuple[str, int, Range], conv: tuple[tuple[int, ...], torch.dtype], first: bool
+) -> Iterator[Array]:
+    shape, dtype = conv
+    dims, at = (("channel", "column") if first else ("column", "channel")), 0
+    for name, size, held in slices:
+        yield Array(
+            name=name, dtype=dtype, offset=0, shape=shape, dims=dims, axis="channel", held=held, first=at, size=size
+        )
+        at += size
+
+
+def _state(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], dims: tuple[str, ...], place: Place
+) -> Array:
+    return Array(
+        name="state",
+        dtype=dtypes[1],
+        offset=prod(shapes[0]) * dtypes[0].itemsize,
+        shape=shapes[1],
+        dims=dims,
+        axis=dims[0],
+        held=place.share(shapes[1][0]),
+    )
+
+
+def _check(what: str, fits: bool, shapes: Sequence[tuple[int, ...]]) -> None:
+    if not fits:
+        raise ConfigError(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")

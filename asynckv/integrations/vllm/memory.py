@@ -1,0 +1,454 @@
+"""vLLM's KV caches, declared: from its configuration and the tensors that it registers to a `Registration`.
+
+vLLM allocates one storage and lays every layer's blocks in it as a strided view, groups over groups: which bytes a
+block has, tensors and strides say. What the bytes *are* is in the specification of each layer's group, and, for what
+that leaves out (the model's KV heads and Mamba groups, the order that an attention kernel keeps inside its blocks), in
+the model's configuration and the layer objects. Nothing is guessed: where it cannot be known, a layer is declared as
+opaque, which ranks of an equal tensor-parallel size can still exchange; and what cannot be moved is refused here, at
+start.
+
+`num_blocks` is the configuration's. How many kernel blocks a block has is seen by how many entries a kernel block of
+the tensor has, never by how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from asynckv.edges.torch import TensorPart, register_parts
+from asynckv.errors import ConfigError
+from asynckv.geometry.check import Registration
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout
+from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm.caches import (
+    Attention,
+    Opaque,
+    Place,
+    States,
+    delta_net,
+    kv_heads,
+    mamba1,
+    mamba2,
+    parts,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "has_nothing", "place_of", "register"]
+
+NULL_BLOCK = 0
+"""The block that vLLM's lists name where there is none."""
+
+NO_LAYER = "(no layer)"
+"""Stands for the layers of a rank that has none."""
+
+BY_TOKEN = {
+    "AITER_TRITON_MLA",
+    "CPU_MLA",
+    "CUTLASS_MLA",
+    "FLASHINFER",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASHMLA_SPARSE",
+    "FLASH_ATTN",
+    "FLASH_ATTN_DIFFKV",
+    "FLASH_ATTN_MLA",
+    "FLEX_ATTENTION",
+    "HPC_ATTN",
+    "TRITON_ATTN",
+    "TRITON_ATTN_DIFFKV",
+    "TRITON_MLA",
+}
+"""Attention backends that keep an entry of every token by itself, in the order of tokens. Others may have an order of
+their own inside a kernel block (that for CPUs keeps all keys before all values, packed for its instructions)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What specifications leave out, from the model's configuration and its layers. What is not there is not known.
+
+    Attributes:
+        name: By which both engines know the model; empty to not compare.
+        num_kv_heads: KV heads of the usual layer of the whole model.
+        num_mamba_groups: Groups of Mamba-2's B and C in the whole model.
+        is_conv_dim_first: Convolution states have channels before columns.
+        cache_dtype: `--kv-cache-dtype`.
+        layers: Layer objects by name.
+    """
+
+    name: str = ""
+    num_kv_heads: int | None = None
+    num_mamba_groups: int | None = None
+    is_conv_dim_first: bool = False
+    cache_dtype: str = "auto"
+    layers: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> ModelFacts:
+        """Look them up."""
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+        model, heads = vllm_config.model_config, None
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            heads = int(model.get_total_num_kv_heads())
+        config = getattr(model, "hf_text_config", None)
+        named = (getattr(config, key, None) for key in ("mamba_n_groups", "mamba_ngroups", "n_groups", "ngroups"))
+        layers = getattr(vllm_config.compilation_config, "static_forward_context", None)
+        return cls(
+            name=str(getattr(model, "model", "") or ""),
+            num_kv_heads=heads,
+            num_mamba_groups=next((n for n in named if type(n) is int and n > 0), None),
+            is_conv_dim_first=is_conv_state_dim_first(),
+            cache_dtype=str(vllm_config.cache_config.cache_dtype),
+            layers=layers if isinstance(layers, Mapping) else {},
+        )
+
+    def backend(self, layer: str) -> tuple[str, bool]:
+        """Name what computes with a layer's blocks, and whether it keeps each token by itself.
+
+        Without a layer object (in a test of vLLM's) nothing computes with them, and the tensor's dims count.
+        """
+        found = self.layers.get(layer)
+        if found is None or not hasattr(found, "get_attn_backend"):
+            return "", True
+        name = str(found.get_attn_backend().get_name())
+        # On CPUs keys are packed for one instruction set or another.
+        isa = getattr(found, "isa", None)
+        return f"{name} {isa}" if isinstance(isa, str) else name, name in BY_TOKEN
+
+    def is_by_token(self, layer: str, spec: AttentionSpec) -> bool:
+        """Say whether every entry of a layer lies by itself."""
+        # Sparse attention of DeepSeek V4 keeps the scales of a block behind all of its entries.
+        return self.backend(layer)[1] and getattr(spec, "model_version", None) is None
+
+
+def place_of(vllm_config: Any) -> Place:
+    """Find a worker's place: from its process groups, or from its rank where there are none."""
+    from vllm.distributed import parallel_state
+
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    rank = parallel.rank % (tp_size * pp_size)
+    tp_rank, pp_stage = rank % tp_size, rank // tp_size
+    if parallel_state.model_parallel_is_initialized():
+        tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+        if (tp.world_size, pp.world_size) == (tp_size, pp_size):
+            tp_rank, pp_stage = tp.rank_in_group, pp.rank_in_group
+    return Place(tp_rank, tp_size, pp_stage, pp_size)
+
+
+def check_supported(vllm_config: Any, config: KVCacheConfig) -> None:
+    """Refuse, before anything is loaded, what could not be moved.
+
+    Raises:
+        ConfigError: Naming the option to change.
+    """
+    parallel = vllm_config.parallel_config
+    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, option, 1)) > 1:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} {size}: blocks whose tokens are dealt out over ranks cannot be moved; "
+                f"leave it at 1 with AsyncKVConnector"
+            )
+    for group in config.transfer_groups:
+        if group.host_resident:
+            raise ConfigError(
+                f"layers {_some(group.layer_names)} keep their blocks in host memory (HiSparse), which "
+                f"AsyncKVConnector does not move; remove the option hisparse_config"
+            )
+        for layer, spec in _specs(group).items():
+            _check_spec(layer, spec)
+
+
+def _check_spec(layer: str, spec: KVCacheSpec) -> None:
+    known = AttentionSpec | MambaSpec
+    if isinstance(spec, CrossAttentionSpec):
+        raise ConfigError(
+            f"layer {layer!r} attends to an encoder, of whose tokens a prompt's length says nothing; models of an "
+            f"encoder and a decoder cannot be disaggregated with AsyncKVConnector: remove --kv-transfer-config"
+        )
+    if not isinstance(spec, known):
+        raise ConfigError(
+            f"layer {layer!r} has a cache of kind {type(spec).__name__}, which AsyncKVConnector does not know; remove "
+            f"--kv-transfer-config for this model"
+        )
+
+
+def _specs(group: Any) -> Mapping[str, KVCacheSpec]:
+    """The specification of every layer of a group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {layer: spec.kv_cache_specs[layer] for layer in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def register(
+    config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], place: Place, facts: ModelFacts
+) -> Registration:
+    """Declare a worker's KV caches.
+
+    Args:
+        config: The configuration; groups that are not for transfers are left out, and the others counted anew.
+        tensors: What vLLM registers: a tensor per layer, among them names of layers that use another one's.
+        place: The worker's place.
+        facts: Of the model.
+
+    Raises:
+        ConfigError: Naming the layer, the numbers and the option to change. (`LayoutError` is one.)
+    """
+    groups: list[Group] = []
+    made: list[TensorPart] = []
+    owners: dict[tuple[object, ...], str] = {}
+    for index, group in enumerate(config.transfer_groups):
+        ratios: dict[int, str] = {}
+        for layer, spec in _specs(group).items():
+            _check_spec(layer, spec)
+            if isinstance(spec, EncoderOnlyAttentionSpec):
+                continue  # keeps nothing
+            tensor = _tensor_of(layer, tensors)
+            owners.setdefault(_identity(tensor), layer)
+            kind = describe(layer, spec, tensor, place, facts)
+            ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
+            made += parts(layer, kind, tensor, index, place)
+        if len(ratios) > 1:
+            (one, layer), (other, second) = list(ratios.items())[:2]
+            raise ConfigError(
+                f"layer {layer!r} has {one} kernel blocks per block, but {second!r} of the same group has {other}; set "
+                f"--block-size to a size that all attention backends take undivided"
+            )
+        groups.append(_group(index, group, config.num_blocks, next(iter(ratios), 1)))
+    aliases = _aliases(tensors, {part.layer for part in made}, owners)
+    if not made:
+        return _nothing(groups, config.num_blocks, place, facts)
+    return register_parts(
+        made,
+        groups=groups,
+        tp_rank=place.tp_rank,
+        tp_size=place.tp_size,
+        pp_stage=place.pp_stage,
+        pp_size=place.pp_size,
+        model=facts.name,
+        aliases=aliases,
+    )
+
+
+def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
+    specs = list(_specs(group).values()) or [group.kv_cache_spec]
+    spec = specs[0]
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # of a stage that has none of its layers
+        spec = next(iter(spec.kv_cache_specs.values()), spec)
+    window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size
+    if isinstance(spec, MambaSpec | CircularBufferSpec):
+        kind = "state"
+        if isinstance(spec, CircularBufferSpec) or spec.mamba_cache_mode == "none":
+            block_size = ONE_PER_REQUEST
+    elif isinstance(spec, SlidingWindowSpec):
+        window = spec.sliding_window + spec.extra_retained_tokens
+    name = f"{index}: {type(spec).__name__.removesuffix('Spec')}"
+    return Group(name, block_size, num_blocks, ratio, kind=kind, window=window, null_block=NULL_BLOCK)  # type: ignore[arg-type]
+
+
+def _tensor_of(layer: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors.get(layer)
+    if tensor is None:
+        raise ConfigError(f"layer {layer!r} is in the KV cache's configuration, but vLLM registered no tensor for it")
+    if isinstance(tensor, list | tuple) or tensor.dim() != 4:
+        shape = [tuple(t.shape) for t in tensor] if isinstance(tensor, list | tuple) else tuple(tensor.shape)
+        raise ConfigError(
+            f"layer {layer!r}: a KV cache of shape {shape} is none of (block, head, entry, content), which vLLM 0.33 "
+            f"makes; use a version of vLLM that asynckv was tested with"
+        )
+    return tensor
+
+
+def describe(
+    layer: str, spec: KVCacheSpec, tensor: torch.Tensor, place: Place, facts: ModelFacts
+) -> Attention | States | Opaque:
+    """Say what is in a layer's tensor."""
+    try:
+        if isinstance(spec, MambaSpec):
+            return _states(spec, place, facts)
+        return _attention(layer, spec, place, facts)
+    except ConfigError as exc:
+        raise ConfigError(f"layer {layer!r} of {place.tp_size} tensor-parallel ranks: {exc}") from exc
+
+
+def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts) -> Attention | Opaque:
+    is_latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    backend, is_by_token = facts.backend(layer)[0], facts.is_by_token(layer, spec)
+    # Two engines that quantise in different ways must not meet, though their bytes are as many.
+    content = "latent" if is_latent else "kv"
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        content += f" {spec.kv_quant_mode.name.lower()}{' e5m2' if 'e5m2' in facts.cache_dtype else ''}"
+    if not is_by_token and backend:
+        content += f" {backend}"
+    num_bytes = spec.num_heads * spec.num_states * spec.state_content_size_bytes
+    if is_latent or spec.max_tp_shards == 1:
+        held = None
+    else:
+        total = facts.num_kv_heads if spec.max_tp_shards is None else spec.max_tp_shards * spec.num_kv_heads
+        held = kv_heads(spec.num_kv_heads, total, place)
+        if held is None or spec.num_heads != spec.num_kv_heads:
+            return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
+    if isinstance(spec, CircularBufferSpec):
+        return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
+    return Attention(
+        content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=is_by_token
+    )
+
+
+def _states(spec: MambaSpec, place: Place, facts: ModelFacts) -> States | Opaque:
+    kind = spec.mamba_type.name.lower()
+    if len(spec.shapes) == 2 and not spec.tp_replicated:
+        of = {"is_dim_first": facts.is_conv_dim_first, "place": place}
+        match kind:
+            case "mamba1":
+                return mamba1(spec.shapes, spec.dtypes, **of)
+            case "mamba2":
+                found = mamba2(spec.shapes, spec.dtypes, **of, num_groups=facts.num_mamba_groups)
+                if found is not None:
+                    return found
+            case "gdn_attn":
+                return delta_net(spec.shapes, spec.dtypes, **of)
+            case _:
+                pass
+    shapes = " ".join(
+        f"{str(d).removeprefix('torch.')}{list(s)}" for s, d in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    order = "channels first" if facts.is_conv_dim_first else "columns first"
+    return Opaque(
+        content=f"{kind} {order} {shapes}"[:64].rstrip(),
+        num_bytes=spec.state_content_size_bytes,
+        is_replicated=spec.tp_replicated,
+    )
+
+
+def _ratio(layer: str, spec: KVCacheSpec, kind: Attention | States | Opaque, tensor: torch.Tensor) -> int:
+    """Kernel blocks per block."""
+    if isinstance(kind, States) or isinstance(spec, MambaSpec | CircularBufferSpec):
+        return 1
+    entries = spec.num_states
+    if tensor.shape[2] < 1 or entries % tensor.shape[2]:
+        raise ConfigError(
+            f"layer {layer!r}: a kernel block holds {tensor.shape[2]} entries, which do not divide the {entries} of a "
+            f"block of {spec.block_size} tokens; set --block-size to a multiple of the kernel block size"
+        )
+    return int(entries // tensor.shape[2])
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _aliases(
+    tensors: Mapping[str, torch.Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
+) -> dict[str, str]:
+    """Layers that are in no group: they use the cache of one that is."""
+    aliases = {}
+    known = set(known)
+    for layer, tensor in tensors.items():
+        if layer in known or isinstance(tensor, list | tuple):
+            continue
+        if (owner := owners.get(_identity(tensor))) is not None:
+            aliases[layer] = owner
+    return aliases
+
+
+def _nothing(groups: Sequence[Group], num_blocks: int, place: Place, facts: ModelFacts) -> Registration:
+    """Declare a rank without any cache: a stage of a pipeline whose layers keep nothing.
+
+    It still has to be met and released, and an engine without memory cannot be: so it has a byte per block.
+    """
+    import torch
+
+    stand_in = torch.zeros(num_blocks, 1, dtype=torch.uint8)
+    group = Group(groups[0].name if groups else "nothing", 1, num_blocks, null_block=NULL_BLOCK)
+    part = TensorPart(layer=NO_LAYER, name="nothing", tensor=stand_in, order=("block", "byte"))
+    return register_parts(
+        [part],
+        groups=[*groups, group],
+        tp_rank=place.tp_rank,
+        tp_size=place.tp_size,
+        pp_stage=place.pp_stage,
+        pp_size=place.pp_size,
+        model=facts.name,
+    )
+
+
+def has_nothing(layout: Layout) -> bool:
+    """Say whether a rank holds no layer."""
+    return all(view.layer == NO_LAYER for view in layout.views)
+
+
+class Tails:
+    """Clears what a pull did not fill in its last blocks.
+
+    A model with recurrent layers, or with caches of several precisions in one storage, relies on new blocks being
+    zeroed: vLLM zeroes those that it allocates, but not those that a connector loads, lest the two race. What of these
+    no token of the request fills would keep what an earlier owner wrote, of another layer's kind, and a kernel that
+    multiplies it by zero would get a NaN.
+
+    Args:
+        tensors: By group, the tensors of its layers as `[block, kernel block, head, entry, content]`, and the tokens
+            that an entry covers; 0 if entries are in an order of the kernel's own, which came whole.
+    """
+
+    def __init__(self, tensors: Mapping[int, Sequence[tuple[torch.Tensor, Fraction]]] = MappingProxyType({})) -> None:
+        self._tensors = tensors
+
+    @classmethod
+    def of(cls, config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], facts: ModelFacts) -> Tails:
+        """Find the tensors of every group of tokens, if the model relies on zeroed blocks."""
+        found: dict[int, list[tuple[torch.Tensor, Fraction]]] = {}
+        if not config.needs_kv_cache_zeroing:
+            return cls()
+        for index, group in enumerate(config.transfer_groups):
+            for layer, spec in _specs(group).items():
+                if not isinstance(spec, AttentionSpec) or isinstance(spec, CircularBufferSpec):
+                    continue
+                tensor = _tensor_of(layer, tensors)
+                ratio = int(spec.num_states // tensor.shape[2])
+                blocks = tensor[: config.num_blocks * ratio].unflatten(0, (config.num_blocks, ratio))
+                each = Fraction(spec.tokens_per_state) if facts.is_by_token(layer, spec) else Fraction(0)
+                found.setdefault(index, []).append((blocks, each))
+        return cls(found)
+
+    def clear(self, padding: Iterable[Padding]) -> None:
+        """Zero these tokens' entries, which reach to the ends of their blocks, in every layer of their group."""
+        for group, block, first, num_tokens in padding:
+            for tensor, each in self._tensors.get(group, ()):
+                num_kernel, entries = tensor.shape[1], tensor.shape[3]
+                if each:
+                    kernel, within = divmod(math.ceil(first / each), entries)
+                    if within:
+                        tensor[block, kernel, :, within:].zero_()
+                else:
+                    # A kernel block that holds a token of the request came whole, as the prefill side keeps it.
+                    kernel, within = -(-first * num_kernel // (first + num_tokens)), 0
+                tensor[block, kernel + bool(within) :].zero_()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")

@@ -1,0 +1,170 @@
+"""What `kv_connector_extra_config` may say: the sections of `EngineConfig` by their own names, and little else.
+
+Both halves read it in their constructors, so that a mistake shows before a model is loaded. What is not understood is
+refused: an option that is quietly ignored is found out in production. Whoever comes from `NixlConnector` is told what
+its options are called here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from asynckv.arguments import seconds, shown
+from asynckv.config import (
+    EngineConfig,
+    KeysConfig,
+    LeaseConfig,
+    LimitsConfig,
+    LogConfig,
+    NixlConfig,
+    PullConfig,
+)
+from asynckv.errors import ConfigError
+
+__all__ = ["TESTED_VERSIONS", "Options", "untested_version"]
+
+TESTED_VERSIONS = ("0.33.0",)
+"""The versions of vLLM that this was tested with. Its connector interface changes without notice."""
+
+WHERE = "kv_connector_extra_config"
+
+SECTIONS: Mapping[str, type[Any]] = {
+    "lease": LeaseConfig,
+    "pull": PullConfig,
+    "nixl": NixlConfig,
+    "log": LogConfig,
+    "limits": LimitsConfig,
+    "keys": KeysConfig,
+}
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # A request may wait in vLLM's queue for as long as it likes: vLLM says how each of them ends. So an announcement
+    # is kept for a week, and a prefill engine keeps the blocks for a day while a living reader renews.
+    "pull": {"announce_s": 7 * 86_400.0},
+    "lease": {"max_lease_s": 86_400.0},
+}
+"""Where the connector's defaults are not the engine's."""
+
+OF_NIXL_CONNECTOR = {
+    "backends": 'say "nixl": {"backend": "UCX"}; one backend per engine',
+    "backend": 'it belongs into the section "nixl": {"nixl": {"backend": ...}}',
+    "backend_params": 'say "nixl": {"params": {...}}',
+    "num_threads": 'say "nixl": {"posting_threads": ...}; the default fits the machine',
+    "kv_lease_duration": 'say "lease": {"lease_s": ...}',
+    "decoder_kv_blocks_ttl": 'say "turn_lease_s": ...',
+    "bidirectional_kv_xfer": (
+        'leave it out: any request may ask for both, {"do_remote_prefill": true, "do_remote_decode": true} with what '
+        "the other engine gave out"
+    ),
+    "kv_recompute_threshold": "leave it out: what the prefix cache lacks is read, however little it is",
+    "engine_ttl": 'say "pull": {"idle_s": ...}',
+    "enforce_handshake_compat": "leave it out: layouts are always compared, and may differ in whatever can be planned",
+    "push_registration_timeout": "leave it out: KV is pulled, never pushed",
+}
+"""Options that users bring along, and what to do with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and what is the connector's own.
+
+    Attributes:
+        bind: Where each worker's control plane listens; port 0 lets the system choose.
+        advertise: What the other engines are told, if it differs from the bound address.
+        allow_insecure: Listen on other than loopback addresses without keys.
+        keys: Authenticate and encrypt the control plane.
+        lease: See `LeaseConfig`. `lease_s` is how long a prefilled request waits for a decode engine to ask for it.
+        pull: See `PullConfig`. `timeout_s` is how long a load may take; a request may wait in vLLM's queue for as
+            long as it likes (`announce_s`, unless it is given).
+        nixl: See `NixlConfig`.
+        log: See `LogConfig`.
+        limits: See `LimitsConfig`.
+        turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
+            end, wait for the next turn.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"
+    advertise: str = ""
+    allow_insecure: bool = False
+    keys: KeysConfig | None = None
+    lease: LeaseConfig = field(default_factory=lambda: LeaseConfig(**DEFAULTS["lease"]))
+    pull: PullConfig = field(default_factory=lambda: PullConfig(**DEFAULTS["pull"]))
+    nixl: NixlConfig = field(default_factory=NixlConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    turn_lease_s: float = 480.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "turn_lease_s", seconds("turn_lease_s", self.turn_lease_s, ConfigError))
+        if not 2 <= self.turn_lease_s <= self.lease.max_lease_s:
+            raise ConfigError(
+                f"turn_lease_s {self.turn_lease_s:g} is outside [2, lease.max_lease_s {self.lease.max_lease_s:g}] "
+                f"seconds; lower it, or raise lease.max_lease_s"
+            )
+        self.engine_config("checked")
+
+    @classmethod
+    def parse(cls, given: object) -> Options:
+        """Read what a user wrote.
+
+        Raises:
+            ConfigError: Naming the option, and what to write instead.
+        """
+        values = dict(_mapping(WHERE, given))
+        for name in values:
+            if (remedy := OF_NIXL_CONNECTOR.get(name)) is not None:
+                raise ConfigError(f"{WHERE}.{name} is an option of NixlConnector; {remedy}")
+        _refuse_unknown(WHERE, values, cls)
+        for name, kind in SECTIONS.items():
+            if values.get(name) is not None:
+                section = dict(_mapping(f"{WHERE}.{name}", values[name]))
+                _refuse_unknown(f"{WHERE}.{name}", section, kind)
+                values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
+            elif name in values and name != "keys":
+                raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
+        options: Options = _made(WHERE, cls, values)
+        return options
+
+    def engine_config(self, engine_id: str) -> EngineConfig:
+        """What every rank of an engine is configured with."""
+        return EngineConfig(engine_id=engine_id, **{name: getattr(self, name) for name in _ENGINE})
+
+
+_ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
+
+
+def untested_version(version: str) -> str | None:
+    """What to tell somebody who runs another version of vLLM than was tested; None if it was."""
+    if version.split("+")[0] in TESTED_VERSIONS:
+        return None
+    return (
+        f"AsyncKVConnector was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {version}: vLLM's connector "
+        f"interface changes between versions, so try it before you serve with it"
+    )
+
+
+def _mapping(where: str, given: object) -> Mapping[str, Any]:
+    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+        return given
+    raise ConfigError(f"{where} is {shown(given)}; it must be an object of names and values")
+
+
+def _refuse_unknown(where: str, given: Mapping[str, Any], kind: type[Any]) -> None:
+    known = [f.name for f in fields(kind)]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise ConfigError(f"{where} has no option {shown(name)}; {hint} takes {', '.join(known)}")
+
+
+def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
+    try:
+        return kind(**values)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}: {exc}") from exc
+    except TypeError as exc:  # a field without a default is missing
+        raise ConfigError(f"{where}: {exc}; it takes {', '.join(f.name for f in fields(kind))}") from exc

@@ -1,0 +1,255 @@
+"""The scheduler's half: what vLLM's hooks mean, and vLLM's requests and blocks in asynckv's words.
+
+A request asks for transfers in its `kv_transfer_params`, which come from a client by way of a router:
+
+- `{"do_remote_decode": true}`: another engine will go on with this one, so lend its blocks when it ends. What comes out
+  is to be given to that engine: `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
+- `{"do_remote_prefill": true, "asynckv": {...}}`: another engine has computed KV of this one, so read it.
+
+Both at once mean both: a turn of a conversation that begins where the other engine stopped, or goes on elsewhere
+afterwards. Whether vLLM calls this engine a producer or a consumer makes no difference.
+
+What a client sends is looked at once, when the request comes, and never raises: with params that are none the prompt is
+computed here, like any other, and one warning says why.
+
+**One token less.** Whoever reads a prompt's KV computes its last token again, to sample from it. A recurrent state
+cannot be taken one token back, and the blocks that a sliding window leaves behind may hold the first token that this
+last one looks at. So models with either stop one token before the end: the prefill engine computes that many, and the
+decode engine reads that many (`Shape.back_off`).
+
+Nothing waits for a later step. An order that is given while a request is queued, allocated or ended goes out with the
+next step, and vLLM makes one: the request is in its queues, or among those that finished and were not told the workers
+(`finished_req_ids`). `has_orders` says so as well. After it the engine may sleep for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asynckv.arguments import MAX_INTEGER, shown
+from asynckv.core.types import Params, decode_params
+from asynckv.embed.orders import Lend, Order
+from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.integrations.vllm.fetches import Fetches, State
+from asynckv.integrations.vllm.options import Options
+from asynckv.integrations.vllm.shape import Blocks, Shape
+from asynckv.scheduler import PrefillGroup
+
+if TYPE_CHECKING:
+    from asynckv.integrations.vllm.handover import WorkerAddress
+
+__all__ = ["SchedulerHalf"]
+
+PARAMS = "asynckv"
+"""Where in `kv_transfer_params` ours are: vLLM and routers put other things beside them."""
+
+FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+logger = logging.getLogger("vllm.asynckv")
+"""vLLM shows what is logged below its own name."""
+
+
+class SchedulerHalf:
+    """What the class in vLLM's scheduler knows and decides; for that scheduler's thread alone."""
+
+    def __init__(self, options: Options, vllm_config: Any, kv_cache_config: Any) -> None:
+        self.options = options
+        self.engine_id: str = vllm_config.kv_transfer_config.engine_id
+        self.shape = Shape.of(vllm_config, kv_cache_config)
+        self.fetches = Fetches()
+        self._group: PrefillGroup | None = None
+
+    # -- where the workers are ----------------------------------------------------------------------
+
+    def set_workers(self, found: Mapping[tuple[int, int], WorkerAddress]) -> None:
+        """Every worker listens, or has registered its memory anew; by pipeline stage and rank."""
+        from asynckv.integrations.vllm.handover import WorkerAddress
+
+        for place, address in found.items():
+            if not isinstance(address, WorkerAddress):
+                raise ConfigError(
+                    f"the worker (pp, tp) {place} describes itself by a {type(address).__name__}: in MultiConnector "
+                    f"only the first connector that has an address is heard; name AsyncKVConnector before it"
+                )
+        if not found:
+            logger.warning("asynckv: no worker has an address; nothing can be lent")
+            return
+        self._group = PrefillGroup(
+            self.engine_id,
+            [address.endpoint for address in found.values()],
+            lease=self.options.lease,
+            memory_epoch=max(address.memory_epoch for address in found.values()),
+            pp_size=1 + max(stage for stage, _ in found),
+            null_block=0,
+        )
+
+    # -- a request comes, and gets blocks -----------------------------------------------------------
+
+    def add(self, request: Any) -> None:
+        """A request was queued (`on_new_request`)."""
+        given = request.kv_transfer_params
+        if given is None:
+            return
+        if not isinstance(given, dict):
+            _refuse(request, f"kv_transfer_params is {shown(given)}; it must be an object")
+            request.kv_transfer_params = None  # or vLLM, which looks into it next, would raise
+            return
+        reads = given.get("do_remote_prefill") is True
+        if given.get("do_remote_decode") is True:
+            # With both, this may be the engine that generates.
+            self._truncate(request, must=not reads)
+        if reads and not self._fetch(request, given.get(PARAMS)):
+            _reads_no_more(request)
+
+    def _fetch(self, request: Any, given: object) -> bool:
+        if given is None:
+            _refuse(request, f"do_remote_prefill is true, but there is no {PARAMS!r} beside it")
+            return False
+        try:
+            params = decode_params(given)
+            # What is handed on holds what was checked, and nothing besides.
+            plain: dict[str, Any] = msgspec.to_builtins(params)
+        except AsyncKVError as exc:
+            _refuse(request, str(exc))
+            return False
+        if not self.fetches.add(request.request_id, params, plain):
+            return False
+        if request.skip_reading_prefix_cache:
+            # Log-probabilities of the prompt are asked for: vLLM computes every token, and reads nothing.
+            self.spare(request)
+            return False
+        return True
+
+    def _truncate(self, request: Any, must: bool) -> None:
+        """Leave the last tokens of a prompt to the engine that goes on with it."""
+        fewer = self.shape.back_off
+        if not fewer or request.num_prompt_tokens <= fewer or not (must or request.max_tokens == 1):
+            return
+        if request.skip_reading_prefix_cache:
+            return  # the other engine computes the whole prompt as well
+        if request.prompt_token_ids is not None:
+            del request.prompt_token_ids[-fewer:]
+        elif request.prompt_embeds is not None:
+            request.prompt_embeds = request.prompt_embeds[:-fewer]
+        else:
+            return
+        del request._all_token_ids[-fewer:]
+        request.num_prompt_tokens -= fewer
+        request.max_tokens = 1
+
+    def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the local prefix cache's can be read (`get_num_new_matched_tokens`).
+
+        None asks to be asked again: a request with the same params is being read, and will be in the prefix cache.
+        """
+        fetch = self.fetches.get(request.request_id)
+        if fetch is None:
+            return 0, False
+        if self.fetches.must_wait(fetch):
+            return None, False
+        if fetch.state is not State.ANNOUNCED:
+            return 0, False
+        fetch.first_token = num_cached
+        more = self._readable(request, fetch.params) - num_cached
+        return (more, True) if more > 0 else (0, False)
+
+    def _readable(self, request: Any, params: Params) -> int:
+        """Tokens of this request's prompt that were lent, and are of use."""
+        most: int = request.num_prompt_tokens - self.shape.back_off
+        if self.shape.back_off and params.num_tokens > most:
+            return 0  # of another prompt, or too far: there is no way back from its last state
+        return min(params.num_tokens, most)
+
+    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
+        """A request has got its blocks (`update_state_after_alloc`); asked again after a load, with 0."""
+        fetch = self.fetches.get(request.request_id)
+        if fetch is None or fetch.state not in (State.ANNOUNCED, State.WAITING):
+            return
+        if num_external > 0 and fetch.state is State.ANNOUNCED:
+            end = fetch.first_token + num_external
+            lists = self.shape.missing(blocks.get_block_ids(), fetch.first_token, end)
+            priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
+            self.fetches.allocate(fetch, lists, end, priority)
+        else:
+            self.fetches.spare(fetch)
+        _reads_no_more(request)
+
+    def spare(self, request: Any) -> None:
+        """A request needs nothing of what was lent."""
+        if (fetch := self.fetches.get(request.request_id)) is not None:
+            self.fetches.spare(fetch)
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Something waits for the next step."""
+        return self.fetches.has_orders
+
+    def take_orders(self) -> Sequence[Order]:
+        """What the next step asks of the workers."""
+        return self.fetches.take_orders()
+
+    def loaded(self, request_ids: Sequence[str] | set[str] | None) -> None:
+        """All workers have said that these loads are over, well or badly (`update_connector_output`)."""
+        for request_id in request_ids or ():
+            self.fetches.report(request_id)
+
+    # -- a request ends -----------------------------------------------------------------------------
+
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: True if its blocks are lent, and what to give to the engine that goes on with it."""
+        self.fetches.end(request.request_id)
+        given = request.kv_transfer_params
+        if not given:
+            return False, None
+        _reads_no_more(request)
+        if given.get("do_remote_decode") is not True or request.status.name not in FINISHED_WELL:
+            return False, None
+        if (lists := self._lists(request, block_ids)) is None:
+            return False, None
+        if (params := self._make_params(request, *lists)) is None:
+            return False, None
+        self.fetches.order(Lend(params))
+        # The block ids once more, as routers that were written for NixlConnector count them; nothing here reads them.
+        blocks = [ids for _, ids in lists[0]]
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": blocks,
+            PARAMS: params,
+        }
+
+    def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int] | None:
+        """The blocks of a request, and how many tokens are in them; None if nothing can be lent."""
+        # A step that is still under way may write beyond what has been received.
+        num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
+        if num_tokens <= 0 or (self.shape.has_states and num_tokens != request.num_computed_tokens):
+            return None
+        lists = self.shape.held(block_ids, num_tokens)
+        return None if lists is None else (lists, num_tokens)
+
+    def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any] | None:
+        if self._group is None:
+            _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
+            return None
+        lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
+        try:
+            return self._group.make_params(request.request_id, lists, num_tokens, lease_s=lease_s, written=True)
+        except AsyncKVError as exc:
+            _refuse(request, str(exc))
+            return None
+
+
+def _reads_no_more(request: Any) -> None:
+    """Whoever looks at the request later, a preempted one above all, must not begin to read again."""
+    if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
+        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+
+
+def _refuse(request: Any, why: str) -> None:
+    logger.warning("asynckv: request %s is computed without a transfer: %s", shown(request.request_id), why)

@@ -1,0 +1,97 @@
+"""A model's cache groups as the scheduler sees them, and vLLM's lists of blocks in asynckv's terms.
+
+vLLM lists a request's blocks per cache group from its first token on, with block 0 where there is none: before a
+sliding window, or where a state was not kept. asynckv takes per group `(first_token, block ids)`, with None for no
+block, and of the states only the one after the last token. Only groups that vLLM transfers are listed, in its order;
+the workers declare the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Blocks", "CacheGroup", "Shape"]
+
+NULL_BLOCK = 0
+
+Blocks = list[tuple[int, list[int | None]]]
+"""Per group its first token, and ids from the block on that holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """One group of layers that share block ids.
+
+    Attributes:
+        index: Its place among all of vLLM's groups.
+        block_size: Tokens per block; of states, tokens between those that are kept.
+        is_state: Blocks hold recurrent states.
+    """
+
+    index: int
+    block_size: int
+    is_state: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All groups that are transferred.
+
+    Attributes:
+        groups: In vLLM's order.
+        back_off: Tokens at the end of a prompt that are left to whoever reads it.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    back_off: int
+
+    @property
+    def has_states(self) -> bool:
+        """Some layers are recurrent."""
+        return any(group.is_state for group in self.groups)
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
+        """Read it from vLLM's configuration."""
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, iter_layer_specs
+
+        groups, is_bounded = [], False
+        for index in kv_cache_config.transfer_group_ids:
+            spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
+            layers = list(iter_layer_specs(spec))
+            groups.append(CacheGroup(index, spec.block_size, any(isinstance(each, MambaSpec) for each in layers)))
+            # Whatever is not full attention forgets: states, sliding windows, chunks.
+            is_bounded |= not all(
+                isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers
+            )
+        # Draft layers that look ahead have to see the tokens which were sampled, not those of their own drafts.
+        return cls(tuple(groups), max(int(is_bounded), vllm_config.num_prefill_lookahead_tokens - 1))
+
+    def missing(self, block_ids: Sequence[Sequence[int]], first_token: int, num_tokens: int) -> Blocks:
+        """Blocks of a request that are to be filled with tokens `first_token ... num_tokens - 1`."""
+        return [self._listed(group, block_ids[group.index], first_token, num_tokens) for group in self.groups]
+
+    def held(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks | None:
+        """Blocks of a request that hold its first `num_tokens`; None if there are none, or a state is gone."""
+        lists = [self._listed(group, block_ids[group.index], 0, num_tokens) for group in self.groups]
+        for group, (_, ids) in zip(self.groups, lists, strict=True):
+            if group.is_state and not (ids and ids[0] is not None):
+                return None
+        return lists if any(ids for _, ids in lists) else None
+
+    @staticmethod
+    def _listed(
+        group: CacheGroup, ids: Sequence[int], first_token: int, num_tokens: int
+    ) -> tuple[int, list[int | None]]:
+        size = group.block_size
+        end = -(-num_tokens // size)
+        begin = end - 1 if group.is_state else first_token // size
+        while begin < end and begin < len(ids) and ids[begin] == NULL_BLOCK:
+            begin += 1
+        first = begin * size if group.is_state or begin * size > first_token else first_token
+        listed: list[int | None] = list(ids[begin:end])
+        if NULL_BLOCK in listed:  # found at once; most lists have none
+            listed = [None if block == NULL_BLOCK else block for block in listed]
+        return first, listed

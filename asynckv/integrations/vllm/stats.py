@@ -1,0 +1,169 @@
+"""Statistics in vLLM's own form: for its log, and for its Prometheus endpoint.
+
+A worker tallies what it hears of (`Tally`) and gives it away in differences, as plain JSON. vLLM adds up those of all
+workers and sends them to the process that logs and answers `/metrics`, where there is no engine and no worker:
+`AsyncKVStats` and `AsyncKVPromMetrics` are made there from the data alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from asynckv.errors import AsyncKVError
+from asynckv.results import PullResult
+
+__all__ = ["AsyncKVPromMetrics", "AsyncKVStats", "Tally"]
+
+EVERY_S = 1.0
+MAX_SAMPLES = 4096
+"""Durations of one interval and worker at most: vLLM sends them between processes."""
+
+
+class AsyncKVStats(KVConnectorStats):  # type: ignore[misc]
+    """What happened in an interval: on one worker, or on several together.
+
+    `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed` and
+    `leases` count by cause.
+    """
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or {})
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {"duration_s": [], "bytes": [], "descriptors": [], "failed": {}, "leases": {}}
+
+    def aggregate(self, other: KVConnectorStats) -> AsyncKVStats:
+        """Add what happened on another worker, or in another interval."""
+        for name, value in other.data.items():
+            if isinstance(value, dict):
+                mine = self.data.setdefault(name, {})
+                for cause, count in value.items():
+                    mine[cause] = mine.get(cause, 0) + count
+            else:
+                self.data.setdefault(name, []).extend(value)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Put it into the few numbers that fit a line of the log."""
+        durations, num_bytes = sorted(self.data["duration_s"]), sum(self.data["bytes"])
+        leases = self.data["leases"]
+        out: dict[str, int | float] = {"Num pulls": len(durations)}
+        if durations:
+            mib = num_bytes / 2**20
+            out |= {
+                "Avg pull time (ms)": round(1e3 * sum(durations) / len(durations), 3),
+                "P90 pull time (ms)": round(1e3 * durations[min(len(durations) * 9 // 10, len(durations) - 1)], 3),
+                "Avg MiB per pull": round(mib / len(durations), 3),
+                "Avg descriptors per pull": round(sum(self.data["descriptors"]) / len(durations), 1),
+            }
+        out["Num failed pulls"] = sum(self.data["failed"].values())
+        out["Num leases released"] = leases.get("released", 0)
+        out["Num leases expired"] = leases.get("expired", 0)
+        return out
+
+    def is_empty(self) -> bool:
+        """Nothing happened."""
+        return not any(self.data.values())
+
+
+class Tally:
+    """What a worker has heard of since it was last asked.
+
+    Args:
+        clock: Seconds that only move forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stats = AsyncKVStats()
+        self._is_empty = True
+        self._taken_at = clock()
+
+    def received(self, result: PullResult) -> None:
+        """Count a pull that ended well."""
+        data = self._stats.data
+        if len(data["bytes"]) >= MAX_SAMPLES:
+            return
+        self._is_empty = False
+        data["duration_s"].append(sum(s for phase, s in result.phases.items() if phase in _PHASES))
+        data["bytes"].append(result.num_bytes)
+        data["descriptors"].append(result.descriptors_posted)
+
+    def failed(self, error: AsyncKVError) -> None:
+        """Count a pull that failed, by its cause."""
+        self._count("failed", str(getattr(error, "reason", "") or "") or type(error).__name__)
+
+    def lease(self, cause: str) -> None:
+        """Count a lent request that has ended, by how."""
+        self._count("leases", cause)
+
+    def _count(self, kind: str, cause: str) -> None:
+        self._is_empty = False
+        counts = self._stats.data[kind]
+        counts[cause] = counts.get(cause, 0) + 1
+
+    def take(self) -> AsyncKVStats | None:
+        """Give away what was counted; None if there is nothing, or it was asked less than a second ago."""
+        if self._is_empty or (now := self._clock()) - self._taken_at < EVERY_S:
+            return None
+        stats, self._stats = self._stats, AsyncKVStats()
+        self._is_empty, self._taken_at = True, now
+        return stats
+
+
+_PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})
+"""Of a pull, one after the other: from when it was asked for to its proof."""
+
+
+class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Prometheus metrics of one connector, one of each per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def histogram(name: str, documentation: str, buckets: list[float]) -> Any:
+            metric = self._histogram_cls(
+                name=f"vllm:asynckv_{name}", documentation=documentation, buckets=buckets, labelnames=labelnames
+            )
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        times = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
+        self._histograms = {
+            "duration_s": histogram("pull_seconds", "Time from asking for a request's KV to having it.", times),
+            "bytes": histogram("pull_bytes", "Bytes read per request.", [2.0**i for i in range(12, 36, 2)]),
+            "descriptors": histogram(
+                "pull_descriptors", "Pieces that a request's bytes were read in.", [4.0**i for i in range(9)]
+            ),
+        }
+        self._counters = {}
+        for kind, name, documentation in (
+            ("failed", "failed_pulls", "Requests whose KV could not be read, by cause."),
+            ("leases", "ended_leases", "Requests lent to decode engines that have ended, by how."),
+        ):
+            self._counters[kind] = self._counter_cls(
+                name=f"vllm:asynckv_{name}", documentation=documentation, labelnames=[*labelnames, "cause"]
+            )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count what one engine's workers have sent."""
+        for key, histogram in self._histograms.items():
+            for value in transfer_stats_data.get(key, ()):
+                histogram[engine_idx].observe(value)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for kind, counter in self._counters.items():
+            for cause, count in transfer_stats_data.get(kind, {}).items():
+                counter.labels(*labels, cause).inc(count)

@@ -1,0 +1,268 @@
+"""The worker's half: an engine on a thread of its own, fed with the orders of each step and asked what has ended.
+
+vLLM calls this from the thread that computes, thousands of times a second while it is idle, so nothing here waits
+but the start, sleep, wake-up and the end, and those for a bounded time. Per step it is one hand-over of orders and one
+look at what has ended.
+
+What is told to vLLM, and when, is all that can go wrong here: the scheduler frees blocks by it, counts ranks by it, and
+ends when it hears of a request twice. So:
+
+- Every pull that was ordered is told once in `finished_recving`, when its bytes are in place or nothing can write its
+  blocks any more; one that failed is in `failed_recving` as well. (Blocks are never named: with several cache groups
+  vLLM ends of it.)
+- Every lend that was ordered is told once in `finished_sending`, also one that the engine refused.
+- Blocks that may still be written when `pull.held_s` has passed have no counterpart in vLLM: its scheduler can neither
+  keep them nor leave the request. The worker ends with an error that names the requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull
+from asynckv.errors import AsyncKVError, BlocksRetired
+from asynckv.geometry.check import Registration
+from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
+from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, has_nothing, place_of, register
+from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from asynckv.integrations.vllm.options import Options
+
+__all__ = ["WorkerHalf"]
+
+START_S = 120.0
+"""Until the engine listens: registering much memory takes its time."""
+
+SLEEP_S = 20.0
+"""Until reads and lends are cut short and the memory is let go, or taken up again. vLLM sleeps when it is idle."""
+
+CLOSE_S = 3.5
+"""vLLM kills a worker 5 s after it asked it to end."""
+
+log = logging.getLogger("asynckv.vllm")
+
+
+class WorkerHalf:
+    """What a worker of vLLM does for the connector.
+
+    Args:
+        options: What `kv_connector_extra_config` says.
+        vllm_config: vLLM's whole configuration.
+        kv_cache_config: The KV cache's.
+
+    Raises:
+        ConfigError: Something cannot be supported; names the option to change.
+    """
+
+    def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        check_supported(vllm_config, kv_cache_config)
+        use_vllm_logging()
+        self._config = options.engine_config(vllm_config.kv_transfer_config.engine_id)
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._thread: EngineThread | None = None
+        self._registration: Registration | None = None
+        self._tails = Tails()
+        self._is_suspended = False
+        self._is_empty = False
+        """This rank holds no layer: it is met and released like all others, and reads nothing."""
+        self._pulling: set[str] = set()
+        self._lent: set[str] = set()
+        self._failed: set[str] = set()
+        """Pulls that failed and whose blocks may still be written."""
+        self._at_once = KVConnectorTransferResults()
+        self._tally = Tally()
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Declare the memory and start the engine; returns when it listens.
+
+        Raises:
+            ConfigError: Something in the memory cannot be moved; names the layer and the option to change.
+            BackendError: NIXL or ZMQ could not start.
+        """
+        facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
+        registration = register(self._kv_cache_config, kv_caches, place, facts)
+        self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
+        self._is_empty = has_nothing(registration.layout)
+        if self._thread is not None:
+            # Memory that was allocated anew, as after an elastic change of size.
+            self.unregister_kv_caches()
+            self._registration = registration
+            self.restore_kv_caches()
+            return
+        self._registration = registration
+        with unpinned():
+            self._thread = EngineThread(self._config, registration).start(START_S)
+
+    def unregister_kv_caches(self) -> None:
+        """Let go of the memory, before vLLM gives it away: nothing reads or writes it any more. Does nothing twice."""
+        if self._thread is not None and not self._is_suspended:
+            self._thread.call(self._thread.engine.suspend(timeout_s=SLEEP_S / 2), SLEEP_S)
+            self._is_suspended = True
+
+    def restore_kv_caches(self) -> None:
+        """Take the memory up again, where it was; what was lent before is lost to its readers. Does nothing twice."""
+        if self._thread is not None and self._is_suspended:
+            assert self._registration is not None
+            with unpinned():
+                self._thread.call(self._thread.engine.resume(self._registration), START_S)
+            self._is_suspended = False
+
+    def address(self) -> WorkerAddress | None:
+        """Say where this worker listens; None before it does. Another one after every sleep."""
+        if self._thread is None or self._is_suspended:
+            return None
+        engine = self._thread.engine
+        return WorkerAddress(_plain(engine.endpoint), engine.memory_epoch)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def start_load(self, step: StepOrders) -> None:
+        """Hand a step's orders over, in one go."""
+        if not step.orders:
+            return
+        if self._thread is None:
+            raise RuntimeError("orders came before vLLM registered its KV caches (register_kv_caches)")
+        orders = self._without_reads(step.orders) if self._is_empty else step.orders
+        for order in step.orders:
+            if isinstance(order, Pull) and not self._is_empty:
+                self._pulling.add(order.request_id)
+            elif isinstance(order, Lend):
+                self._lent.add(_request_id(order))
+        self._thread.submit(orders)
+
+    def _without_reads(self, orders: Iterable[Order]) -> list[Order]:
+        """A rank without layers has nothing to fill, so it only tells the prefill side that it is not waited for."""
+        out: list[Order] = []
+        for order in orders:
+            if isinstance(order, Pull):
+                self._at_once.finished_recving.add(order.request_id)
+                order = Discharge(order.request_id, order.params, order.cohort_id)
+            out.append(order)
+        return out
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Say what has ended since the last call; every request once.
+
+        Raises:
+            BlocksRetired: Blocks were given up for this process; it has to end.
+        """
+        results, self._at_once = self._at_once, KVConnectorTransferResults()
+        if self._thread is None:
+            return results
+        finished = self._thread.take_finished()
+        if finished:
+            self._tell(finished, results)
+        return results
+
+    def _tell(self, finished: Finished, results: KVConnectorTransferResults) -> None:
+        if finished.retired:
+            raise BlocksRetired(
+                f"requests {', '.join(finished.retired[:8])}: blocks may still be written {self._config.pull.held_s:g} "
+                f"s (pull.held_s) after their reads failed, and vLLM cannot set blocks aside; this worker has to be "
+                f"started again"
+            )
+        for end in finished.sent:
+            self._tally.lease(end.cause)
+            self._sent(end.request_id, results)
+        for refused in finished.refused:
+            log.warning("%s was refused: %s", type(refused.order).__name__, refused.error)
+            if isinstance(refused.order, Lend):
+                self._tally.lease("refused")
+                self._sent(_request_id(refused.order), results)
+        for result in finished.received:
+            self._tails.clear(result.padding)
+            self._tally.received(result)
+            self._received(result.request_id, results)
+        for failed in finished.failed:
+            self._tally.failed(failed.error)
+            if failed.is_held:
+                self._failed.add(failed.request_id)
+            else:
+                self._received(failed.request_id, results, is_failed=True)
+        for request_id in finished.returned:
+            self._failed.discard(request_id)
+            self._received(request_id, results, is_failed=True)
+
+    def _received(self, request_id: str, results: KVConnectorTransferResults, is_failed: bool = False) -> None:
+        if request_id in self._pulling:
+            self._pulling.discard(request_id)
+            results.finished_recving.add(request_id)
+            if is_failed:
+                results.failed_recving.add(request_id)
+
+    def _sent(self, request_id: str, results: KVConnectorTransferResults) -> None:
+        if request_id in self._lent:
+            self._lent.discard(request_id)
+            results.finished_sending.add(request_id)
+
+    def statistics(self) -> AsyncKVStats | None:
+        """Say what has happened since the last time, at most once a second."""
+        return self._tally.take()
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the engine, within a few seconds, whatever is under way. Does nothing twice."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            thread.close(CLOSE_S)
+        except (AsyncKVError, TimeoutError) as exc:
+            log.warning("the engine did not end in %g s (%s); the process will end it", CLOSE_S, exc or "timed out")
+
+
+def _request_id(order: Lend) -> str:
+    return str(order.params["request_id"])
+
+
+def _plain(endpoint: Any) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(endpoint)
+    return plain
+
+
+@contextlib.contextmanager
+def unpinned() -> Iterator[None]:
+    """Let threads that are started meanwhile run on all cores that the process may use.
+
+    vLLM pins a CPU worker's computing threads to a core each, this one among them, and a new thread inherits that: the
+    engine would share one core with the forward pass. This thread itself is pinned again afterwards.
+    """
+    mine = os.sched_getaffinity(0)
+    if len(mine) > 1:
+        yield
+        return
+    try:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
+    except OSError:
+        # Where that is forbidden, the engine's thread stays where it is.
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def use_vllm_logging() -> None:
+    """Send asynckv's events where vLLM's own lines go, unless the application has configured them itself."""
+    ours, theirs = logging.getLogger("asynckv"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = False

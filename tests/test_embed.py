@@ -1,0 +1,421 @@
+"""One suite over the three ways to embed an engine: what a worker is told is the same, whoever runs the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from asynckv import (
+    EngineClosed,
+    EngineConfig,
+    LeaseConfig,
+    LeaseRefused,
+    LocalProtocolError,
+    NixlConfig,
+    PeerUnreachable,
+    PrefillGroup,
+    PullCancelled,
+    PullConfig,
+    PullError,
+    PullTimeout,
+    RemoteProtocolError,
+)
+from asynckv.edges.nixl import NixlPlane
+from asynckv.embed import Announce, Cancel, Discharge, Finished, Lend, Order, Pull, Withdraw
+from tests.engines import BLOCKS, memory
+from tests.ways import PATIENCE_S, WAYS, Held, Native, until
+
+pytestmark = pytest.mark.nixl
+
+
+class Side:
+    """An engine in one of the ways, its memory, and all that it has told so far."""
+
+    def __init__(self, way: str, engine_id: str, seed: int, **config: Any) -> None:
+        registration, self.arrays = memory(seed)
+        pull = PullConfig(handshake_s=5.0, drain_s=0.2)
+        settings: dict[str, Any] = {
+            "lease": LeaseConfig(lease_s=2.0, grant_s=0.5),
+            "pull": pull,
+            "nixl": NixlConfig(posting_threads=0),
+        }
+        self.way = WAYS[way](EngineConfig(engine_id=engine_id, **(settings | config)), registration)
+        self.told = Finished()
+
+    def hold(self) -> Held:
+        """Let this engine's transfers seem to run on, until told otherwise."""
+        driver = self.way.engine._driver
+        plane = driver.data = Held(cast(NixlPlane, driver.data))
+        return plane
+
+    def submit(self, *orders: Order) -> None:
+        self.way.submit(orders)
+
+    def take(self) -> Finished:
+        """Take what has ended, and keep it with what had."""
+        for each in dataclasses.fields(news := self.way.take_finished()):
+            getattr(self.told, each.name).extend(getattr(news, each.name))
+        return self.told
+
+    def blocks(self, ids: list[int]) -> bytes:
+        return b"".join(a.reshape(2, BLOCKS, -1)[:, ids].tobytes() for a in self.arrays)
+
+
+class Pair:
+    """A prefill and a decode engine, both in the same way."""
+
+    def __init__(self, way: str, **config: Any) -> None:
+        self.prefill, self.decode = Side(way, "prefill", 1, **config), Side(way, "decode", 100, **config)
+
+    def start(self) -> Pair:
+        self.prefill.way.start()
+        self.decode.way.start()
+        self.group = PrefillGroup("prefill", [self.prefill.way.engine.endpoint])
+        return self
+
+    def close(self) -> None:
+        # The decode side first: its goodbye is heard, and what was granted to it need not run out.
+        self.decode.way.close()
+        self.prefill.way.close()
+
+    def params(self, name: str, blocks: list[int]) -> dict[str, Any]:
+        return self.group.make_params(name, [(0, blocks)], 16 * len(blocks), written=True)
+
+    def until(self, condition: Callable[[Finished, Finished], object]) -> None:
+        """Let both run until what they have told is as wanted."""
+        until(
+            lambda: condition(self.prefill.take(), self.decode.take()),
+            self.prefill.way,
+            self.decode.way,
+        )
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(way: str) -> Iterator[Pair]:
+    pair = Pair(way).start()
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def pull(name: str, blocks: list[int], params: dict[str, Any], **more: Any) -> Pull:
+    return Pull(request_id=name, groups=[(0, blocks)], params=params, **more)
+
+
+# -- what ends well --------------------------------------------------------------------------------------
+
+
+def test_orders_of_a_step_move_the_right_bytes_and_each_is_told_once(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    every = {f"r{i}": pair.params(f"r{i}", [i, i + 8]) for i in range(8)}
+    prefill.submit(*(Lend(params) for params in every.values()))
+    decode.submit(
+        *(Announce(name, params) for name, params in every.items()),
+        *(pull(name, [31 - i, i], every[name]) for i, name in enumerate(every)),
+    )
+    pair.until(lambda p, d: len(p.sent) == len(d.received) == 8)
+    assert {result.request_id for result in decode.told.received} == set(every)
+    assert {(end.request_id, end.cause) for end in prefill.told.sent} == {(name, "released") for name in every}
+    for i in range(8):
+        assert decode.blocks([31 - i, i]) == prefill.blocks([i, i + 8])
+    told = len(decode.told.received), len(prefill.told.sent)
+    decode.way.turn()
+    assert not decode.way.take_finished()
+    assert not prefill.way.take_finished()
+    assert told == (8, 8)
+    assert not any((decode.told.failed, decode.told.refused, prefill.told.refused))
+
+
+def test_a_full_prefix_hit_is_discharged_without_a_read(pair: Pair) -> None:
+    first, second = (pair.params(name, [1]) for name in ("a", "b"))
+    pair.prefill.submit(Lend(first), Lend(second))
+    # As a discharge, and as a pull of nothing.
+    pair.decode.submit(Discharge("a", first), Pull(request_id="b", groups=[(0, [])], params=second))
+    pair.until(lambda p, d: len(p.sent) == 2 and d.received)
+    assert {end.cause for end in pair.prefill.told.sent} == {"released"}
+    assert [result.num_bytes for result in pair.decode.told.received] == [0]
+    assert not pair.decode.told.refused
+
+
+def test_what_is_lent_later_is_read_when_it_is_there(pair: Pair) -> None:
+    params = pair.params("r", [3])
+    pair.decode.submit(pull("r", [5], params))
+    until(lambda: gauge(pair.prefill, "parked"), pair.decode.way, pair.prefill.way)
+    pair.prefill.submit(Lend(params))
+    pair.until(lambda p, d: d.received and p.sent)
+    assert pair.decode.blocks([5]) == pair.prefill.blocks([3])
+
+
+def gauge(side: Side, name: str) -> int:
+    return side.way.statistics(0.0).gauges[name]
+
+
+# -- what does not ---------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_is_discharged_in_every_stage(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    announced, waiting, at_once = (pair.params(name, [i]) for i, name in enumerate(("announced", "waiting", "at once")))
+    # Before it is known, announced, in the same hand-over as its pull, and while it waits to be lent.
+    decode.submit(Cancel("unknown"), Announce("announced", announced), pull("at once", [2], at_once), Cancel("at once"))
+    decode.submit(pull("waiting", [3], waiting))
+    # Two claims, and a release of what was given up at once.
+    until(lambda: gauge(prefill, "parked") == 3, decode.way, prefill.way)
+    decode.submit(Cancel("announced"), Cancel("waiting"))
+    pair.until(lambda p, d: len(d.failed) == 2)
+    assert {(f.request_id, type(f.error), f.is_held) for f in decode.told.failed} == {
+        ("at once", PullCancelled, False),
+        ("waiting", PullCancelled, False),
+    }
+    prefill.submit(Lend(announced), Lend(waiting), Lend(at_once))
+    pair.until(lambda p, d: len(p.sent) == 3)
+    assert {end.cause for end in prefill.told.sent} == {"released"}
+    assert not decode.told.refused
+    until(lambda: gauge(decode, "pulls") == 0, decode.way, prefill.way)
+
+
+def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -> None:
+    pair = Pair(way)
+    plane = pair.decode.hold()
+    pair.start()
+    params = pair.params("r", [1])
+    plane.is_holding = True
+    pair.prefill.submit(Lend(params))
+    pair.decode.submit(pull("r", [2], params))
+    until(lambda: plane.running, pair.prefill.way, pair.decode.way)
+    pair.decode.submit(Cancel("r"))
+    pair.until(lambda p, d: d.failed)
+    [failed] = pair.decode.told.failed
+    assert failed.is_held
+    assert isinstance(failed.error, PullError)
+    assert failed.error.held == {0: (2,)}
+    assert not pair.decode.told.returned
+    pair.decode.way.call(plane.let_go(), PATIENCE_S)
+    pair.until(lambda p, d: d.returned and p.sent)
+    assert pair.decode.told.returned == ["r"]
+    assert not pair.decode.told.retired
+    pair.close()
+
+
+def test_blocks_that_never_return_are_retired(way: str) -> None:
+    pair = Pair(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
+    plane = pair.decode.hold()
+    pair.start()
+    params = pair.params("r", [1])
+    plane.is_holding = True
+    pair.prefill.submit(Lend(params))
+    pair.decode.submit(pull("r", [2], params, timeout_s=0.1))
+    pair.until(lambda p, d: d.retired)
+    assert [type(f.error) for f in pair.decode.told.failed] == [PullTimeout]
+    assert pair.decode.told.retired == ["r"]
+    assert not pair.decode.told.returned
+    pair.decode.way.call(plane.let_go(), PATIENCE_S)
+    pair.close()
+
+
+@pytest.mark.slow
+def test_a_lent_request_expires_or_is_taken_back(pair: Pair) -> None:
+    revoked, never = pair.params("revoked", [2]), pair.params("never", [3])
+    expired = pair.group.make_params("expired", [(0, [1])], 16, written=True, lease_s=2.0)
+    pair.prefill.submit(Lend(expired), Lend(revoked), Withdraw(revoked), Withdraw(never))
+    pair.until(lambda p, d: p.sent)
+    assert [(end.request_id, end.cause) for end in pair.prefill.told.sent] == [("revoked", "revoked")]
+    # What was withdrawn is refused, and by the owner.
+    pair.decode.submit(pull("revoked", [1], revoked), pull("never", [2], never))
+    pair.until(lambda p, d: len(d.failed) == 2)
+    assert {type(f.error) for f in pair.decode.told.failed} == {LeaseRefused}
+    pair.until(lambda p, d: len(p.sent) == 2)
+    assert (pair.prefill.told.sent[1].request_id, pair.prefill.told.sent[1].cause) == ("expired", "expired")
+    pair.decode.submit(pull("expired", [1], expired))
+    pair.until(lambda p, d: len(d.failed) == 3)
+    assert isinstance(pair.decode.told.failed[2].error, LeaseRefused)
+
+
+def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> None:
+    good, used = pair.params("good", [1]), pair.params("used", [2])
+    foreign = PrefillGroup("other", [pair.prefill.way.engine.endpoint]).make_params("f", [(0, [1])], 16)
+    wrong: list[Any] = [
+        Lend({"junk": True}),
+        Lend(foreign),
+        Lend(cast(Any, 7)),
+        None,
+        "an order",
+        Lend(used),
+        Lend(used),
+        Announce(cast(Any, 7), good),
+        Discharge("d", {}),
+        Cancel(cast(Any, None)),
+        Withdraw(cast(Any, object())),
+        Lend(good),
+    ]
+    pair.prefill.way.submit(wrong)
+    pulls: list[Any] = [
+        Pull(request_id="no groups", groups=cast(Any, None), params=good),
+        Pull(request_id=cast(Any, ["unhashable"]), groups=[], params=good),
+        pull("junk", [1], {"junk": True}),
+        pull("no blocks", [BLOCKS + 1], good),
+        Pull(request_id="no time", groups=[(0, [1])], params=good, timeout_s=cast(Any, "long")),
+        pull("good", [3], good),
+    ]
+    pair.decode.way.submit(pulls)
+    pair.until(lambda p, d: d.received and len(p.sent) == 1 and len(d.failed) == 5 and len(p.refused) == 10)
+    refused = pair.prefill.told.refused
+    assert [r.order for r in refused] == [order for i, order in enumerate(wrong) if i not in (5, 11)]
+    kinds = {type(r.error) for r in refused}
+    assert kinds == {RemoteProtocolError, LocalProtocolError, TypeError}
+    assert [f.request_id for f in pair.decode.told.failed] == [order.request_id for order in pulls[:-1]]
+    assert pair.decode.blocks([3]) == pair.prefill.blocks([1])
+    assert [r.request_id for r in pair.decode.told.received] == ["good"]
+
+
+@pytest.mark.slow
+def test_a_prefill_engine_that_is_gone_fails_its_pulls_and_no_others(way: str) -> None:
+    pair, other = Pair(way, pull=PullConfig(handshake_s=1.0)).start(), Side(way, "other", 7)
+    other.way.start()
+    gone = PrefillGroup("other", [other.way.engine.endpoint]).make_params("gone", [(0, [1])], 16)
+    other.way.close()
+    good = pair.params("good", [1])
+    pair.prefill.submit(Lend(good))
+    pair.decode.submit(pull("gone", [4], gone), pull("good", [5], good))
+    pair.until(lambda p, d: d.failed and d.received)
+    assert [type(f.error) for f in pair.decode.told.failed] == [PeerUnreachable]
+    pair.close()
+
+
+# -- life ------------------------------------------------------------------------------------------------
+
+
+def test_a_drained_engine_takes_nothing_new_and_names_what_is_left(pair: Pair) -> None:
+    params, late = pair.params("r", [1]), pair.params("late", [2])
+    pair.prefill.submit(Lend(params))
+    until(lambda: gauge(pair.prefill, "leases"), pair.prefill.way)
+    [left] = pair.prefill.way.call(pair.prefill.way.engine.drain(0.0), PATIENCE_S)
+    assert left.request_id == "r"
+    pair.prefill.submit(Lend(late))
+    pair.decode.submit(pull("r", [3], params))
+    pair.until(lambda p, d: p.refused and d.received and p.sent)
+    assert [(r.order, type(r.error)) for r in pair.prefill.told.refused] == [(Lend(late), EngineClosed)]
+    assert pair.prefill.way.call(pair.prefill.way.engine.drain(1.0), PATIENCE_S) == ()
+
+
+def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    params = pair.params("r", [1])
+    prefill.submit(Lend(params))
+    decode.submit(pull("w", [9], pair.params("w", [2])))
+    until(lambda: gauge(prefill, "parked") and gauge(prefill, "leases"), prefill.way, decode.way)
+    for side in (decode, prefill):
+        side.way.call(side.way.engine.suspend(0.0), PATIENCE_S)
+    pair.until(lambda p, d: p.sent and d.failed)
+    assert [end.cause for end in prefill.told.sent] == ["revoked"]
+    decode.submit(pull("asleep", [1], params))
+    pair.until(lambda p, d: len(d.failed) == 2)
+    assert isinstance(decode.told.failed[1].error, EngineClosed)
+    for side in (decode, prefill):
+        side.way.call(side.way.engine.resume(), PATIENCE_S)
+    engine = prefill.way.engine
+    pair.group = PrefillGroup("prefill", [engine.endpoint], memory_epoch=engine.memory_epoch)
+    again = pair.params("again", [4])
+    prefill.submit(Lend(again))
+    decode.submit(pull("again", [6], again))
+    pair.until(lambda p, d: d.received and len(p.sent) == 2)
+    assert decode.blocks([6]) == prefill.blocks([4])
+
+
+def test_closing_tells_of_everything_that_was_under_way(way: str) -> None:
+    pair = Pair(way).start()
+    prefill, decode = pair.prefill, pair.decode
+    lent, waiting = pair.params("lent", [1]), pair.params("waiting", [2])
+    prefill.submit(Lend(lent))
+    decode.submit(pull("waiting", [3], waiting), Announce("announced", pair.params("a", [5])))
+    until(lambda: gauge(prefill, "parked") == 2 and gauge(prefill, "leases"), prefill.way, decode.way)
+    late = pair.params("late", [6])
+    decode.submit(pull("just handed over", [7], late))
+    prefill.submit(Lend(late))
+    decode.way.close()
+    prefill.way.close()
+    told = decode.take()
+    assert {f.request_id for f in told.failed} == {"waiting", "just handed over"}
+    # A read may have been under way; when the engine has closed, nothing is.
+    assert {f.request_id for f in told.failed if f.is_held} == set(told.returned)
+    assert not told.retired
+    ended = prefill.take()
+    assert {end.request_id for end in ended.sent} | {
+        cast(Lend, r.order).params["request_id"] for r in ended.refused
+    } == {"lent", "late"}
+    for side in (prefill, decode):
+        with pytest.raises(EngineClosed):
+            side.submit(Cancel("r"))
+        assert not side.way.take_finished()
+        side.way.close() if not isinstance(side.way, Native) else None
+
+
+def test_a_call_returns_what_its_coroutine_does_and_raises_what_it_raises(pair: Pair) -> None:
+    way = pair.decode.way
+
+    async def answer() -> int:
+        return 42
+
+    async def fail() -> None:
+        raise ZeroDivisionError("in here")
+
+    assert way.call(answer(), 1.0) == 42
+    with pytest.raises(ZeroDivisionError, match="in here"):
+        way.call(fail(), 1.0)
+
+
+def test_a_call_that_takes_too_long_is_cancelled(pair: Pair) -> None:
+    way, ends = pair.decode.way, []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ends.append(True)
+
+    with pytest.raises(TimeoutError):
+        way.call(forever(), 0.01)
+    until(lambda: ends, way)
+    assert way.call(asyncio.sleep(0, 7), PATIENCE_S) == 7
+
+
+def test_requests_leave_no_garbage_that_only_the_collector_finds(pair: Pair) -> None:
+    def some(first: int) -> None:
+        every = [pair.params(f"{first}-{i}", [i]) for i in range(8)]
+        pair.prefill.submit(*map(Lend, every))
+        pair.decode.submit(*(pull(p["request_id"], [8 + i], p) for i, p in enumerate(every)))
+        pair.decode.submit(pull("junk", [BLOCKS], every[0]), Discharge("junk", {}))
+        pair.until(lambda p, d: len(p.sent) == len(d.received) == 8 and d.failed and d.refused)
+        pair.prefill.told, pair.decode.told = Finished(), Finished()
+
+    some(0)
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(1, 5):
+            some(i)
+        assert gc.collect() < 16, "32 requests and 8 failures"
+    finally:
+        gc.enable()
+
+
+def test_statistics_are_a_snapshot(pair: Pair) -> None:
+    params = pair.params("r", [1])
+    pair.prefill.submit(Lend(params))
+    pair.decode.submit(pull("r", [2], params))
+    pair.until(lambda p, d: d.received)
+    until(lambda: pair.decode.way.statistics(0.0).counters.get("data.posts"), pair.decode.way)
+    if not isinstance(pair.decode.way, Native):
+        counters = pair.decode.way.statistics(3600.0).counters
+        assert counters["embed.orders"] == 1

@@ -1,0 +1,113 @@
+"""What users may write into `kv_connector_extra_config`, and what they are told otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from asynckv.config import EngineConfig, PullConfig
+from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, TESTED_VERSIONS, Options, untested_version
+
+
+def test_nothing_need_be_said() -> None:
+    assert Options.parse({}) == Options()
+
+
+def test_every_section_of_the_engine_has_its_own_name_here() -> None:
+    names = {f.name for f in fields(Options)}
+    assert {f.name for f in fields(EngineConfig)} - {"engine_id"} <= names
+
+
+def test_what_is_said_reaches_the_engine() -> None:
+    options = Options.parse(
+        {
+            "bind": "tcp://10.0.0.1:0",
+            "advertise": "tcp://node-1:5000",
+            "keys": {"secret": "a.key_secret", "authorized": "keys"},
+            "lease": {"lease_s": 60},
+            "pull": {"timeout_s": 12, "retries": 2},
+            "nixl": {"backend": "UCX", "posting_threads": 1},
+            "log": {"slow_s": 1},
+            "limits": {"hellos_per_s": 9},
+            "turn_lease_s": 100,
+        }
+    )
+    config = options.engine_config("me")
+    assert (config.engine_id, config.bind, config.advertise) == ("me", "tcp://10.0.0.1:0", "tcp://node-1:5000")
+    assert config.keys is not None
+    assert (config.lease.lease_s, config.pull.timeout_s, config.pull.retries) == (60.0, 12.0, 2)
+    assert (config.nixl.posting_threads, config.log.slow_s, config.limits.hellos_per_s) == (1, 1.0, 9.0)
+
+
+def test_a_request_may_wait_in_the_queue_for_longer_than_an_engine_would_keep_it() -> None:
+    for given in ({}, {"pull": {"timeout_s": 5}}, {"lease": {"lease_s": 5}}):
+        options = Options.parse(given)
+        assert options.pull.announce_s > 86_400 > PullConfig().announce_s
+        assert options.lease.max_lease_s == 86_400
+    assert Options.parse({"pull": {"announce_s": 9}}).pull.announce_s == 9
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (None, "must be an object"),
+    ([], "must be an object"),
+    ({1: 2}, "must be an object"),
+    ({"lease_s": 3}, "has no option 'lease_s'"),
+    ({"lese": {}}, "did you mean 'lease'"),
+    ({"lease": {"lease": 3}}, r"extra_config\.lease has no option 'lease'; did you mean 'lease_s'"),
+    ({"lease": 3}, r"extra_config\.lease is 3"),
+    ({"lease": None}, r"extra_config\.lease is None"),
+    ({"lease": {"lease_s": "long"}}, r"extra_config\.lease: lease_s is 'long'"),
+    ({"lease": {"lease_s": float("nan")}}, r"extra_config\.lease: lease_s"),
+    ({"lease": {"lease_s": 100, "max_lease_s": 50}}, "max_lease_s 50"),
+    ({"pull": {"retries": -1}}, r"extra_config\.pull: retries"),
+    ({"nixl": {"params": [1]}}, r"nixl\.params"),
+    ({"nixl": {"process": "maybe"}}, "process is 'maybe'"),
+    ({"keys": {"secret": "a"}}, r"extra_config\.keys: .*authorized"),
+    ({"keys": {"secret": "a", "authorized": "b"}, "allow_insecure": True}, "contradict"),
+    ({"bind": "10.0.0.1"}, "not an address"),
+    ({"bind": 3}, "bind is 3"),
+    ({"allow_insecure": "yes"}, "allow_insecure is 'yes'"),
+    ({"turn_lease_s": 0}, "turn_lease_s is 0"),
+    ({"turn_lease_s": 1e6}, "turn_lease_s 1e.06 is outside"),
+    ({"engine_id": "x"}, "no option 'engine_id'"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), REFUSED, ids=lambda x: str(x)[:40])
+def test_mistakes_are_refused_by_name(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Options.parse(given)
+
+
+@pytest.mark.parametrize("name", OF_NIXL_CONNECTOR)
+def test_whoever_comes_from_nixl_connector_is_told_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is an option of NixlConnector; (say|leave it out|it belongs)"):
+        Options.parse({name: 1})
+
+
+def test_another_version_of_vllm_is_warned_of_with_those_that_were_tested() -> None:
+    assert untested_version(TESTED_VERSIONS[0]) is None
+    assert untested_version(f"{TESTED_VERSIONS[0]}+cpu") is None
+    warning = untested_version("0.34.0")
+    assert warning is not None
+    assert "0.33.0" in warning
+    assert "0.34.0" in warning
+
+
+def test_reading_options_imports_no_vllm() -> None:
+    code = "import sys; from asynckv.integrations.vllm import options, scheduler; print('vllm' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_the_room_has_one_door() -> None:
+    import asynckv.integrations.vllm as room
+
+    assert room.__all__ == ["AsyncKVConnector"]
+    with pytest.raises(AttributeError, match="Another"):
+        _ = room.Another

@@ -1,0 +1,269 @@
+"""An engine's process: vLLM's `EngineCore` over ranks without devices, driven as `EngineCoreProc` drives it.
+
+The loop is that of `EngineCoreProc.run_busy_loop`: an engine without requests waits for questions and makes no steps,
+one with requests answers what has been asked and makes the next. A test may also `hold` it, and make single steps.
+Outputs go to the test when they are made. The module is imported by a server that forks (`engines`), because importing
+vLLM takes twenty seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
+from tests.vllm.executor import RankExecutor
+from tests.vllm.models import VOCABULARY
+from tests.vllm.setups import Setup, die_with_parent
+
+__all__ = ["run"]
+
+
+def run(connection: Connection, setup: Setup, folder: Path) -> None:
+    """Be an engine, until the other end of the connection closes; models are written into the folder."""
+    die_with_parent()
+    os.environ.update(setup.environment)
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+    torch.set_num_threads(1)
+    try:
+        process = Process(connection, setup, make_config(setup, folder))
+        connection.send(("ready", None, None))
+        process.serve()
+    except Exception:
+        with contextlib.suppress(OSError):
+            connection.send(("died", None, traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def make_config(setup: Setup, folder: Path) -> Any:
+    """vLLM's configuration, of a model that consists of a `config.json`."""
+    model = setup.model
+    config: dict[str, Any] = {
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": max(8, model.kv_heads),
+        "num_key_value_heads": model.kv_heads,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "max_position_embeddings": setup.max_model_len,
+        "vocab_size": VOCABULARY,
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if model.is_mla:
+        config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 48}
+        config |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None}
+        config |= {"n_routed_experts": 8, "first_k_dense_replace": len(model.layers)}
+    else:
+        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": 16}
+    text = json.dumps(config)
+    # Engines of one model find it at one path, which NixlConnector compares.
+    folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(text)
+    cache = CacheConfig(
+        block_size=model.block_size,
+        enable_prefix_caching=setup.prefix_caching,
+        num_gpu_blocks_override=setup.num_blocks,
+    )
+    if model.has_state:
+        cache.mamba_cache_mode = model.mamba_mode
+        cache.mamba_block_size = model.block_size if model.mamba_mode == "align" else setup.max_model_len
+    ranks = setup.tp * setup.pp
+    vllm_config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=setup.max_model_len
+        ),
+        cache_config=cache,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=setup.tp,
+            pipeline_parallel_size=setup.pp,
+            distributed_executor_backend=RankExecutor if ranks > 1 else UniProcExecutor,
+            worker_cls="tests.vllm.rank.Rank",
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=setup.async_scheduling,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        kv_transfer_config=KVTransferConfig(**setup.connector_fields()) if setup.connector else None,
+        device_config=DeviceConfig("cpu"),
+        additional_config={"model": model},
+    )
+    vllm_config.cache_config.kv_cache_layout = setup.layout
+    vllm_config.cache_config.block_size = model.block_size
+    vllm_config.parallel_config.worker_cls = "tests.vllm.rank.Rank"
+    return vllm_config
+
+
+class Process:
+    """Everything that a test may ask of an engine, and its loop."""
+
+    def __init__(self, connection: Connection, setup: Setup, config: Any) -> None:
+        self.connection, self.setup, self.config = connection, setup, config
+        executor = RankExecutor if config.parallel_config.world_size > 1 else UniProcExecutor
+        self.core = EngineCore(config, executor, log_stats=True)
+        self.is_held, self.is_closed = False, False
+        self.steps = 0
+
+    def serve(self) -> None:
+        while not self.is_closed:
+            for number, method, args in self._questions():
+                try:
+                    answer: Any = getattr(self, method)(*args)
+                except Exception:
+                    self.connection.send(("raised", number, traceback.format_exc()))
+                else:
+                    self.connection.send(("answer", number, answer))
+            if self._has_work() and not self.is_closed:
+                self._step()
+
+    def _has_work(self) -> bool:
+        return not self.is_held and bool(self.core.scheduler.has_requests() or self.core.batch_queue)
+
+    def _questions(self) -> Iterator[tuple[int, str, tuple[Any, ...]]]:
+        """What has been asked; waits for it while there is nothing else to do."""
+        while self.connection.poll(None if not self._has_work() else 0):
+            try:
+                yield self.connection.recv()
+            except EOFError:
+                self.is_closed = True
+            if self.is_closed:
+                return
+
+    def _step(self) -> None:
+        outputs, is_executed = self.core.step_fn()
+        self.core.post_step(is_executed)
+        self.steps += 1
+        for each in (outputs or {}).values():
+            for output in each.outputs:
+                told = {
+                    "tokens": list(output.new_token_ids),
+                    "reason": None if output.finish_reason is None else str(output.finish_reason),
+                    "params": output.kv_transfer_params,
+                }
+                self.connection.send(("output", output.request_id, told))
+        if not is_executed and self.core.scheduler.has_requests():
+            # As EngineCoreProc does while there is nothing but transfers to wait for.
+            time.sleep(0.001)
+
+    # -- questions
+
+    def add(self, request_id: str, tokens: list[int], most: int, fields: dict[str, Any], immediately: bool) -> None:
+        """A request arrives; `fields` are further sampling parameters."""
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0, **fields)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            mm_features=None,
+            sampling_params=sampling,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+            abort_immediately=immediately,
+        )
+        self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Clients leave between two steps."""
+        self.core.abort_requests(request_ids)
+
+    def abort_in_step(self, request_ids: list[str]) -> None:
+        """Clients leave while the next step is computed."""
+        self.core.aborts_queue.put_nowait(request_ids)
+
+    def hold(self) -> None:
+        self.is_held = True
+
+    def go(self) -> None:
+        self.is_held = False
+
+    def step(self, count: int) -> int:
+        """Make steps while held; returns how many requests the scheduler has."""
+        for _ in range(count):
+            if self.core.scheduler.has_requests() or self.core.batch_queue:
+                self._step()
+        return len(self.core.scheduler.requests)
+
+    def state(self) -> dict[str, Any]:
+        """Where the engine stands."""
+        scheduler = self.core.scheduler
+        return {
+            "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+            "requests": {name: request.status.name for name, request in scheduler.requests.items()},
+            "computed": {name: request.num_computed_tokens for name, request in scheduler.requests.items()},
+            "has_work": bool(scheduler.has_requests()),
+            "steps": self.steps,
+        }
+
+    def wrong(self) -> list[str]:
+        """What ranks have found wrong in their caches since the last question."""
+        return [text for rank in self.core.collective_rpc("take_wrong") for text in rank]
+
+    def scribble(self) -> None:
+        """Spoil the first layer's cache."""
+        self.core.collective_rpc("scribble")
+
+    def look(self) -> list[dict[str, Any]]:
+        """What the connectors' engines say of themselves."""
+        return list(self.core.collective_rpc("look"))
+
+    def hook_s(self) -> list[list[float]]:
+        return list(self.core.collective_rpc("take_hook_s"))
+
+    def sleep(self) -> None:
+        self.core.sleep(1)
+
+    def wake(self) -> None:
+        self.core.wake_up()
+
+    def forget_prefixes(self) -> bool:
+        return bool(self.core.reset_prefix_cache())
+
+    def clock(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> float:
+        """Shut down as vLLM does; returns how long it took."""
+        began = time.monotonic()
+        self.core.shutdown()
+        self.is_closed = True
+        return time.monotonic() - began

@@ -1,0 +1,98 @@
+"""KV caches as vLLM plans and allocates them, for tests: of ranks of one engine, in this process, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from asynckv.integrations.vllm.caches import Place
+
+MAX_LEN = 512
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": MAX_LEN,
+    "vocab_size": 100,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass
+class Planned:
+    """One rank's cache."""
+
+    place: Place
+    config: Any
+    tensors: dict[str, torch.Tensor]
+
+
+def vllm_config(
+    folder: Path,
+    *,
+    layout: str = "LBHNC",
+    block_size: int = 16,
+    tp: int = 1,
+    pp: int = 1,
+    num_blocks: int = 40,
+    mamba_mode: str | None = None,
+    cache_dtype: str = "auto",
+    **config: Any,
+) -> Any:
+    """Make vLLM's configuration of a model that consists of a `config.json`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    cache = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks, cache_dtype=cache_dtype)
+    cache.kv_cache_layout = layout
+    if mamba_mode is not None:
+        cache.mamba_cache_mode = mamba_mode
+        cache.mamba_block_size = block_size if mamba_mode == "align" else MAX_LEN
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=MAX_LEN
+        ),
+        cache_config=cache,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend="mp"
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def plan(
+    config: Any,
+    specs: Sequence[Mapping[str, KVCacheSpec]],
+    kernel_sizes: Sequence[int] | None = None,
+    shared: Mapping[str, str] | None = None,
+) -> list[Planned]:
+    """Plan and allocate the caches of an engine, of every worker's specifications: stages first, then ranks."""
+    given = [dict(spec) for spec in specs]
+    groups = get_global_kv_cache_groups(config, [dict(spec) for spec in given])
+    made = get_kv_cache_configs(config, given, [1 << 40] * len(given), groups)
+    tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    out = []
+    for rank, one in enumerate(made):
+        sizes = list(kernel_sizes) if kernel_sizes is not None else None
+        tensors = allocate_kv_cache(one, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout(), sizes)
+        for alias, layer in (shared or {}).items():
+            if layer in tensors:
+                tensors[alias] = tensors[layer]
+        out.append(Planned(Place(rank % tp, tp, rank // tp, pp), one, tensors))
+    return out

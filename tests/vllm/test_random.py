@@ -1,0 +1,161 @@
+"""Random runs: requests arrive, are preempted, leave, find prefixes, wait; engines pause, sleep and die.
+
+A seed decides on the engines and on everything that happens to them, though not on when transfers end. Whatever
+happens, no engine dies by itself, no cache holds a wrong byte, every request that stays says what it must, and in the
+end nothing is left. A seed that failed is run again with `--seeds N..N`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import Reply, Server, continued, prompt
+from tests.vllm.pairs import ASKED, Pair
+from tests.vllm.setups import Connector, Setup
+from tests.vllm.zoo import MODELS
+
+DEEDS = {"send": 12, "abort": 4, "abort in step": 2, "leave prefill": 1, "pause": 2, "kill": 1, "twice": 1, "reject": 1}
+LENGTHS = (1, 2, 20, 31, 32, 33, 63, 64, 65, 96, 129, 200)
+NUM_DEEDS = 60
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        first, _, last = metafunc.config.getoption("--seeds").rpartition("..")
+        metafunc.parametrize("seed", range(int(first or 0), int(last) + (1 if first else 0)))
+
+
+class Run:
+    """A random run over a pair of engines."""
+
+    def __init__(self, server: Server, connector: Connector, seed: int) -> None:
+        self.server, self.rng = server, random.Random(seed)
+        rng = self.rng
+        name = rng.choice([name for name in MODELS if "none" not in name])
+        self.policy: Any = rng.choice(["fail", "recompute"])
+        if connector.name == "AsyncKVConnector":
+            extra = {"lease": {"lease_s": 4.0}, "pull": {"timeout_s": 8.0}}
+            connector = replace(connector, extra=extra, is_inside=connector.is_inside or rng.random() < 0.2)
+        prefill = Setup(
+            "prefill",
+            MODELS[name],
+            connector,
+            tp=rng.choice([1, 1, 2]),
+            num_blocks=rng.choice([40, 120]),
+            max_model_len=512,
+            max_num_seqs=rng.choice([2, 16]),
+            max_num_batched_tokens=rng.choice([64, 512]),
+            policy=self.policy,
+            async_scheduling=rng.random() < 0.5,
+        )
+        decode = replace(prefill, tp=rng.choice([1, 1, 2]), num_blocks=rng.choice([40, 120]))
+        self.pair = Pair.start(server, prefill, replace(decode, async_scheduling=rng.random() < 0.5), seed)
+        self.base = prompt(rng, max(LENGTHS))
+        self.prefilling: list[tuple[str, Reply, list[int]]] = []
+        self.decoding: dict[str, tuple[Reply, list[int], int]] = {}
+        self.left: set[str] = set()
+        self.dead = 0
+
+    def go(self) -> None:
+        """Do everything, and judge."""
+        deeds = self.rng.choices(list(DEEDS), list(DEEDS.values()), k=NUM_DEEDS)
+        for deed in deeds:
+            getattr(self, deed.replace(" ", "_"))()
+            self.pass_on()
+        for engine in (self.pair.prefill, self.pair.decode):
+            engine.ask("go")
+        while self.prefilling:
+            self.pair.prefill.pause()
+            self.pass_on()
+        stay = {name: each for name, each in self.decoding.items() if name not in self.left}
+        self.pair.decode.finish(*(reply for reply, _, _ in stay.values()))
+        for name, (reply, tokens, most) in stay.items():
+            if reply.reason == "error":
+                assert self.policy == "fail", (name, reply)
+                assert self.dead, f"{name} failed, but no engine has died"
+            else:
+                assert reply.tokens == continued(tokens, most), name
+        self.pair.settle(60.0)
+
+    def pass_on(self) -> None:
+        """The router sends on what has been prefilled."""
+        self.pair.prefill.pause()
+        for each in [each for each in self.prefilling if each[1].is_done]:
+            self.prefilling.remove(each)
+            name, reply, tokens = each
+            if name not in self.left and reply.params is not None:
+                self.to_decode(tokens, reply.params)
+
+    def to_decode(self, tokens: list[int], params: Any, **fields: Any) -> str:
+        name, most = self.pair.name("d"), self.rng.choice([1, 3, 40])
+        self.decoding[name] = self.pair.decode.add(name, tokens, most, params, **fields), tokens, most
+        return name
+
+    # -- deeds
+
+    def send(self) -> None:
+        shared = self.rng.choice([0, 0, 32, 64, 100])
+        tokens = self.base[:shared] + prompt(self.rng, self.rng.choice(LENGTHS))
+        name = self.pair.name("p")
+        self.prefilling.append((name, self.pair.prefill.add(name, tokens, 1, ASKED), tokens))
+
+    def twice(self) -> None:
+        """One prompt, two completions."""
+        tokens = prompt(self.rng, self.rng.choice(LENGTHS))
+        self.pair.prefill.ask("go")
+        (params,) = self.pair.prefilled(tokens)
+        self.to_decode(tokens, params)
+        self.to_decode(tokens, params)
+
+    def reject(self) -> None:
+        tokens = prompt(self.rng, self.rng.choice(LENGTHS))
+        self.pair.prefill.ask("go")
+        (params,) = self.pair.prefilled(tokens)
+        self.left.add(self.to_decode(tokens, params, immediately=True))
+
+    def _one(self) -> list[str]:
+        names = [name for name, (reply, _, _) in self.decoding.items() if not reply.is_done]
+        chosen = self.rng.sample(names, min(len(names), self.rng.choice([1, 1, 3])))
+        self.left.update(chosen)
+        return chosen
+
+    def abort(self) -> None:
+        self.pair.decode.ask("abort", self._one())
+
+    def abort_in_step(self) -> None:
+        if names := self._one():
+            # The queue is looked at in a step, and requests keep the engine making them.
+            self.pair.decode.ask("abort_in_step", names)
+
+    def leave_prefill(self) -> None:
+        if self.prefilling:
+            name = self.rng.choice(self.prefilling)[0]
+            self.left.add(name)
+            self.prefilling = [each for each in self.prefilling if each[0] != name]
+            self.pair.prefill.ask("abort", [name])
+
+    def pause(self) -> None:
+        """An engine makes a few steps and then none, until it is let go."""
+        engine = self.rng.choice([self.pair.prefill, self.pair.decode])
+        if self.rng.random() < 0.5:
+            engine.ask("go")
+        else:
+            engine.ask("hold")
+            engine.ask("step", self.rng.randrange(4))
+
+    def kill(self) -> None:
+        """The prefill engine dies, and comes back under its name."""
+        if self.dead or self.rng.random() < 0.5:
+            return
+        self.dead += 1
+        self.pair.prefill.kill()
+        self.prefilling.clear()
+        (self.pair.prefill,) = self.server.start(self.pair.prefill.setup)
+
+
+def test_nothing_is_wrong_or_left_after_a_random_run(server: Server, connector: Connector, seed: int) -> None:
+    Run(server, connector, seed).go()

@@ -1,0 +1,280 @@
+"""What goes wrong: engines that die and come back, requests that wait too long, params that are junk, sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import Reply, Server, continued
+from tests.vllm.pairs import ASKED, Pair, settle
+from tests.vllm.setups import Connector, Setup
+from tests.vllm.test_departures import unlent
+from tests.vllm.zoo import MODELS
+
+SHORT = {"lease": {"lease_s": 2.0}, "pull": {"timeout_s": 5.0}}
+"""Options with which nobody has to wait long for what ends by itself."""
+
+
+def start(server: Server, connector: Connector, name: str = "dense", tp: int = 1, **fields: Any) -> Pair:
+    ours = replace(connector, extra={**connector.extra, **SHORT}) if connector.name == "AsyncKVConnector" else connector
+    return Pair.start(server, replace(Setup("prefill", MODELS[name], ours, tp=tp), **fields))
+
+
+# -- engines that die -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("name", ["dense", "mamba2-align"])
+def test_the_prefill_engine_dies_while_its_blocks_are_awaited(
+    server: Server, connector: Connector, name: str, policy: Any, tp: int
+) -> None:
+    pair = start(server, connector, name, tp, policy=policy)
+    params = unlent(pair, tokens := pair.prompt(100))
+    reply = pair.ask(tokens, params)
+    pair.decode.until(lambda state: "WAITING_FOR_REMOTE_KVS" in state["requests"].values())
+    pair.prefill.kill()
+    pair.decode.finish(reply)
+    judge(policy, reply, tokens)
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_the_prefill_engine_is_gone_before_anybody_asks(server: Server, connector: Connector, policy: Any) -> None:
+    pair = start(server, connector, policy=policy)
+    tokens = pair.prompt(100)
+    (params,) = pair.prefilled(tokens)
+    pair.prefill.kill()
+    reply = pair.ask(tokens, params)
+    pair.decode.finish(reply)
+    judge(policy, reply, tokens)
+    pair.settle()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_prefill_engine_that_comes_back_under_its_name_is_another(
+    server: Server, connector: Connector, policy: Any
+) -> None:
+    pair = start(server, connector, policy=policy)
+    pair.generate(pair.prompt(50))
+    tokens = pair.prompt(100)
+    (params,) = pair.prefilled(tokens)
+    pair.prefill.kill()
+    (pair.prefill,) = server.start(pair.prefill.setup)
+    # Its first blocks hold something else by now.
+    pair.generate(pair.prompt(100))
+    reply = pair.ask(tokens, params)
+    pair.decode.finish(reply)
+    judge(policy, reply, tokens)
+    pair.generate(pair.prompt(100))
+    pair.settle()
+
+
+def judge(policy: str, reply: Reply, tokens: list[int]) -> None:
+    """A request whose blocks did not come ends as the user has chosen."""
+    if policy == "fail":
+        assert reply.reason == "error"
+        assert reply.tokens == []
+    else:
+        assert reply.reason == "length"
+        assert reply.tokens == continued(tokens, 6)
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+def test_the_decode_engine_dies_and_blocks_come_back(server: Server, connector: Connector, is_announced: bool) -> None:
+    pair = start(server, connector)
+    params = unlent(pair, tokens := pair.prompt(100))
+    if is_announced:
+        pair.ask(tokens, params)
+        pair.decode.until(lambda state: "WAITING_FOR_REMOTE_KVS" in state["requests"].values())
+    pair.decode.kill()
+    pair.prefill.ask("go")
+    settle(pair.prefill, 60.0)
+
+
+# -- waiting ----------------------------------------------------------------------------------------
+
+
+def test_blocks_that_nobody_asks_for_come_back_when_the_lease_ends(server: Server, connector: Connector) -> None:
+    pair = start(server, connector)
+    pair.prefilled(*(pair.prompt(100) for _ in range(4)))
+    pair.settle(60.0)
+
+
+def test_a_request_that_is_queued_for_longer_than_its_lease_is_still_read(server: Server, connector: Connector) -> None:
+    # Two requests at a time, and the first two take very long: what waits behind them outlives its lease of 2 s.
+    pair = start(server, connector, max_num_seqs=2, num_blocks=200, max_model_len=4096)
+    slow = [pair.ask(pair.prompt(30), None, 4000) for _ in range(2)]
+    tokens = pair.prompt(100)
+    (params,) = pair.prefilled(tokens)
+    queued = pair.ask(tokens, params)
+    began = pair.decode.ask("clock")
+    pair.decode.until(lambda state: pair.decode.ask("clock") - began > 6.0)
+    pair.decode.ask("abort", ["d-1", "d-2"])
+    pair.decode.finish(queued)
+    assert slow[0].reason != "error"
+    assert queued.tokens == continued(tokens, 6)
+    if connector.name == "AsyncKVConnector":
+        (look,) = pair.decode.ask("look")
+        assert look["counters"].get("pulls.done", 0) == 1, look["counters"]
+    pair.settle()
+
+
+# -- several requests with the same params ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "window", "mamba2-align"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_several_completions_of_one_prompt_share_its_params(
+    server: Server, connector: Connector, name: str, steps: int
+) -> None:
+    pair = start(server, connector, name)
+    tokens = pair.prompt(130)
+    (params,) = pair.prefilled(tokens)
+    pair.decode.ask("hold")
+    replies = []
+    for _ in range(3):
+        replies.append(pair.ask(tokens, params))
+        pair.decode.ask("step", steps)
+    pair.decode.ask("go")
+    pair.decode.finish(*replies)
+    assert [reply.tokens for reply in replies] == [continued(tokens, 6)] * 3
+    pair.settle()
+
+
+# -- junk -------------------------------------------------------------------------------------------
+
+JUNK: Mapping[str, Any] = {
+    "flag alone": {"do_remote_prefill": True},
+    "both flags": {"do_remote_prefill": True, "do_remote_decode": True},
+    "numbers as flags": {"do_remote_prefill": 1, "do_remote_decode": "yes"},
+    "no dict": ["do_remote_prefill"],
+    "text": "do_remote_prefill",
+    "NixlConnector's": {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "x",
+        "remote_block_ids": [[1, 2]],
+        "remote_request_id": "y",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    },
+    "nested": {"do_remote_prefill": True, "asynckv": {"groups": [[0, [[1, 2, 3]]]], "key": None}},
+    "huge": {"do_remote_prefill": True, "key": "x" * 100_000},
+    "other types": {"do_remote_prefill": True, "request_id": 5, "roster": 7, "groups": "none", "num_tokens": -1},
+    "unknown": {"anything": {"else": [1, 2, 3]}},
+    "empty": {},
+}
+
+
+@pytest.mark.parametrize("what", JUNK)
+def test_junk_is_a_refused_request_or_none_and_never_the_end_of_an_engine(
+    server: Server, connector: Connector, what: str
+) -> None:
+    pair = start(server, connector)
+    for engine in (pair.decode, pair.prefill):
+        tokens = pair.prompt(100)
+        reply = engine.add(pair.name("junk"), tokens, 6, JUNK[what])
+        engine.finish(reply)
+        assert reply.reason == "error" or reply.tokens == continued(tokens, 6)
+    pair.generate(pair.prompt(100))
+    pair.settle()
+
+
+def damaged(params: Mapping[str, Any], path: tuple[Any, ...], value: Any) -> Any:
+    """Params with one value exchanged."""
+    if not path:
+        return value
+    if isinstance(params, Mapping):
+        return {**params, path[0]: damaged(params[path[0]], path[1:], value)}
+    copy = list(params)
+    copy[path[0]] = damaged(params[path[0]], path[1:], value)
+    return copy
+
+
+def paths(value: Any, so_far: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [so_far] if so_far else []
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        found += paths(inner, (*so_far, key))
+    return found
+
+
+def test_params_with_any_one_value_exchanged_end_no_engine(server: Server, connector: Connector) -> None:
+    pair = start(server, connector, num_blocks=400, policy="recompute")
+    tokens = pair.prompt(40)
+    (whole,) = pair.prefilled(tokens)
+    tried = [(path, value) for path in paths(whole) for value in (None, -1, 1 << 70, "x", [], {}, True)]
+    for path, value in tried:
+        params = damaged(whole, path, value)
+        reply = pair.ask(tokens, params, 2)
+        pair.decode.finish(reply)
+        # What is read is either right or not read at all: nothing that a client says makes an engine read wrong.
+        assert reply.reason in ("error", "length"), (path, value)
+        pair.decode.ask("forget_prefixes")
+    pair.settle(60.0)
+
+
+# -- sleep ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "mamba2-align"])
+def test_engines_sleep_and_wake_with_other_bytes_in_their_memory(
+    server: Server, connector: Connector, name: str
+) -> None:
+    pair = start(server, connector, name)
+    pair.generate(pair.prompt(100))
+    pair.settle()
+    for engine in (pair.prefill, pair.decode):
+        engine.ask("sleep")
+        engine.ask("wake")
+        pair.generate(pair.prompt(100), pair.prompt(40))
+        pair.settle()
+
+
+def test_params_from_before_a_sleep_are_not_read_after_it(server: Server, connector: Connector) -> None:
+    pair = start(server, connector, policy="recompute")
+    tokens = pair.prompt(100)
+    (params,) = pair.prefilled(tokens)
+    settle(pair.prefill, 60.0)
+    pair.prefill.ask("sleep")
+    pair.prefill.ask("wake")
+    pair.generate(pair.prompt(100))
+    reply = pair.ask(tokens, params)
+    pair.decode.finish(reply)
+    judge("recompute", reply, tokens)
+    pair.settle()
+
+
+# -- the rest ---------------------------------------------------------------------------------------
+
+
+def test_the_connector_works_inside_multi_connector(server: Server, connector: Connector) -> None:
+    inside = replace(connector, is_inside=True)
+    pair = start(server, inside)
+    pair.generate(*(pair.prompt(count) for count in (33, 100, 200)))
+    tokens = pair.prompt(100)
+    (params,) = pair.prefilled(tokens)
+    pair.ask(tokens, params, immediately=True)
+    pair.settle()
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_what_it_does_does_not_depend_on_the_role(server: Server, connector: Connector, role: str) -> None:
+    pair = start(server, connector, role=role)
+    pair.generate(pair.prompt(100))
+    pair.settle()
+
+
+def test_engines_shut_down_in_time_while_much_is_under_way(server: Server, connector: Connector) -> None:
+    pair = start(server, connector)
+    params = unlent(pair, tokens := pair.prompt(100))
+    pair.ask(tokens, params)
+    pair.prefill.add("p-more", pair.prompt(100), 1, ASKED)
+    # vLLM kills a worker five seconds after it has asked it to end.
+    assert pair.decode.ask("close") < 5.0
+    assert pair.prefill.ask("close") < 5.0
