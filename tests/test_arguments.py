@@ -94,6 +94,9 @@ CLASSES = {
     "NixlConfig",
     "PullConfig",
     "Engine",
+    "EngineDesk",
+    "EnginePump",
+    "EngineThread",
     "PrefillGroup",
 }
 FUNCTIONS = {
@@ -109,12 +112,17 @@ FUNCTIONS = {
 }
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
 """Written down by callers, and checked by whoever is given them."""
+ORDERS = {"Announce", "Cancel", "Discharge", "Lend", "Order", "Pull", "Withdraw"}
+"""These too; `tests/test_embed.py` tries them."""
 RESULTS = {
+    "Failed",
+    "Finished",
     "HeldBlocks",
     "LeaseEnd",
     "LentRequest",
     "PullResult",
     "RankStatus",
+    "Refused",
     "RequestStatus",
     "Statistics",
     "ONE_PER_REQUEST",
@@ -124,7 +132,7 @@ RESULTS = {
 
 def test_every_public_name_is_tried_here() -> None:
     errors = {n for n in asynckv.__all__ if isinstance(e := getattr(asynckv, n), type) and issubclass(e, Exception)}
-    assert set(asynckv.__all__) == CLASSES | FUNCTIONS | VALUES | RESULTS | errors
+    assert set(asynckv.__all__) == CLASSES | FUNCTIONS | VALUES | ORDERS | RESULTS | errors
 
 
 def parameters(call: Callable[..., Any]) -> list[str]:
