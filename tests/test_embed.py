@@ -25,7 +25,6 @@ from asynckv import (
     PullCancelled,
     PullConfig,
     PullError,
-    PullTimeout,
     RemoteProtocolError,
 )
 from asynckv.edges.nixl import NixlPlane
@@ -220,9 +219,11 @@ def test_blocks_that_never_return_are_retired(way: str) -> None:
     params = pair.params("r", [1])
     plane.is_holding = True
     pair.prefill.submit(Lend(params))
-    pair.decode.submit(pull("r", [2], params, timeout_s=0.1))
+    pair.decode.submit(pull("r", [2], params))
+    until(lambda: plane.running, pair.prefill.way, pair.decode.way)
+    pair.decode.submit(Cancel("r"))
     pair.until(lambda p, d: d.retired)
-    assert [type(f.error) for f in pair.decode.told.failed] == [PullTimeout]
+    assert [(f.request_id, f.is_held) for f in pair.decode.told.failed] == [("r", True)]
     assert pair.decode.told.retired == ["r"]
     assert not pair.decode.told.returned
     pair.decode.way.call(plane.let_go(), PATIENCE_S)

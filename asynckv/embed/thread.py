@@ -416,6 +416,8 @@ class EngineThread:
 
     async def _live(self) -> None:
         assert self._ask is not None
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(InPlace())  # a start that fails leaves no thread
         try:
             await self.engine.start()
         except asyncio.CancelledError:
@@ -424,7 +426,8 @@ class EngineThread:
         except BaseException as exc:
             self._cause, self._start_error = f"it failed to start: {exc!r}", exc
             return
-        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())
+        loop.add_reader(self._bell.fileno(), self._on_bell)
         self._take_snapshot()
         self._started.set_result(None)
         is_ended = False
