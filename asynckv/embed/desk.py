@@ -15,15 +15,32 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from asynckv.arguments import number, shown
+from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Discharge, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
 from asynckv.engine import Engine, LentRequest
-from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
 
-__all__ = ["EngineDesk"]
+__all__ = ["EngineDesk", "checked"]
 
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
+
+
+def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
+    """Check what `call` is given; returns the time.
+
+    Raises:
+        LocalProtocolError: It is no coroutine, or no time.
+    """
+    if not asyncio.iscoroutine(work):
+        raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
+    try:
+        return number("timeout_s", timeout_s, 0)
+    except BaseException:
+        work.close()
+        raise
 
 
 class EngineDesk:
@@ -61,7 +78,10 @@ class EngineDesk:
 
         Raises:
             EngineClosed: No more are taken; none of these will be carried out.
+            LocalProtocolError: This is no list.
         """
+        if not isinstance(orders, Iterable):
+            raise LocalProtocolError(f"orders is {shown(orders)}; give a list of orders")
         handed = tuple(orders)
         if self._is_shut:
             raise EngineClosed("the engine was closed; none of these orders is carried out")
@@ -125,7 +145,7 @@ class EngineDesk:
                 self._tell("failed", Failed(order.request_id, _held(order, cause)))
                 self._tell("retired", order.request_id)
             elif isinstance(order, Lend):
-                request_id = str(order.params.get("request_id", ""))
+                request_id = decode_params(order.params).request_id
                 self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
         self._tasks.clear()
 
@@ -178,7 +198,9 @@ class EngineDesk:
             case Withdraw():
                 engine.withdraw(order.params)
             case _:
-                raise TypeError(f"{order!r} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw")
+                raise LocalProtocolError(
+                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw"
+                )
 
     def _refuse(self, order: Order, error: Exception) -> None:
         if isinstance(order, Pull):
