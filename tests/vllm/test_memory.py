@@ -350,6 +350,7 @@ OTHERS: Mapping[str, Attention] = {
     "pooled": Attention(tokens_per_state=Fraction(1, 2)),
     "compressed": Attention(tokens_per_state=4, is_mla=True),
     "latent-fp8": Attention(is_mla=True, head_size=40, **FP8),
+    "shards": Attention(heads=2, more={"max_tp_shards": 2}),
     "opaque-latent": Attention(is_mla=True, dtype=torch.uint8, more={"state_content_bytes": 656}),
 }
 
@@ -360,6 +361,12 @@ def test_other_kinds_of_attention(tmp_path: Path, name: str, p: int, d: int) -> 
     layers = dict.fromkeys(LAYERS[:3], OTHERS[name])
     heads = OTHERS[name].heads
     check_moved(tmp_path, Side(layers, tp=p, kv_heads=heads), Side(layers, tp=d, kv_heads=heads))
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 2), (2, 8), (4, 1)])
+def test_as_many_shares_as_a_layer_says(tmp_path: Path, p: int, d: int) -> None:
+    layers = dict.fromkeys(LAYERS[:2], OTHERS["shards"])
+    check_moved(tmp_path, Side(layers, tp=p), Side(layers, tp=d))
 
 
 def test_layers_of_several_shapes_in_one_group(tmp_path: Path) -> None:

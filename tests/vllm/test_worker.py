@@ -231,6 +231,24 @@ def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
     prefill.until(lambda: prefill.sent == ["lost", "p"])
 
 
+def test_memory_that_is_registered_anew_takes_the_place_of_the_old(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    before = prefill.half.address()
+    prefill.tensors = {n: torch.randn(t.shape).to(t.dtype) for n, t in prefill.tensors.items()}
+    prefill.half.register_kv_caches(prefill.tensors)
+    after = prefill.half.address()
+    assert before is not None
+    assert after is not None
+    assert after.memory_epoch > before.memory_epoch
+    params = group_params(prefill, "p", [3])
+    prefill.step(Lend(params))
+    decode.step(Pull(request_id="d", groups=[(0, [5])], params=params))
+    decode.until(lambda: decode.received == ["d"])
+    assert not decode.failed
+    for name, tensor in decode.tensors.items():
+        assert torch.equal(tensor[5], prefill.tensors[name][3])
+
+
 def test_sleep_before_anything_is_registered(tmp_path: Path) -> None:
     config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
     (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])

@@ -321,8 +321,10 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
     if is_latent or spec.max_tp_shards == 1:
         held = None
     else:
-        total = facts.num_kv_heads if spec.max_tp_shards is None else spec.max_tp_shards * spec.num_kv_heads
-        held = kv_heads(spec.num_kv_heads, total, place)
+        shares = spec.max_tp_shards
+        if shares is None and spec.num_kv_heads == 1:
+            shares = facts.num_kv_heads
+        held = kv_heads(spec.num_kv_heads, shares, place)
         if spec.num_heads != spec.num_kv_heads:
             return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
     if isinstance(spec, CircularBufferSpec):
