@@ -23,13 +23,28 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from asynckv.edges.torch import TensorPart
-from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, TOKEN
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Array", "Attention", "Opaque", "Place", "States", "delta_net", "kv_heads", "mamba1", "mamba2", "parts"]
+__all__ = [
+    "Array",
+    "Attention",
+    "Opaque",
+    "Place",
+    "States",
+    "UnknownStructure",
+    "delta_net",
+    "kv_heads",
+    "mamba1",
+    "mamba2",
+    "parts",
+]
+
+
+class UnknownStructure(Exception):
+    """A state is not what it is taken for, so that nobody knows what is where in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,4 +333,4 @@ def _state(
 
 def _check(what: str, fits: bool, shapes: Sequence[tuple[int, ...]]) -> None:
     if not fits:
-        raise ConfigError(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")
+        raise UnknownStructure(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")
