@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asynckv.geometry.layout import ONE_PER_REQUEST
+
 __all__ = ["Blocks", "CacheGroup", "Shape"]
 
 NULL_BLOCK = 0
@@ -55,13 +57,22 @@ class Shape:
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
         """Read it from vLLM's configuration."""
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, iter_layer_specs
+        from vllm.v1.kv_cache_interface import (
+            CircularBufferSpec,
+            FullAttentionSpec,
+            MambaSpec,
+            RSWASpec,
+            iter_layer_specs,
+        )
 
         groups, is_bounded = [], False
         for index in kv_cache_config.transfer_group_ids:
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             layers = list(iter_layer_specs(spec))
-            groups.append(CacheGroup(index, spec.block_size, any(isinstance(each, MambaSpec) for each in layers)))
+            is_ring = any(isinstance(each, CircularBufferSpec) for each in layers)
+            # A ring is what a state is: one block that holds the end of what was computed.
+            size = ONE_PER_REQUEST if is_ring else spec.block_size
+            groups.append(CacheGroup(index, size, is_ring or any(isinstance(each, MambaSpec) for each in layers)))
             # Whatever is not full attention forgets: states, sliding windows, chunks.
             is_bounded |= not all(
                 isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers
