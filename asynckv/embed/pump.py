@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from asynckv.config import EngineConfig
 from asynckv.embed.desk import EngineDesk
+from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
@@ -49,6 +50,12 @@ class _Selector(selectors.EpollSelector):
         if self.is_quiet or time.monotonic() >= self.until:
             self.stop()
         return found
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that has no threads to give work to."""
+
+    is_pumped = True
 
 
 class EnginePump:
@@ -94,7 +101,8 @@ class EnginePump:
             raise LocalProtocolError("the engine was started before; make a new one")
         self._home = threading.get_ident()
         self._selector = _Selector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop = _Loop(self._selector)
+        self._loop.set_default_executor(InPlace())
         self._selector.stop = self._loop.stop
         try:
             self._wait(self.engine.start(), timeout_s)
@@ -124,7 +132,7 @@ class EnginePump:
         self._loop.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self if self._loop is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -33,6 +33,7 @@ from typing import Any, Self, TypeVar
 from asynckv.config import EngineConfig
 from asynckv.embed.bell import Bell
 from asynckv.embed.desk import EngineDesk
+from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
@@ -127,6 +128,8 @@ class EngineThread:
             if is_time_up:
                 raise TimeoutError(f"the engine did not start within {timeout_s:g} s{self._whereabouts()}") from None
             raise
+        if self._is_closing:
+            raise EngineClosed("the engine was closed while it started")
         return self
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -162,7 +165,7 @@ class EngineThread:
         self._tell_cause()
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self if self._is_asked_for else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -417,6 +420,8 @@ class EngineThread:
         self._desk.carry_out()
         self._desk.shut()
         closers = len(self._closers)
+        # When the interpreter exits, no other executor takes anything any more.
+        asyncio.get_running_loop().set_default_executor(InPlace())
         try:
             await self.engine.aclose()
         except Exception as exc:
