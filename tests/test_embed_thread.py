@@ -105,18 +105,18 @@ def end_of(thread: EngineThread) -> list[BaseException]:
 def test_a_hand_over_wakes_the_loop_once_however_many_orders(thread: EngineThread) -> None:
     before = thread.statistics(3600.0).counters["embed.wakeups"]
     thread.submit([Cancel(f"r{i}") for i in range(1000)])
-    with Stuck(thread):  # by now the loop has begun, and may not have ended
-        pass
+    deadline = time.monotonic() + PATIENCE_S
+    while thread._desk.num_orders < 1000 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
     with Stuck(thread):
         for i in range(100):
             thread.submit([Cancel(f"r{i}")])
         thread.submit([])
-    thread.call(asyncio.sleep(0), PATIENCE_S)
-    thread.call(asyncio.sleep(0.0), PATIENCE_S)
+    while thread._desk.num_orders < 1100 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
     assert thread._num_wakeups - before == 2, "one for each hand-over, and one for all that came while it was busy"
-    thread.statistics(0.0)
-    thread.call(asyncio.sleep(0), PATIENCE_S)
-    counters = thread.statistics(3600.0).counters
+    while (counters := thread.statistics(0.0).counters)["embed.orders"] < 1100 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
     assert (counters["embed.handovers"], counters["embed.orders"]) == (101, 1100)
 
 
@@ -463,8 +463,9 @@ def test_a_pump_makes_no_threads_and_belongs_to_the_one_that_started_it() -> Non
         decode.close()
         assert set(threading.enumerate()) == before
         with ThreadPoolExecutor(1) as pool:
-            for ask in (pump.pump, lambda: pump.call(asyncio.sleep(0), 1.0), pump.close):
-                assert isinstance(pool.submit(ask).exception(PATIENCE_S), WrongThread)
+            asks: list[Callable[[], object]] = [pump.pump, lambda: pump.call(asyncio.sleep(0), 1.0), pump.close]
+            for elsewhere in asks:
+                assert isinstance(pool.submit(elsewhere).exception(PATIENCE_S), WrongThread)
 
         async def inside() -> None:
             with pytest.raises(WrongThread, match="where an event loop runs"):
