@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Limits:
     Attributes:
         connect_s: For a connection, and for saying how they are.
         prefill_s: For one prefill.
-        silence_s: Between two pieces of an answer, and before the first.
+        silence_s: Between two pieces of what is decoded, and before the first.
         health_s: Between two looks at their health.
     """
 
@@ -212,20 +213,21 @@ class Engines:
     async def ask(
         self, engine: Engine, path: str, headers: Mapping[str, str], body: Any, total_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post to an engine, for an answer with status 200; to leave before its end closes the connection.
+        """Ask an engine, for an answer with status 200; to leave before its end closes the connection.
 
         Raises:
             EngineFault: It is not to be had, or it failed.
             Refused: It does not like what the client wrote.
         """
         limits = self._limits
-        timeout = aiohttp.ClientTimeout(total_s, sock_connect=limits.connect_s, sock_read=limits.silence_s)
-        post = self.session.post(
-            engine.url + path, data=msgspec.json.encode(body), headers=headers, timeout=timeout, allow_redirects=False
-        )
+        silence_s = limits.silence_s if total_s is None else None
+        timeout = aiohttp.ClientTimeout(total_s, sock_connect=limits.connect_s, sock_read=silence_s)
+        url = engine.url + path
+        method, data = ("GET", None) if body is None else ("POST", io.BytesIO(msgspec.json.encode(body)))
+        asked = self.session.request(method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False)
         engine.outstanding += 1
         try:
-            async with post as answer:
+            async with asked as answer:
                 if answer.status != 200:
                     raise engine.refusal(answer.status, await answer.read())
                 yield answer

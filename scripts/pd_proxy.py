@@ -14,6 +14,9 @@ The router keeps nothing but counts. What can go wrong is settled in one loop, `
 - A client that leaves cancels its handler. That closes the connection to the engine that works for it, which is how
   engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
 
+An engine that embeds asynckv need not fail when a prefill engine is lost: it asks the router for other params
+(`X-Prefill-Again`, and `renew_params` of `Engine.pull`), and keeps its blocks and its place meanwhile.
+
 Whatever speaks HTTP and passes `kv_transfer_params` in vLLM's way will do as an engine: vLLM with NixlConnector or
 AsyncKVConnector, and `scripts.tiny_engine`.
 """
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import sys
 import time
 import uuid
@@ -40,6 +44,7 @@ from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, log_as_json, s
 
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
 """What a request may say of its generation that does not go with one token in one piece."""
+AGAIN = "/prefill_again/"
 
 log = structlog.get_logger()
 
@@ -52,7 +57,10 @@ class Job:
     """One request of a client, on its way.
 
     Attributes:
-        headers: What engines are told: the client's credentials, and the id that all logs have in common.
+        headers: What engines are told: the client's credentials, the id that all logs have in common, and where to have
+            the prompt prefilled once more.
+        lender: The prefill engine whose params are in use.
+        avoid: Engines that have failed it.
         notes: For the log.
     """
 
@@ -60,9 +68,17 @@ class Job:
         self.request, self.path, self.began = request, request.path, time.monotonic()
         self.body: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
+        self.lender: Engine | None = None
+        self.avoid: set[Engine] = set()
+        self.token = secrets.token_urlsafe(16)
         given = request.headers.get("X-Request-Id", "")
         self.id = given if given.isascii() and given.isprintable() and 0 < len(given) <= 200 else uuid.uuid4().hex
         self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if request.transport is not None:
+            # As engines reach us, and never what the client calls us: they would talk to whatever it named.
+            host, port = request.transport.get_extra_info("sockname")[:2]
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self.headers["X-Prefill-Again"] = f"http://{where}{AGAIN}{self.token}"
         if authorization := request.headers.get("Authorization"):
             self.headers["Authorization"] = authorization
 
@@ -96,12 +112,14 @@ class Router:
         self._retried = prometheus.Counter("pd_proxy_retries", "Further attempts, by why.", ["why"], **at)
         self._seconds = prometheus.Histogram("pd_proxy_seconds", "Until prefill, first event, end.", ["until"], **at)
         self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
-        self._num_in_flight = 0
+        self._jobs: dict[str, Job] = {}
 
     def app(self) -> web.Application:
         """Make the application, for `serving`."""
         app = web.Application(client_max_size=int(self._max_body_mib * 2**20), middlewares=[errors_as_json])
         app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post(AGAIN + "{token}", self._prefill_again)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -111,6 +129,11 @@ class Router:
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self.engines:
             yield
+
+    async def _models(self, request: web.Request) -> web.Response:
+        job, engine = Job(request), self.engines.choose("decode", set())
+        async with self.engines.ask(engine, job.path, job.headers, None, self._limits.connect_s) as answer:
+            return web.Response(body=await answer.read(), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -127,10 +150,10 @@ class Router:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         job, status = Job(request), 500
-        self._num_in_flight += 1
+        self._jobs[job.token] = job
         with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
             try:
-                if self._num_in_flight > self._max_requests:
+                if len(self._jobs) > self._max_requests:
                     raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
                 job.body = await self._read(request)
                 response = await self._route(job)
@@ -145,7 +168,7 @@ class Router:
                 status = 499
                 raise asyncio.CancelledError from None
             finally:
-                self._num_in_flight -= 1
+                del self._jobs[job.token]
                 self._answered.labels(job.path, status).inc()
                 self._passed("end", job)
                 log.info("request", path=job.path, status=status, **job.notes)
@@ -176,29 +199,37 @@ class Router:
 
     async def _route(self, job: Job) -> web.StreamResponse:
         """Have a request prefilled and decoded, by other engines if need be."""
-        avoid: set[Engine] = set()
-        lender, params = None, None
+        params = None
         for attempt in itertools.count(1):
             job.notes["attempts"] = attempt
             try:
-                if lender is None:
-                    lender = self.engines.choose("prefill", avoid)
-                    params = await self._prefill(lender, job)
-                return await self._decode(self.engines.choose("decode", avoid), job, params)
+                if job.lender is None:
+                    params = await self._prefill(job)
+                return await self._decode(self.engines.choose("decode", job.avoid), job, params)
             except EngineFault as fault:
                 if attempt == self._attempts or fault.why == "timeout":
                     raise
                 self._retried.labels(fault.why).inc()
                 if fault.why != "kv_transfer_error":
-                    avoid.add(fault.engine)
-                if fault.why in ("kv_transfer_error", "failed") and lender is not None:
-                    avoid.add(lender)  # vLLM does not say which of the two it was
-                if fault.why != "unreachable" or fault.engine is lender:
-                    lender = None  # its params may be used up
+                    job.avoid.add(fault.engine)
+                if fault.why in ("kv_transfer_error", "failed") and job.lender is not None:
+                    job.avoid.add(job.lender)  # vLLM does not say which of the two it was
+                if fault.why != "unreachable" or fault.engine is job.lender:
+                    job.lender = None  # its params may be used up
         raise AssertionError
 
-    async def _prefill(self, engine: Engine, job: Job) -> Any:
+    async def _prefill_again(self, request: web.Request) -> web.Response:
+        """Give a decode engine other params than those that have failed it."""
+        job = self._jobs.get(request.match_info["token"])
+        if job is None or job.lender is None:
+            raise Refused(404, "no such request is being decoded")
+        self._retried.labels("renewed").inc()
+        job.avoid.add(job.lender)
+        return web.json_response({"kv_transfer_params": await self._prefill(job)})
+
+    async def _prefill(self, job: Job) -> Any:
         """Have the prompt computed; returns where the KV cache lies, or None if there is nothing to fetch."""
+        job.lender = engine = self.engines.choose("prefill", job.avoid)
         job.notes["prefill"] = engine.url
         body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
         body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
@@ -248,28 +279,31 @@ async def _serve(router: Router, host: str, port: int, drain_s: float) -> None:
 
 
 Urls = Annotated[list[str], typer.Option(metavar="URL", help="An engine, such as http://10.0.0.7:8100; repeat it.")]
-Seconds = Annotated[float, typer.Option(min=0.001, max=86400.0)]
 
 
 def proxy(
     prefill: Urls,
     decode: Urls,
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: one that the system chooses; the log names it.", max=65535)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="0: one that the system chooses; the log names it.", min=0, max=65535)
+    ] = 8000,
     attempts: Annotated[int, typer.Option(help="How often a request is tried in all.", min=1)] = 3,
-    connect_s: Annotated[Seconds, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
-    prefill_s: Annotated[Seconds, typer.Option(help="For one prefill.")] = 120.0,
-    silence_s: Annotated[Seconds, typer.Option(help="Longest silence of an engine, or of a client's body.")] = 300.0,
-    health_s: Annotated[Seconds, typer.Option(help="How often engines are asked for their health.")] = 2.0,
+    connect_s: Annotated[float, typer.Option(help="For connecting to an engine, and for its health.")] = 2.0,
+    prefill_s: Annotated[float, typer.Option(help="For one prefill.")] = 120.0,
+    silence_s: Annotated[float, typer.Option(help="Longest silence of an engine, or of a client's body.")] = 300.0,
+    health_s: Annotated[float, typer.Option(help="How often engines are asked for their health.")] = 2.0,
     max_requests: Annotated[int, typer.Option(help="More at a time are refused with 503.", min=1)] = 1024,
-    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.", min=0.001)] = 16.0,
-    drain_s: Annotated[Seconds, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
+    max_body_mib: Annotated[float, typer.Option(help="A larger body is refused with 413.")] = 16.0,
+    drain_s: Annotated[float, typer.Option(help="How long requests may go on after Ctrl-C or SIGTERM.")] = 30.0,
 ) -> int:
     """Route OpenAI's requests: prefill engines compute the prompt, decode engines fetch the KV cache and go on."""
     for url in (*prefill, *decode):
         command.check(url.startswith(("http://", "https://")), f"{url!r} is no URL, such as http://10.0.0.7:8100")
-    log_as_json()
     limits = Limits(connect_s, prefill_s, silence_s, health_s)
+    for name, value in {**vars(limits), "drain_s": drain_s, "max_body_mib": max_body_mib}.items():
+        command.check(0 < value < 1e6, f"--{name.replace('_', '-')} {value} is outside 0 ... 1000000")
+    log_as_json()
     router = Router(prefill, decode, limits, attempts=attempts, max_requests=max_requests, max_body_mib=max_body_mib)
     asyncio.run(_serve(router, host, port, drain_s))
     return 0
@@ -280,7 +314,7 @@ EPILOG = """
 
   POST /v1/completions and /v1/chat/completions, streamed or not, one answer each
 
-  GET /health, /health/ready (with the engines' states), /metrics (for Prometheus)
+  GET /v1/models, /health, /health/ready (with the engines' states), /metrics (for Prometheus)
 
 [bold]Errors[/bold]  are JSON in OpenAI's form
 

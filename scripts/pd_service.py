@@ -21,7 +21,9 @@ from scripts.pd_proxy import Router
 START_S = 300.0
 
 TRY = """
-{prefill} prefill and {decode} decode engines are behind {url}. Try
+{prefill} prefill and {decode} decode engines behind one router: {url}
+
+Try
 
   curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
   curl {url}/health/ready

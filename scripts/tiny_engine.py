@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, Self, TypeVar
 
+import aiohttp
 import torch
 import typer
 from aiohttp import web
@@ -82,6 +83,15 @@ class Blocks:
         self._freed.set()
 
 
+async def _renewed(url: str) -> Any:
+    """Ask the router for params of another prefill engine; None if it has none."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with aiohttp.ClientSession() as session, session.post(url) as answer:
+            if answer.status == 200:
+                return (await answer.json())["kv_transfer_params"]["asynckv"]
+    return None
+
+
 class TinyEngine:
     """An engine, from its HTTP server down to its memory.
 
@@ -123,6 +133,7 @@ class TinyEngine:
 
     async def __aenter__(self) -> Self:
         await self._engine.start()
+        await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step loads much, and takes seconds
         self._group = PrefillGroup(self.name, [self._engine.endpoint])
         self.url = await self._serving.__aenter__()
         return self
@@ -157,7 +168,8 @@ class TinyEngine:
             if is_prefill:
                 found = await self._prefill(request_id, prompt)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
-            async with self._cache(request_id, prompt, lent) as cache:
+            again = request.headers.get("X-Prefill-Again", "")
+            async with self._cache(request_id, prompt, lent, again) as cache:
                 tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
                 return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
 
@@ -179,7 +191,9 @@ class TinyEngine:
         return first, params
 
     @contextlib.asynccontextmanager
-    async def _cache(self, request_id: str, prompt: list[int], lent: dict[str, Any] | None) -> AsyncIterator[Any]:
+    async def _cache(
+        self, request_id: str, prompt: list[int], lent: dict[str, Any] | None, again: str
+    ) -> AsyncIterator[Any]:
         """The KV cache of a prompt but its last token, fetched or computed; blocks are held as long as it is used."""
         tokens = len(prompt) - 1
         if lent is None:
@@ -193,7 +207,8 @@ class TinyEngine:
                 self._engine.cancel(request_id)
                 raise
             try:
-                await self._engine.pull(request_id, [(0, blocks)], lent)
+                renew = (lambda _: _renewed(again)) if again else None
+                await self._engine.pull(request_id, [(0, blocks)], lent, retries=1, renew_params=renew)
                 yield await self._on_model(self._gather, blocks, tokens)
             finally:
                 # A pull that was cut short may still write.

@@ -1,0 +1,832 @@
+"""The router: what engines are asked, and what clients get when they fail, are slow, or are gone.
+
+The engines of most tests do what a test says, behind real sockets. The slow tests at the end have tiny engines in
+processes of their own, with real KV caches between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from scripts.pd_engines import Limits
+from scripts.pd_http import COMPLETIONS, serving
+from scripts.pd_proxy import Router
+
+pytestmark = pytest.mark.anyio
+
+QUICK = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=0.01)
+IMPATIENT = {
+    "prefill": Limits(connect_s=5, prefill_s=0.2, silence_s=30, health_s=5),
+    "decode": Limits(connect_s=5, prefill_s=30, silence_s=0.2, health_s=5),
+}
+HEAR_S = 30.0
+START_S = 300.0
+"""Processes import much, and a busy machine takes long for it."""
+PARAMS = {"do_remote_prefill": True, "remote": [1, 2, 3]}
+ASK = {"prompt": "one two", "max_tokens": 9}
+
+Act = Callable[["Fake", web.Request], Awaitable[web.StreamResponse]]
+
+
+# -- engines that do what they are told ------------------------------------------------------------------------
+
+
+class Fake:
+    """An engine that does what a test says.
+
+    Attributes:
+        acts: What it does with its next requests, the last one with all that follow.
+        asked: Bodies and headers of what it was asked.
+        left: Set when one of its requests was cancelled; `busy` when one has begun.
+    """
+
+    def __init__(self, *acts: Act) -> None:
+        self.acts = list(acts)
+        self.asked: list[tuple[dict[str, Any], Mapping[str, str]]] = []
+        self.busy, self.left, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.health = 200
+        self.url = ""
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((await request.json(), request.headers.copy()))
+        self.busy.set()
+        act = self.acts.pop(0) if len(self.acts) > 1 else self.acts[0]
+        try:
+            return await act(self, request)
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": ["tiny"]})
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Fake]:
+        app = web.Application(client_max_size=2**26)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
+        async with serving(app, "127.0.0.1", 0, drain_s=0.1) as self.url:
+            yield self
+
+
+def says(value: Any, status: int = 200) -> Act:
+    """Answer with JSON, or with bytes as they are."""
+
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        data = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        return web.Response(body=data, status=status, content_type="application/json")
+
+    return act
+
+
+def streams(*pieces: bytes, is_cut: bool = False) -> Act:
+    """Answer with a stream; each piece but the first waits until the test says so."""
+
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.wait_for(fake.go_on.wait(), HEAR_S)
+            fake.go_on.clear()
+        if is_cut and request.transport is not None:
+            request.transport.abort()
+        return response
+
+    return act
+
+
+async def hangs(fake: Fake, request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def dies(fake: Fake, request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def no_http(fake: Fake, request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def error(kind: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": "no luck", "type": kind, "param": None, "code": code}}
+
+
+def prefills(name: str = "a") -> Fake:
+    return Fake(says({"choices": [], "kv_transfer_params": {**PARAMS, "of": name}}))
+
+
+def decodes() -> Fake:
+    return Fake(says({"choices": [{"text": "three"}]}))
+
+
+class Client:
+    """Talks to a router."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def ask(self, body: Any = ASK, path: str = COMPLETIONS[0], **more: Any) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        async with self.session.post(self.url + path, data=io.BytesIO(data), **more) as answer:
+            return answer.status, msgspec.json.decode(await answer.read())
+
+    @contextlib.asynccontextmanager
+    async def streaming(self, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        async with self.session.post(self.url + COMPLETIONS[0], json={**ASK, "stream": True, **body}) as answer:
+            yield answer
+
+    async def metrics(self) -> dict[str, float]:
+        async with self.session.get(f"{self.url}/metrics") as answer:
+            lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    async def ready(self) -> tuple[int, dict[str, Any]]:
+        async with self.session.get(f"{self.url}/health/ready") as answer:
+            found: dict[str, Any] = await answer.json()
+            return answer.status, found
+
+    async def until(self, is_so: Callable[[], Awaitable[bool]]) -> None:
+        """Ask again and again, until it is so or too late."""
+        async with asyncio.timeout(HEAR_S):
+            while not await is_so():
+                pass
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    prefill: Sequence[Fake | str], decode: Sequence[Fake | str], limits: Limits = QUICK, **options: Any
+) -> AsyncIterator[Client]:
+    """A router before engines, fakes or URLs."""
+    async with contextlib.AsyncExitStack() as stack:
+        for fake in (*prefill, *decode):
+            if isinstance(fake, Fake):
+                await stack.enter_async_context(fake.running())
+        urls = [[x.url if isinstance(x, Fake) else x for x in side] for side in (prefill, decode)]
+        url = await stack.enter_async_context(
+            serving(Router(urls[0], urls[1], limits, **options).app(), "127.0.0.1", 0, 5)
+        )
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
+        yield Client(url, session)
+
+
+NOWHERE = "http://127.0.0.1:9"
+"""Nobody listens there."""
+
+
+# -- what engines are asked ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", COMPLETIONS)
+async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str) -> None:
+    prefill, decode = prefills(), decodes()
+    theirs = {
+        **ASK,
+        "model": "m",
+        "max_completion_tokens": 9,
+        "min_tokens": 4,
+        "stream_options": {"include_usage": True},
+        "kv_transfer_params": {"remote_host": "evil"},
+    }
+    headers = {"X-Request-Id": "id-1", "Authorization": "Bearer key", "Cookie": "none of theirs"}
+    async with routed([prefill], [decode]) as client:
+        assert await client.ask(theirs, path, headers=headers) == (200, {"choices": [{"text": "three"}]})
+    ((first, told),) = prefill.asked
+    assert first == {
+        "prompt": "one two",
+        "model": "m",
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    assert (told["X-Request-Id"], told["Authorization"], "Cookie" in told) == ("id-1", "Bearer key", False)
+    ((second, told),) = decode.asked
+    assert second == {**theirs, "kv_transfer_params": {**PARAMS, "of": "a"}}
+    assert (told["X-Request-Id"], told["Authorization"]) == ("id-1", "Bearer key")
+
+
+async def test_models_are_those_of_the_decode_engines() -> None:
+    async with routed([prefills()], [decodes()]) as client, client.session.get(f"{client.url}/v1/models") as answer:
+        assert await answer.json() == {"data": ["tiny"]}
+
+
+async def test_without_params_decode_computes_the_prompt_itself() -> None:
+    prefill, decode = Fake(says({"choices": [], "kv_transfer_params": None})), decodes()
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask({**ASK, "kv_transfer_params": {"remote_host": "evil"}}))[0] == 200
+    assert decode.asked[0][0] == ASK
+
+
+@pytest.mark.parametrize(("given", "is_kept"), [("good-1", True), ("x" * 300, False), ("sch\u00f6n", False)])
+async def test_request_ids_are_passed_on_or_made(given: str, is_kept: bool) -> None:
+    prefill, decode = prefills(), decodes()
+    async with (
+        routed([prefill], [decode]) as client,
+        client.session.post(client.url + COMPLETIONS[0], json=ASK, headers={"X-Request-Id": given}) as answer,
+    ):
+        name = answer.headers["X-Request-Id"]
+        assert (name == given) is is_kept
+    assert prefill.asked[0][1]["X-Request-Id"] == decode.asked[0][1]["X-Request-Id"] == name
+
+
+async def test_streams_pass_piece_by_piece_unchanged() -> None:
+    pieces = [
+        b'data: {"choices": []}\n\n',
+        b'data: {"choi',
+        b'ces": ["\xc3',
+        b'\xbc"]}\n\ndata: {}\r\n\r\n',
+        b"data: [DONE]\n\n",
+    ]
+    decode = Fake(streams(*pieces))
+    async with routed([prefills()], [decode]) as client, client.streaming() as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        for piece in pieces:
+            # The next piece is sent only when this one has arrived.
+            assert await answer.content.readexactly(len(piece)) == piece
+            decode.go_on.set()
+        assert await answer.content.read() == b""
+
+
+async def test_who_has_the_least_to_do_is_chosen() -> None:
+    busy, idle = Fake(hangs), prefills("idle")
+    async with routed([busy, idle], [decodes()]) as client:
+        first = asyncio.create_task(client.ask())
+        await asyncio.wait_for(busy.busy.wait(), HEAR_S)
+        for _ in range(3):
+            assert (await client.ask())[0] == 200
+        assert (len(busy.asked), len(idle.asked)) == (1, 3)
+        first.cancel()
+        await asyncio.wait([first])
+
+
+# -- engines that fail ------------------------------------------------------------------------------------------
+
+
+async def test_what_an_engine_refuses_is_passed_on_as_it_said_it() -> None:
+    refusal = error("BadRequestError", 400)
+    for prefill, decode in ((Fake(says(refusal, 400)), decodes()), (prefills(), Fake(says(refusal, 400)))):
+        async with routed([prefill], [decode]) as client:
+            assert await client.ask() == (400, refusal)
+        assert len(prefill.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "act",
+    [says(b"busy", 503), says(b"oh", 500), dies, no_http, says(b"<html>"), says([1]), says(b"", 302)],
+    ids=["503", "500", "dies", "no_http", "html", "list", "302"],
+)
+async def test_another_prefill_engine_is_asked_when_one_fails(act: Act) -> None:
+    bad, good, decode = Fake(act), prefills("good"), decodes()
+    async with routed([bad, good], [decode]) as client:
+        assert (await client.ask())[0] == 200
+        assert (len(bad.asked), len(good.asked), len(decode.asked)) == (1, 1, 1)
+    assert decode.asked[0][0]["kv_transfer_params"]["of"] == "good"
+
+
+EVENT = b"data: " + json.dumps(error("InternalServerError", 500)).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "act",
+    [says(b"oh", 500), dies, no_http, says(b"<html>"), says(b""), says(EVENT)],
+    ids=["500", "dies", "no_http", "html", "empty", "error_event"],
+)
+async def test_when_decode_fails_the_prompt_is_prefilled_anew_for_another(act: Act, is_stream: bool) -> None:
+    bad, prefill = Fake(act), prefills()
+    good = Fake(says(b"data: {}\n\n")) if is_stream else decodes()
+    async with routed([prefill], [bad, good]) as client:
+        async with client.streaming(stream=is_stream) as answer:
+            assert answer.status == 200
+            assert (await answer.read()).startswith(b"data: {}" if is_stream else b'{"choices"')
+        # Params are good for one use, and the first decode engine may have used them.
+        assert (len(prefill.asked), len(bad.asked), len(good.asked)) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        says(error("kv_transfer_error", 503), 503),
+        says(b"data: " + json.dumps(error("kv_transfer_error", 503)).encode()),
+    ],
+    ids=["status", "event"],
+)
+async def test_a_lost_kv_cache_is_computed_by_another_prefill_engine(act: Act) -> None:
+    prefill = [prefills("a"), prefills("b")]
+    decode = Fake(act, says(b"data: {}\n\n"))
+    async with routed(prefill, [decode, NOWHERE]) as client, client.streaming() as answer:
+        assert (answer.status, await answer.read()) == (200, b"data: {}\n\n")
+    assert [len(it.asked) for it in prefill] == [1, 1]
+    assert [body["kv_transfer_params"]["of"] for body, _ in decode.asked] == ["a", "b"]
+
+
+async def test_params_outlive_a_decode_engine_that_cannot_be_reached() -> None:
+    prefill, gone, good = prefills(), decodes(), decodes()
+    rarely = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=1000)
+    async with contextlib.AsyncExitStack() as stack:
+        async with gone.running():
+            client = await stack.enter_async_context(routed([prefill], [gone.url, good], rarely))
+        assert (await client.ask())[0] == 200
+        assert (len(prefill.asked), len(gone.asked), len(good.asked)) == (1, 0, 1)
+        # It is known to be down now, and not tried again before its health says otherwise.
+        assert "cannot be reached" in (await client.ready())[1]["decode"][0]["trouble"]
+
+
+async def test_a_decode_engine_may_ask_for_other_params() -> None:
+    async def asks_again(fake: Fake, request: web.Request) -> web.StreamResponse:
+        async with aiohttp.ClientSession() as session:
+            async with session.post(request.headers["X-Prefill-Again"] + "x") as answer:
+                assert answer.status == 404
+            async with session.post(request.headers["X-Prefill-Again"]) as answer:
+                return web.json_response(await answer.json(), status=answer.status)
+
+    prefill = [prefills("a"), prefills("b")]
+    async with routed(prefill, [Fake(asks_again)]) as client:
+        status, told = await client.ask(headers={"Host": "evil:1"})
+        assert (status, told["kv_transfer_params"]["of"]) == (200, "b")
+        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
+
+
+async def test_none_up_is_said_in_json() -> None:
+    prefill = prefills()
+    for engines in (([NOWHERE, f"{NOWHERE}9"], [decodes()], "prefill"), ([prefill], [NOWHERE], "decode")):
+        async with routed(engines[0], engines[1]) as client:
+            async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
+                assert (answer.status, answer.content_type) == (503, "application/json")
+                assert answer.headers["Retry-After"] == "1"
+                told = (await answer.json())["error"]
+            assert told["code"] == 503
+            assert told["type"] == "no_engine"
+            assert f"no {engines[2]} engine is up: {NOWHERE} " in told["message"]
+            assert (await client.ready())[0] == 503
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("act", "status", "kind"),
+    [
+        (says(b"busy", 429), 503, "overloaded"),
+        (says(b"oh", 500), 502, "failed"),
+        (dies, 502, "lost"),
+        (says(b"\x00"), 502, "garbage"),
+        (hangs, 504, "timeout"),
+    ],
+    ids=["overloaded", "failed", "lost", "garbage", "timeout"],
+)
+async def test_after_some_attempts_the_client_hears_why(role: str, act: Act, status: int, kind: str) -> None:
+    bad = Fake(act)
+    sides = ([bad], [decodes()]) if role == "prefill" else ([prefills()], [bad])
+    async with routed(*sides, IMPATIENT[role] if act is hangs else QUICK, attempts=2) as client:
+        found, told = await client.ask()
+        assert (found, told["error"]["type"], told["error"]["code"]) == (status, kind, status)
+        assert f"{role} engine {bad.url}" in told["error"]["message"]
+        # Who has let one engine's time pass does not have the time for another.
+        assert len(bad.asked) == (1 if kind == "timeout" else 2)
+        metrics = await client.metrics()
+        name = f'pd_proxy_engine_faults_total{{engine="{bad.url}",role="{role}",why="{kind}"}}'
+        assert metrics[name] == len(bad.asked)
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["lost", "timeout"])
+async def test_a_stream_that_is_cut_short_ends_in_an_error(is_cut: bool) -> None:
+    head = b'data: {"choices": []}\n\ndata: {"ch'
+    decode = Fake(streams(head, is_cut=is_cut))
+    async with (
+        routed([prefills()], [decode], QUICK if is_cut else IMPATIENT["decode"]) as client,
+        client.streaming() as answer,
+    ):
+        assert await answer.content.readexactly(len(head)) == head
+        if is_cut:
+            decode.go_on.set()
+        rest = await answer.content.read()
+    assert rest.startswith(b"\n\ndata: ")
+    told = json.loads(rest.removeprefix(b"\n\ndata: "))["error"]
+    assert (told["type"], told["code"]) == (("lost", 502) if is_cut else ("timeout", 504))
+
+
+# -- clients -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"a": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": "\\ud800"}',
+        {**ASK, "stream": "yes"},
+        {**ASK, "n": 2},
+        {**ASK, "best_of": 2},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+    ],
+    ids=lambda body: str(body)[:24],
+)
+async def test_malformed_bodies_are_refused(body: Any) -> None:
+    prefill = prefills()
+    async with routed([prefill], [decodes()]) as client:
+        status, told = await client.ask(body)
+        assert (status, told["error"]["code"], told["error"]["type"]) == (400, 400, "invalid_request_error")
+        assert not prefill.asked
+
+
+async def test_large_prompts_arrive_whole() -> None:
+    prefill, decode = prefills(), decodes()
+    large = {"prompt": "x" * 5_000_000}
+    async with routed([prefill], [decode]) as client:
+        assert (await client.ask(large))[0] == 200
+    assert prefill.asked[0][0]["prompt"] == decode.asked[0][0]["prompt"] == large["prompt"]
+
+
+async def test_token_ids_and_a_list_of_one_prompt_are_taken() -> None:
+    async with routed([prefills()], [decodes()]) as client:
+        for prompt in ([1, 2, 3], ["a"], [[1, 2]]):
+            assert (await client.ask({"prompt": prompt}))[0] == 200
+
+
+async def test_huge_bodies_are_refused() -> None:
+    async with routed([prefills()], [decodes()], max_body_mib=0.5) as client:
+        status, told = await client.ask({"prompt": "x" * 2**20})
+        assert (status, told["error"]["message"]) == (413, "the body is larger than 0.5 MiB")
+
+
+async def test_slow_bodies_are_refused() -> None:
+    async with routed([prefills()], [decodes()], IMPATIENT["decode"]) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(client.url.rsplit(":", 1)[1]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), HEAR_S)
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_other_paths_and_methods_are_refused_in_the_same_form() -> None:
+    async with routed([prefills()], [decodes()]) as client:
+        for method, path, status in (("GET", COMPLETIONS[0], 405), ("POST", "/v1/nothing", 404)):
+            async with client.session.request(method, client.url + path) as answer:
+                assert answer.status == status
+                assert (await answer.json())["error"]["code"] == status
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode", "stream"])
+async def test_a_client_that_leaves_cancels_the_engine_that_works_for_it(at: str) -> None:
+    prefill = Fake(hangs) if at == "prefill" else prefills()
+    decode = Fake(streams(b"data: {}\n\n") if at == "stream" else hangs)
+    async with routed([prefill], [decode]) as client:
+        asked = asyncio.create_task(client.ask({**ASK, "stream": at == "stream"}))
+        engine = prefill if at == "prefill" else decode
+        await asyncio.wait_for(engine.busy.wait(), HEAR_S)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await asyncio.wait_for(engine.left.wait(), HEAR_S)
+
+        async def is_counted() -> bool:
+            metrics = await client.metrics()
+            return metrics.get('pd_proxy_requests_total{path="/v1/completions",status="499"}') == 1
+
+        await client.until(is_counted)
+        assert (await client.metrics())["pd_proxy_in_flight"] == 0
+        _, told = await client.ready()
+        assert not any(it["outstanding"] for it in (*told["prefill"], *told["decode"]))
+
+
+async def test_more_than_there_is_room_for_are_refused() -> None:
+    prefill = Fake(hangs)
+    async with routed([prefill], [decodes()], max_requests=1) as client:
+        first = asyncio.create_task(client.ask())
+        await asyncio.wait_for(prefill.busy.wait(), HEAR_S)
+        status, told = await client.ask()
+        assert (status, told["error"]["type"]) == (503, "overloaded")
+        first.cancel()
+        await asyncio.wait([first])
+
+
+async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> None:
+    async def later(fake: Fake, request: web.Request) -> web.StreamResponse:
+        await asyncio.wait_for(fake.go_on.wait(), HEAR_S)
+        return web.json_response({"choices": []})
+
+    decode, prefill = Fake(later), prefills()
+    async with prefill.running(), decode.running(), aiohttp.ClientSession() as session:
+        life = contextlib.AsyncExitStack()
+        url = await life.enter_async_context(serving(Router([prefill.url], [decode.url]).app(), "127.0.0.1", 0, HEAR_S))
+        asked = asyncio.create_task(Client(url, session).ask())
+        await asyncio.wait_for(decode.busy.wait(), HEAR_S)
+        closing = asyncio.create_task(life.aclose())
+
+        async def is_closed() -> bool:
+            try:
+                await Client(url, session).ready()
+            except aiohttp.ClientConnectorError:
+                return True
+            return False
+
+        await Client(url, session).until(is_closed)
+        decode.go_on.set()
+        assert await asked == (200, {"choices": []})
+        await closing
+
+
+# -- what is seen of it ------------------------------------------------------------------------------------------
+
+
+async def test_readiness_follows_the_engines() -> None:
+    prefill, decode = prefills(), decodes()
+    async with routed([prefill], [decode]) as client:
+        status, told = await client.ready()
+        assert (status, told["status"]) == (200, "ready")
+        assert told["prefill"] == [{"engine": prefill.url, "trouble": "", "outstanding": 0}]
+
+        async def is_ready() -> bool:
+            return (await client.ready())[0] == 200
+
+        async def is_not_ready() -> bool:
+            return not await is_ready()
+
+        decode.health = 500
+        await client.until(is_not_ready)
+        assert (await client.ready())[1]["decode"][0]["trouble"] == "its health is status 500"
+        assert (await client.ask())[0] == 503
+        decode.health = 200
+        await client.until(is_ready)
+        assert (await client.ask())[0] == 200
+        async with client.session.get(f"{client.url}/health") as answer:
+            assert answer.status == 200
+
+
+async def test_metrics_count_what_happened() -> None:
+    bad, good, decode = Fake(says(b"oh", 500)), prefills(), decodes()
+    async with routed([bad, good], [decode]) as client:
+        await client.ask()
+        await client.ask({**ASK, "n": 3})
+        metrics = await client.metrics()
+    assert metrics['pd_proxy_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert metrics['pd_proxy_requests_total{path="/v1/completions",status="400"}'] == 1
+    assert metrics['pd_proxy_retries_total{why="failed"}'] == 1
+    assert metrics[f'pd_proxy_engine_faults_total{{engine="{bad.url}",role="prefill",why="failed"}}'] == 1
+    assert metrics[f'pd_proxy_engine_up{{engine="{decode.url}",role="decode"}}'] == 1
+    assert metrics[f'pd_proxy_engine_outstanding{{engine="{decode.url}",role="decode"}}'] == 0
+    assert metrics['pd_proxy_seconds_count{until="prefill"}'] == 1
+    assert metrics['pd_proxy_seconds_count{until="end"}'] == 2
+    assert metrics["pd_proxy_in_flight"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_the_command_serves_logs_and_ends_in_order() -> None:
+    async with prefills().running() as prefill, decodes().running() as decode:
+        command = (sys.executable, "-m", "scripts.pd_proxy", "--port", "0", "--prefill", prefill.url)
+        process = await asyncio.create_subprocess_exec(*command, "--decode", decode.url, stderr=asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(START_S):
+                events = []
+                while not events or events[-1]["event"] != "listening":
+                    events.append(json.loads(await process.stderr.readline()))
+            async with aiohttp.ClientSession() as session:
+                client = Client(events[-1]["url"], session)
+                assert (await client.ask(headers={"X-Request-Id": "id-1"}))[0] == 200
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+            (ended, stopping) = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
+        assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
+        assert stopping["event"] == "stopping"
+
+
+# -- tiny engines, with real KV caches between them -----------------------------------------------------------------
+
+DECODE_BLOCKS = 64
+"""Of 8 tokens: few, so that requests have to wait for some."""
+
+
+class Tiny:
+    """A tiny engine in a process of its own."""
+
+    def __init__(self, role: str, *options: str) -> None:
+        command = [sys.executable, "-m", "scripts.tiny_engine", "--role", role, *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.url = ""
+
+    def wait_until_started(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"it ended with {self.process.wait()}"
+        self.url = json.loads(line)["url"]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(HEAR_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+    async def state(self, client: Client) -> dict[str, Any]:
+        async with client.session.get(f"{self.url}/health") as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[tuple[list[Tiny], Tiny]]:
+    """Two prefill engines and a decode engine."""
+    prefill = [Tiny("prefill", "--step-ms", "5") for _ in range(2)]
+    decode = Tiny("decode", "--step-ms", "5", "--blocks", str(DECODE_BLOCKS))
+    try:
+        for engine in (*prefill, decode):
+            engine.wait_until_started()
+        yield prefill, decode
+        assert [engine.end() for engine in (*prefill, decode)].count(0) >= 2
+    finally:
+        for engine in (*prefill, decode):
+            engine.process.kill()
+            engine.process.wait()
+
+
+async def until_idle(client: Client, *engines: Tiny) -> None:
+    """Wait until engines work on nothing and hold no block."""
+
+    async def is_idle() -> bool:
+        states = [await engine.state(client) for engine in engines]
+        return not any(state["running"] or state["waiting"] or state["blocks_held"] for state in states)
+
+    await client.until(is_idle)
+
+
+def asks(text: str, count: int, is_chat: bool = False) -> dict[str, Any]:
+    said = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+    return {**said, "max_tokens": count}
+
+
+async def alone(client: Client, engine: Tiny, body: dict[str, Any], path: str = COMPLETIONS[0]) -> str:
+    """What one engine says when it does everything."""
+    status, told = await Client(engine.url, client.session).ask(body, path)
+    assert status == 200
+    return said(told)
+
+
+def said(told: dict[str, Any]) -> str:
+    choice = told["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice.get("message", choice.get("delta"))["content"]
+    return text
+
+
+Tinies = tuple[list[Tiny], Tiny]
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", COMPLETIONS)
+async def test_tokens_are_those_of_one_process(tiny: Tinies, path: str) -> None:
+    prefill, decode = tiny
+    async with routed([it.url for it in prefill], [decode.url]) as client:
+        texts = ["a", "Once upon a time", "The quick brown fox jumps over the lazy dog. " * 5]
+        answers = set()
+        for text in texts:
+            body = asks(text, 24, path == COMPLETIONS[1])
+            want = await alone(client, prefill[0], body, path)
+            status, told = await client.ask(body, path)
+            assert (status, said(told)) == (200, want)
+            async with client.session.post(client.url + path, json={**body, "stream": True}) as answer:
+                events = [line.removeprefix(b"data: ") async for line in answer.content if line.strip()]
+            assert events.pop().strip() == b"[DONE]"
+            assert "".join(said(json.loads(event)) for event in events) == want
+            answers.add(want)
+        assert len(answers) == len(texts)  # what is said depends on what was asked
+        await until_idle(client, *prefill, decode)
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+async def test_many_clients_at_once(tiny: Tinies) -> None:
+    prefill, decode = tiny
+    async with routed([it.url for it in prefill], [decode.url]) as client:
+        bodies = [asks(f"client {i} asks something", 8) for i in range(8)]
+        want = [await alone(client, prefill[0], body) for body in bodies]
+        answers = await asyncio.gather(*(client.ask(body) for body in bodies * 8))
+        assert [(status, said(told)) for status, told in answers] == [(200, text) for text in want] * 8
+        await until_idle(client, *prefill, decode)
+        metrics = await client.metrics()
+        assert metrics['pd_proxy_requests_total{path="/v1/completions",status="200"}'] == 64
+        assert metrics["pd_proxy_in_flight"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+async def test_a_client_that_leaves_frees_the_blocks_of_both_sides(tiny: Tinies) -> None:
+    prefill, decode = tiny
+    async with routed([it.url for it in prefill], [decode.url]) as client:
+        # While its prompt is computed: 150 steps of 5 ms.
+        asked = asyncio.create_task(client.ask(asks("x" * 9600, 8)))
+
+        async def is_prefilled() -> bool:
+            return any([(await it.state(client))["blocks_held"] for it in prefill])
+
+        await client.until(is_prefilled)
+        asked.cancel()
+        await asyncio.wait([asked])
+        await until_idle(client, *prefill, decode)
+        # While it is decoded: 4000 steps.
+        async with client.streaming(**asks("a long story", 4000)) as answer:
+            await answer.content.readany()
+            assert (await decode.state(client))["blocks_held"] == 2
+        await until_idle(client, *prefill, decode)
+        # While it waits for blocks, announced and lent.
+        async with client.streaming(**asks("x" * 8 * DECODE_BLOCKS, 4000)) as answer:
+            await answer.content.readany()
+            asked = asyncio.create_task(client.ask(asks("another", 4)))
+
+            async def is_waiting() -> bool:
+                return bool((await decode.state(client))["waiting"])
+
+            await client.until(is_waiting)
+            assert await is_prefilled()
+            asked.cancel()
+            await asyncio.wait([asked])
+            await until_idle(client, *prefill)
+        await until_idle(client, *prefill, decode)
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetched(tiny: Tinies) -> None:
+    prefill, decode = tiny
+    async with routed([it.url for it in prefill], [decode.url]) as client:
+        body = asks("what was lost comes back", 16)
+        want = await alone(client, decode, body)
+        # Everything that decode has is taken, so the next request is prefilled, and waits to be fetched.
+        async with client.streaming(**asks("x" * 8 * DECODE_BLOCKS, 4000)) as answer:
+            await answer.content.readany()
+            await until_idle(client, *prefill)
+            asked = asyncio.create_task(client.ask(body))
+
+            async def is_waiting() -> bool:
+                return bool((await decode.state(client))["waiting"])
+
+            await client.until(is_waiting)
+            (victim,) = [it for it in prefill if (await it.state(client))["blocks_held"]]
+            victim.process.kill()
+        status, told = await asked
+        assert (status, said(told)) == (200, want)
+        (other,) = [it for it in prefill if it is not victim]
+        await until_idle(client, other, decode)
+        assert (await client.metrics())['pd_proxy_retries_total{why="renewed"}'] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.timeout(600)
+async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
+    # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
+    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1")
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(START_S):
+            while b"curl" not in (line := await process.stdout.readline()):
+                assert line
+        url = line.split()[1].decode().removesuffix(COMPLETIONS[0])
+        async with aiohttp.ClientSession() as session:
+            status, told = await Client(url, session).ask(asks("hello", 5))
+            assert (status, told["usage"]["completion_tokens"]) == (200, 5)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
