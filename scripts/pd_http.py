@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -91,3 +92,5 @@ def log_as_json() -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    # It writes a traceback for whoever sends what is no HTTP; what fails in a handler is logged by `errors_as_json`.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

@@ -186,7 +186,7 @@ class Router:
             raise Refused(408, f"the body did not arrive within {self._limits.silence_s:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB") from None
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
             raise Refused(400, f"the body is no JSON object: {exc}") from None
         if not isinstance(body.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")

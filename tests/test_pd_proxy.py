@@ -463,6 +463,13 @@ async def test_malformed_bodies_are_refused(body: Any) -> None:
         assert not prefill.asked
 
 
+async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
+    async with routed([prefills()], [decodes()]) as client:
+        status, told = await client.ask(b"hello", headers={"Content-Encoding": "gzip"}, compress=None)
+        assert status == 400
+        assert "content-encoding" in told["error"]["message"]
+
+
 async def test_large_prompts_arrive_whole() -> None:
     prefill, decode = prefills(), decodes()
     large = {"prompt": "x" * 5_000_000}
@@ -612,7 +619,7 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert process.stderr is not None
         try:
             async with asyncio.timeout(START_S):
-                events = []
+                events: list[dict[str, Any]] = []
                 while not events or events[-1]["event"] != "listening":
                     events.append(json.loads(await process.stderr.readline()))
             async with aiohttp.ClientSession() as session:
