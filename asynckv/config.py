@@ -63,7 +63,8 @@ class PullConfig:
 
     Attributes:
         timeout_s: Default deadline of a pull.
-        announce_s: How long an announced request may wait to be pulled.
+        announce_s: How long an announced request may wait to be pulled, unless `announce` says. Give more than any
+            request waits in its engine's queue: one that has waited for longer was given up, and cannot be pulled.
         handshake_s: How long one handshake may take.
         hello_retry_s: When an unanswered hello is repeated first; then doubling.
         backoff_s: Back-off after the first failed handshake; then doubling to `max_backoff_s`.

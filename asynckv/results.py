@@ -42,7 +42,8 @@ class LeaseEnd:
     """How a lent request ended.
 
     Attributes:
-        cause: `released`, `expired` or `revoked`; `closed` if the engine was closed with it.
+        cause: `released`, `expired` or `revoked`; `closed` if the engine was closed with it (in less time than its
+            promises ran: nobody may write the blocks before the process ends; see `Engine.aclose`).
         readers: Who released it (`decode/tp0`, whichever process that was), and how their attempts ended.
         owed: Readers that never did; `*` for a cohort that never spoke up.
         held_s: How long it was lent.
@@ -60,7 +61,9 @@ class Statistics:
     """A snapshot of one engine.
 
     Attributes:
-        counters: What happened since the start, by name.
+        counters: What happened since the start, by name; they only grow, also over a sleep, so that the difference of
+            two snapshots is what happened between. But those that begin with `control.` or `data.` are the planes' own:
+            some say how things are now, and those of `data.` begin again when an engine resumes.
         gauges: What is owed and held now.
         release_s: The last releases' durations in the background, oldest first.
         loop_lag_s: How late the engine's timer fired the last time, and so how long the event loop was away, doing

@@ -138,11 +138,12 @@ def test_orders_of_a_step_move_the_right_bytes_and_each_is_told_once(pair: Pair)
 
 
 def test_a_full_prefix_hit_is_discharged_without_a_read(pair: Pair) -> None:
-    first, second = (pair.params(name, [1]) for name in ("a", "b"))
-    pair.prefill.submit(Lend(first), Lend(second))
-    # As a discharge, and as a pull of nothing.
-    pair.decode.submit(Discharge("a", first), Pull(request_id="b", groups=[(0, [])], params=second))
-    pair.until(lambda p, d: len(p.sent) == 2 and d.received)
+    first, second, third = (pair.params(name, [1]) for name in ("a", "b", "c"))
+    pair.prefill.submit(Lend(first), Lend(second), Lend(third))
+    # Announced or not, and as a pull of nothing.
+    pair.decode.submit(Announce("b", second), Discharge("a", first), Discharge("b", second))
+    pair.decode.submit(Pull(request_id="c", groups=[(0, [])], params=third))
+    pair.until(lambda p, d: len(p.sent) == 3 and d.received)
     assert {end.cause for end in pair.prefill.told.sent} == {"released"}
     assert [result.num_bytes for result in pair.decode.told.received] == [0]
     assert not pair.decode.told.refused
@@ -331,6 +332,24 @@ def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair)
     decode.submit(pull("again", [6], again))
     pair.until(lambda p, d: d.received and len(p.sent) == 2)
     assert decode.blocks([6]) == prefill.blocks([4])
+
+
+@pytest.mark.slow
+def test_a_promise_is_cut_short_for_who_has_no_time(way: str) -> None:
+    pair = Pair(way, lease=LeaseConfig(grant_s=10.0))
+    plane = pair.decode.hold()
+    pair.start()
+    params = pair.params("r", [1])
+    pair.prefill.submit(Lend(params))
+    plane.is_holding = True
+    pair.decode.submit(pull("r", [2], params))
+    until(lambda: plane.running and not gauge(pair.decode, "pulls_unanswered"), pair.prefill.way, pair.decode.way)
+    [left] = pair.prefill.way.close(4.0)
+    assert left.request_id == "r"
+    assert [end.cause for end in pair.prefill.take().sent] == ["closed"]
+    pair.decode.way.call(plane.let_go(), PATIENCE_S)
+    until(lambda: pair.decode.take().failed, pair.decode.way)
+    pair.close()
 
 
 def test_closing_tells_of_everything_that_was_under_way(way: str) -> None:

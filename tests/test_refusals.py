@@ -102,7 +102,7 @@ async def test_an_address_with_a_key_needs_keys_here(tmp_path: Path) -> None:
 async def test_an_address_that_is_none_is_named(tmp_path: Path) -> None:
     side = Bench(True).side("plain", 7)
     async with side.engine:
-        endpoint = msgspec.structs.replace(side.engine.endpoint, address="nonsense")
+        endpoint = msgspec.structs.replace(side.engine.endpoint, address="nonsense", incarnation="0" * 32)
         wanted = PrefillGroup("plain", [endpoint]).make_params("r", [(0, [1])], 16)
         with pytest.raises(PeerUnreachable, match="'nonsense' is not an address such as"):
             await side.engine.pull("d", [(0, [6])], wanted)

@@ -675,6 +675,55 @@ def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
     assert decode.core.is_idle
 
 
+def test_an_announcement_made_again_has_its_time_anew() -> None:
+    world, prefill, decode = pair()
+    params, other = (world.params([prefill], name, [3], 4, written=True) for name in ("req", "other"))
+    lease = world.lend(prefill, params)
+    it = decode.core.announce("d-req", params, "", 5.0, world.time(decode))
+    for _ in range(6):
+        world.settle(decode)
+        for _ in range(4):
+            world.advance(1.0)
+            world.deliver_all()
+        # From now on: it may be longer or shorter than what was left.
+        assert decode.core.announce("d-req", params, "", 5.0, world.time(decode)) is it
+    for given, cohort_id in ((other, ""), (params, "sibling")):
+        with pytest.raises(LocalProtocolError, match="was announced with other params or another cohort_id"):
+            decode.core.announce("d-req", given, cohort_id, 5.0, world.time(decode))
+    assert (it.reason, lease.is_over, decode.core.outbox.counters["pulls.started"]) == (None, False, 1)
+    decode.core.announce("d-req", params, "", 1.0, world.time(decode))
+    world.settle(decode)
+    world.advance(1.1)
+    world.deliver_all()
+    assert (it.reason, lease.state) == (Reason.TIMEOUT, LeaseState.RELEASED)
+    again = decode.core.announce("d-req", params, "", 5.0, world.time(decode))
+    assert again is not it
+
+
+def test_what_a_rank_lends_itself_is_refused_before_anything_and_may_be_discharged() -> None:
+    world, prefill, _ = pair()
+    params = world.params([prefill], "req", [3], 4, written=True)
+    lease = world.lend(prefill, params)
+    with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
+        prefill.core.announce("d-req", params, "", 5.0, world.time(prefill))
+    with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
+        world.pull(prefill, "d-req", [9], params)
+    assert not prefill.core.decode.pulls
+    prefill.core.discharge("d-req", params, "", world.time(prefill))
+    world.settle(prefill)
+    world.deliver_all()
+    assert lease.state is LeaseState.RELEASED
+    assert prefill.core.is_idle
+
+
+def test_what_is_being_pulled_cannot_be_announced() -> None:
+    world, prefill, decode = pair()
+    params = world.params([prefill], "req", [3], 4)
+    world.pull(decode, "d-req", [9], params)
+    with pytest.raises(LocalProtocolError, match="is being pulled already"):
+        decode.core.announce("d-req", params, "", 5.0, world.time(decode))
+
+
 def test_siblings_each_release_and_strangers_are_refused() -> None:
     world, prefill, decode = pair()
     params = world.params([prefill], "req", [3], 4, written=True)

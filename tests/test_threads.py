@@ -66,6 +66,7 @@ def calls(params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "announce": ("another", params),
         "pull": ("another", [(0, [2])], params),
         "cancel": ("d",),
+        "discharge": ("d", params),
         "returned": ("d",),
         "would_block": (params,),
         "forget_peer": ("sim://1",),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from asynckv import Engine, EngineClosed, EngineConfig, Registration, Statistics
+from asynckv import Engine, EngineClosed, EngineConfig, HeldBlocks, Registration, Statistics
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.nixl import NixlPlane
@@ -86,12 +86,14 @@ class Native:
     def turn(self) -> None:
         self.loop.run_until_complete(asyncio.sleep(0.001))
 
-    def close(self, timeout_s: float = PATIENCE_S) -> None:
+    def close(self, timeout_s: float = PATIENCE_S) -> tuple[HeldBlocks, ...]:
+        cut_short: tuple[HeldBlocks, ...] = ()
         if self.is_running:
             self.is_running = False
-            self.call(self.engine.aclose(), timeout_s)
+            cut_short = self.call(self.engine.aclose(timeout_s - 1), timeout_s)
             self.call(self.desk.settle(), timeout_s)
         self.loop.close()
+        return cut_short
 
 
 class Threaded(EngineThread):

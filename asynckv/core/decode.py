@@ -194,6 +194,11 @@ class DecodeSide:
         if pull.reason is None:
             self._carry_out(pull, pull.cancel(now), now)
 
+    def extend(self, pull: Pull, deadline: float, now: float) -> None:
+        """Let an announced pull wait until another deadline."""
+        pull.deadline = deadline
+        self._carry_out(pull, pull.take_effects(), now)
+
     def discharge(self, pull: Pull, now: float) -> None:
         """End a pull that has no blocks, and of which nothing is needed."""
         self._carry_out(pull, pull.discharge(now), now)

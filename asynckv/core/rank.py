@@ -177,11 +177,18 @@ class RankCore:
     def announce(self, request_id: str, params: Params, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks: handshake, claim and renewals happen from here on.
 
+        What is announced already has until `wait_s` from now.
+
         Raises:
             EngineClosed: Nothing new is pulled.
             PlanRefused: The params do not list a whole group.
-            LocalProtocolError: The request is being pulled already.
+            LocalProtocolError: The request is being pulled already, or was announced otherwise.
         """
+        pull = self.decode.by_request.get(RequestId(request_id))
+        if pull is not None and pull.lists is None:
+            self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
+            self.decode.extend(pull, now + wait_s, now)
+            return pull
         self._check_open()
         pull = self._make_pull(PullRequest(request_id, (), params, cohort_id), wait_s, now, is_announced=True)
         self.decode.announce(pull, now)
@@ -207,6 +214,14 @@ class RankCore:
                 f"lone surrogates"
             )
         route = self.decode.routes.answered_for(request.request_id, params)
+        ours = self.identity
+        if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
+            raise PlanRefused(
+                f"request {request.request_id[:200]!r} is lent by this very rank, and no transfer leads from a NIXL "
+                f"agent to itself; use the blocks where they are, or discharge it",
+                request_id=request.request_id,
+                reason=Reason.UNPLANNABLE,
+            )
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Which stage has which layers only the stages know: any may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)

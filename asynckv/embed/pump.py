@@ -19,7 +19,9 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from asynckv.config import EngineConfig
+from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.desk import EngineDesk
+from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
@@ -29,6 +31,8 @@ from asynckv.results import Statistics
 __all__ = ["EnginePump"]
 
 T = TypeVar("T")
+
+CLOSE_S, LAST_S = 15.0, 1.0
 
 
 class _Selector(selectors.EpollSelector):
@@ -49,6 +53,12 @@ class _Selector(selectors.EpollSelector):
         if self.is_quiet or time.monotonic() >= self.until:
             self.stop()
         return found
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that has no threads to give work to."""
+
+    is_pumped = True
 
 
 class EnginePump:
@@ -94,7 +104,8 @@ class EnginePump:
             raise LocalProtocolError("the engine was started before; make a new one")
         self._home = threading.get_ident()
         self._selector = _Selector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop = _Loop(self._selector)
+        self._loop.set_default_executor(InPlace())
         self._selector.stop = self._loop.stop
         try:
             self._wait(self.engine.start(), timeout_s)
@@ -104,8 +115,14 @@ class EnginePump:
         self._take_snapshot()
         return self
 
-    def close(self, timeout_s: float = 15.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
         """End the engine; what is under way is ended and told, and can be taken afterwards.
+
+        What was promised to readers is kept if the time allows it, but for the last second, and is cut short else:
+        then the memory must not be written before the process ends (`Engine.aclose`).
+
+        Returns:
+            What was cut short.
 
         Raises:
             TimeoutError: It has not ended yet. Call again to go on.
@@ -114,17 +131,18 @@ class EnginePump:
         self._desk.shut()
         if self._loop is None or self._is_closed:
             self._is_closed = True
-            return
+            return ()
         self._here("close")
-        self._wait(self._end(), timeout_s)
+        cut_short = self._wait(self._end(max(timeout_s - LAST_S, 0.0)), timeout_s)
         self._is_closed = True
         for task in asyncio.all_tasks(self._loop):  # of calls that were given up
             task.cancel()
         self._turn(0.0)
         self._loop.close()
+        return cut_short
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self if self._loop is not None else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -243,13 +261,14 @@ class EnginePump:
         self._selector.until = time.monotonic() + budget_s
         self._loop.run_forever()
 
-    async def _end(self) -> None:
+    async def _end(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         self._desk.carry_out()
         self._desk.shut()
-        await self.engine.aclose()
+        cut_short = await self.engine.aclose(timeout_s)
         await self._desk.settle()
         if self._snapshot is not None:
             self._take_snapshot()
+        return cut_short
 
     def _wake(self) -> None:
         self._is_handed = True

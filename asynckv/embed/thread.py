@@ -31,8 +31,10 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from asynckv.config import EngineConfig
+from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
 from asynckv.embed.desk import EngineDesk
+from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
@@ -46,6 +48,9 @@ T = TypeVar("T")
 START_S = 60.0
 CLOSE_S = 15.0
 """What is lent to a reader in the middle of a read is kept for it, for `lease.grant_s` (10 s) at most."""
+
+LAST_S = 1.0
+"""Of the time for closing this much is for what follows when no promise runs any more."""
 
 LEFTOVERS_S = 1.0
 """How long the coroutines of `call` that are left when the engine has ended may take to be cancelled."""
@@ -96,6 +101,9 @@ class EngineThread:
         self._cause = "it is not started; call start()"
         """Why it does not run."""
         self._start_error: BaseException | None = None
+        self._is_ending, self._close_s = False, CLOSE_S - LAST_S
+        self._hurrying: asyncio.Task[None] | None = None
+        self._cut_short: tuple[HeldBlocks, ...] = ()
         self._snapshot: tuple[float, Statistics] | None = None
         self._is_snapshot_wanted = False
 
@@ -127,13 +135,21 @@ class EngineThread:
             if is_time_up:
                 raise TimeoutError(f"the engine did not start within {timeout_s:g} s{self._whereabouts()}") from None
             raise
+        if self._is_closing:
+            raise EngineClosed("the engine was closed while it started")
         return self
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> tuple[HeldBlocks, ...]:
         """End the engine and its thread: no order is taken any more, and what is under way is ended and told.
 
         May be called from any thread, at any time and again. On the engine's own thread it asks for the end and waits
         for nothing. What has ended can be taken afterwards.
+
+        What was promised to readers is kept if the time allows it, but for the last second, and is cut short else:
+        then the memory must not be written before the process ends (`Engine.aclose`).
+
+        Returns:
+            What was cut short.
 
         Raises:
             TimeoutError: It has not ended yet, and goes on doing so. Call again to wait again.
@@ -144,15 +160,15 @@ class EngineThread:
         self._desk.shut()
         if not self._is_asked_for:
             self._cause = "it was closed before it was started"
-            return
+            return ()
         if self._is_over:
             self._tell_cause()
-            return
+            return self._cut_short
         until, outcome = time.monotonic() + timeout_s, concurrent.futures.Future[None]()
         self._closers.append(outcome)
-        self._ask_to_end()
+        self._ask_to_end(max(timeout_s - LAST_S, 0.0))
         if threading.current_thread() is self._thread:
-            return
+            return ()
         if not self._is_over:  # else nobody will look
             try:
                 outcome.result(timeout_s)
@@ -160,9 +176,10 @@ class EngineThread:
                 raise TimeoutError(f"the engine did not end within {timeout_s:g} s{self._whereabouts()}") from None
         self._thread.join(max(until - time.monotonic(), 0.1))
         self._tell_cause()
+        return self._cut_short
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self if self._is_asked_for else self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -293,10 +310,10 @@ class EngineThread:
             self._is_rung = True
             self._bell.ring()
 
-    def _ask_to_end(self) -> None:
+    def _ask_to_end(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         if (loop := self._loop) is not None:
             with suppress(RuntimeError):  # it was closed meanwhile
-                loop.call_soon_threadsafe(self._end_soon)
+                loop.call_soon_threadsafe(self._end_soon, timeout_s)
 
     @property
     def _has_news(self) -> bool:
@@ -417,12 +434,16 @@ class EngineThread:
         self._desk.carry_out()
         self._desk.shut()
         closers = len(self._closers)
+        # When the interpreter exits, no other executor takes anything any more.
+        asyncio.get_running_loop().set_default_executor(InPlace())
+        self._is_ending = True
         try:
-            await self.engine.aclose()
+            self._cut_short = await self.engine.aclose(self._close_s)
         except Exception as exc:
             for closer in self._closers[:closers]:
                 closer.set_exception(exc)
             del self._closers[:closers]
+            self._is_ending = False
             return False
         await self._desk.settle()
         self._take_snapshot()
@@ -430,14 +451,22 @@ class EngineThread:
             self._cause = "it was closed"
         return True
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, timeout_s: float = CLOSE_S - LAST_S) -> None:
         """End what `_live` is at."""
         assert self._main is not None
         assert self._ask is not None
-        if self._started.done():
-            self._ask.set()
-        else:
+        if not self._started.done():
             self._main.cancel()
+        elif self._is_ending:
+            # Whoever has less time than those who asked before is heard.
+            self._hurrying = asyncio.get_running_loop().create_task(self._hurry(timeout_s))
+        else:
+            self._close_s = timeout_s
+            self._ask.set()
+
+    async def _hurry(self, timeout_s: float) -> None:
+        with suppress(Exception):  # the first hears it
+            await self.engine.aclose(timeout_s)
 
     def _on_bell(self) -> None:
         self._bell.silence()

@@ -275,6 +275,8 @@ class Engine:
             driver.control.disconnect(address)
         for counter, count in old.outbox.counters.items():
             driver.core.outbox.counters[counter] += count
+        driver.core.prefill.spent.num_given_up += old.prefill.spent.num_given_up
+        driver.core.prefill.spent.num_forgotten += old.prefill.spent.num_forgotten
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)
         self._recorder.event(
@@ -363,11 +365,21 @@ class Engine:
     ) -> None:
         """Say that a request will be pulled: handshake, claim and renewals start now.
 
-        Follow it by `pull` under the same id, or by `cancel`, within `wait_s`.
+        Follow it by `pull`, `discharge` or `cancel` under the same id within `wait_s`, else it is given up and its
+        reader discharged as failed. The request is claimed and renewed for so long, up to the prefill side's
+        `lease.max_lease_s`. Announcing it again with the same params gives it `wait_s` from then on.
+
+        Args:
+            request_id: The decode side's id.
+            params: What the prefill side gave out for the request.
+            wait_s: How long it may wait; the configuration's `announce_s` if left out.
+            cohort_id: As for `pull`.
 
         Raises:
             EngineClosed: The engine is closed or draining.
-            LocalProtocolError: The request is being pulled already.
+            LocalProtocolError: The request is being pulled already, or was announced with other params or another
+                cohort_id.
+            PlanRefused: The params do not list a whole group of ranks, or list this very rank.
             RemoteProtocolError: The params are malformed.
         """
         self._home.here(self.announce)
@@ -426,7 +438,8 @@ class Engine:
 
         Raises:
             PullError: A subclass by cause; says which blocks are still held. `PlanRefused` for blocks
-                that do not fit and `Overloaded` if too many wait already, before anything was started.
+                that do not fit or that this very rank lends, and `Overloaded` if too many wait already, before anything
+                was started.
             EngineClosed: The engine is closed or draining.
             LocalProtocolError: The request is being pulled already, or a block is in use.
             RemoteProtocolError: The params are malformed.

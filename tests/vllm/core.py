@@ -140,6 +140,7 @@ class Process:
         self.core = EngineCore(config, executor, log_stats=True)
         self.is_held, self.is_closed = False, False
         self.steps = 0
+        self.cpu_s = sum(os.times()[:2])
 
     def serve(self) -> None:
         while not self.is_closed:
@@ -246,8 +247,14 @@ class Process:
         """What the connectors' engines say of themselves."""
         return list(self.core.collective_rpc("look"))
 
-    def hook_s(self) -> list[list[float]]:
-        return list(self.core.collective_rpc("take_hook_s"))
+    def judge(self, is_judged: bool) -> None:
+        """Have ranks write and compare the model's bytes, or not, so that steps are only the connector's."""
+        self.core.collective_rpc("judge", args=(is_judged,))
+
+    def times(self) -> dict[str, Any]:
+        """Since the last question: seconds that each step held the first rank's thread, and of the process's CPU."""
+        before, self.cpu_s = self.cpu_s, sum(os.times()[:2])
+        return {"steps_s": self.core.collective_rpc("take_hook_s")[0], "cpu_s": self.cpu_s - before}
 
     def sleep(self) -> None:
         self.core.sleep(1)

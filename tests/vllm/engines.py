@@ -49,6 +49,7 @@ class Server:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.vllm.core"])
+        # Goes with the server; engines of one test find each other's models in it.
         self._folder = tempfile.TemporaryDirectory()
         self._started: list[Engine] = []
 
@@ -73,7 +74,6 @@ class Server:
         for engine in self._started:
             engine.kill()
         self._started.clear()
-        self._folder.cleanup()
 
 
 def _run(connection: Connection, setup: Setup, folder: Path) -> None:

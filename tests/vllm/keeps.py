@@ -70,7 +70,7 @@ class Attention:
         if self.head_size_v is not None:
             given["head_size_v"] = self.head_size_v
         if self.kind is not None:
-            return self.kind(**given)  # type: ignore[no-any-return]
+            return self.kind(**given)
         if self.is_mla:
             return MLAAttentionSpec(**given)
         if self.window:
@@ -182,8 +182,8 @@ def delta_net(k: int = 4, k_dim: int = 16, v: int = 8, v_dim: int = 16, **more: 
     )
 
 
-FP8 = {"dtype": torch.uint8, "more": {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}}
-PER_TOKEN_HEAD = {
+FP8: dict[str, Any] = {"dtype": torch.uint8, "more": {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}}
+PER_TOKEN_HEAD: dict[str, Any] = {
     "dtype": torch.uint8,
     "more": {"kv_quant_mode": KVQuantMode.FP8_PER_TOKEN_HEAD, "state_content_bytes": 2 * 16 + 8},
 }

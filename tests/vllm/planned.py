@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -51,6 +59,7 @@ def vllm_config(
     num_blocks: int = 40,
     mamba_mode: str | None = None,
     cache_dtype: str = "auto",
+    engine_id: str = "engine",
     **config: Any,
 ) -> Any:
     """Make vLLM's configuration of a model that consists of a `config.json`."""
@@ -73,6 +82,12 @@ def vllm_config(
             max_num_seqs=4, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
         ),
         device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="AsyncKVConnector",
+            kv_connector_module_path="asynckv.integrations.vllm",
+            kv_role="kv_both",
+            engine_id=engine_id,
+        ),
     )
 
 

@@ -67,6 +67,7 @@ class Rank(WorkerBase):
         self.model: Model = self.vllm_config.additional_config["model"]
         self.device = torch.device("cpu")
         self.wrong: list[str] = []
+        self.is_judged = True
         self.hook_s: list[float] = []
         self._sequences: dict[str, Running] = {}
         self._output: Any = None
@@ -257,7 +258,7 @@ class Rank(WorkerBase):
         if end > len(sequence.tokens):
             self._complain(f"{name}: tokens up to {end} are computed, but it has {len(sequence.tokens)}")
             return []
-        for layer_name, cache in self.bytes.items():
+        for layer_name, cache in self.bytes.items() if self.is_judged else ():
             number = number_of(layer_name)
             layer, blocks = self.model.layers[number], sequence.blocks[self.group_of[layer_name]]
             if isinstance(layer, Attention):
@@ -359,6 +360,10 @@ class Rank(WorkerBase):
         """What was wrong since the last question."""
         wrong, self.wrong = self.wrong, []
         return wrong
+
+    def judge(self, is_judged: bool) -> None:
+        """Write and compare, or only run the hooks."""
+        self.is_judged = is_judged
 
     def take_hook_s(self) -> list[float]:
         """Seconds that each step held this thread since the last question."""

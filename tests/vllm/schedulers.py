@@ -237,7 +237,7 @@ class Side:
     # -- a request
 
     def add(self, request_id: str, prompt: Sequence[int], params: Any = None, most: int = 1, **fields: Any) -> Request:
-        sampling = SamplingParams(max_tokens=most, ignore_eos=True, extra_args={"kv_transfer_params": params}, **fields)
+        sampling = SamplingParams(max_tokens=most, ignore_eos=True, **fields)
         init_none_hash(sha256)
         request = Request(
             request_id=request_id,
@@ -246,6 +246,7 @@ class Side:
             pooling_params=None,
             block_hasher=get_request_block_hasher(self.hash_block_size, sha256),
         )
+        request.kv_transfer_params = params
         self.scheduler.add_request(request)
         return request
 

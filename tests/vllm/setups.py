@@ -46,7 +46,7 @@ class Setup:
     connector: Connector | None = field(default_factory=Connector)
     tp: int = 1
     pp: int = 1
-    num_blocks: int = 64
+    num_blocks: int = 128
     max_model_len: int = 1024
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

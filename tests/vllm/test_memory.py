@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    KVCacheSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+)
 
 from asynckv import EngineConfig, PrefillGroup
 from asynckv.embed import EngineThread
-from asynckv.integrations.vllm.memory import ModelFacts, has_nothing, register
-from tests.vllm.keeps import Attention, Recurrent
+from asynckv.errors import ConfigError, GeometryRefused, LayoutError
+from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm.caches import Place
+from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, register
+from tests.vllm.keeps import FP8, PER_TOKEN_HEAD, Attention, Recurrent, delta_net, mamba1, mamba2
 from tests.vllm.planned import Planned, plan, vllm_config
 
 Layers = Mapping[str, Attention | Recurrent]
@@ -72,7 +84,6 @@ class Engine:
             thread.start(30.0)
             stack.callback(thread.close, 10.0)
             self.threads.append(thread)
-            assert not has_nothing(registration.layout)
 
     def group_of(self, layer: str) -> int:
         return next(i for r in self.ranks for i, g in enumerate(r.config.kv_cache_groups) if layer in g.layer_names)
@@ -80,7 +91,7 @@ class Engine:
     def storage(self, rank: int) -> torch.Tensor:
         """All bytes of a rank."""
         storage = next(iter(self.ranks[rank].tensors.values())).untyped_storage()
-        return torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+        return torch.tensor([], dtype=torch.uint8).set_(storage)
 
     def size(self, group: int) -> int:
         """Tokens per block of a group; 0 for one state per request."""
@@ -103,7 +114,7 @@ class Engine:
             first = cached // size * size
             ids: list[int | None] = [free.pop() for _ in range(ceil(num_tokens / size) - first // size)]
             if isinstance(kind, Recurrent):
-                ids = [None] * (len(ids) - 1) + ids[-1:]
+                ids[:-1] = [None] * (len(ids) - 1)
             elif kind.window:
                 for place in range(len(ids)):
                     if first + (place + 1) * size <= num_tokens - kind.window:
@@ -137,21 +148,36 @@ def check_moved(tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 1
             write(target, rank, truths, ours, cached, (source, num_tokens))
             expected.append(target.storage(rank).clone())
             target.storage(rank).copy_(before)
-        group = PrefillGroup(
-            "prefill",
-            [thread.engine.endpoint for thread in source.threads],
-            tp_size=prefill.tp,
-            pp_size=prefill.pp,
-            null_block=0,
-        )
-        params = group.make_params("request", theirs, num_tokens=num_tokens, written=True)
-        for thread in source.threads:
-            thread.call(later(thread.engine.lend, params), 10.0)
+        params = lend(source, theirs, num_tokens)
         for rank, thread in enumerate(target.threads):
             result = thread.call(thread.engine.pull("request", ours, params), 30.0)
             assert result.num_tokens == num_tokens
             same = torch.equal(target.storage(rank), expected[rank])
             assert same, where_differs(target, rank, expected[rank])
+
+
+def lend(source: Engine, blocks: Any, num_tokens: int) -> dict[str, Any]:
+    group = PrefillGroup(
+        "prefill",
+        [thread.engine.endpoint for thread in source.threads],
+        tp_size=source.side.tp,
+        pp_size=source.side.pp,
+        null_block=0,
+    )
+    params = group.make_params("request", blocks, num_tokens=num_tokens, written=True)
+    for thread in source.threads:
+        thread.call(later(thread.engine.lend, params), 10.0)
+    return params
+
+
+def check_refused(tmp_path: Path, prefill: Side, decode: Side, match: str) -> None:
+    """The two sides' memories do not fit, and the message says why."""
+    chosen = random.Random(1)
+    with engines(tmp_path, prefill, decode) as (source, target):
+        theirs, ours = source.blocks(chosen, 100, 0), target.blocks(chosen, 100, 0)
+        params, thread = lend(source, theirs, 100), target.threads[0]
+        with pytest.raises(GeometryRefused, match=match):
+            thread.call(thread.engine.pull("request", ours, params), 30.0)
 
 
 async def later(function: Any, *args: Any) -> Any:
@@ -223,3 +249,284 @@ WINDOWS = {f"model.layers.{i}.self_attn.attn": Attention(window=0 if i % 2 else 
 @pytest.mark.parametrize("layers", [DENSE, MLA, WINDOWS], ids=["dense", "mla", "windows"])
 def test_attention_in_every_order(tmp_path: Path, layers: Layers, layout: str) -> None:
     check_moved(tmp_path, Side(layers, layout=layout), Side(layers, layout=layout))
+
+
+LAYERS = [f"model.layers.{i}.mixer" for i in range(8)]
+
+
+def hybrid(state: Recurrent, heads: int = 8, block_size: int = 64) -> Layers:
+    """Two layers of attention, and four that keep states, in pages of one size."""
+    page = max(block_size * heads * 2 * 16 * 2, 1)
+    state = dataclasses.replace(state, page=page)
+    return {
+        name: Attention(heads=heads, block_size=block_size) if i % 3 == 2 else state
+        for i, name in enumerate(LAYERS[:6])
+    }
+
+
+STATES = {
+    "mamba1": mamba1(),
+    "mamba2": mamba2(groups=4),
+    "mamba2-one-group": mamba2(groups=1),
+    "gdn": delta_net(),
+    "kda": delta_net(k=8, v=8),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["channels-first", "columns-first"])
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("p", "d"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)])
+def test_states_and_attention(tmp_path: Path, name: str, first: bool, p: int, d: int) -> None:
+    def side(tp: int) -> Side:
+        state = dataclasses.replace(STATES[name], is_dim_first=first)
+        # Pages are as large as each rank's share of a block of attention.
+        layers = {
+            n: dataclasses.replace(x, page=64 * 8 // tp * 64) if isinstance(x, Recurrent) else x
+            for n, x in hybrid(state).items()
+        }
+        return Side(layers, tp=tp, facts={"num_mamba_groups": 1 if "one" in name else 4})
+
+    check_moved(tmp_path, side(p), side(d))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "gdn"])
+def test_states_that_are_kept_at_every_block(tmp_path: Path, kind: str) -> None:
+    layers = hybrid(dataclasses.replace(STATES[kind], mode="align", block_size=64))
+    check_moved(tmp_path, Side(layers), Side(layers), cached=64)
+
+
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1), (2, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BHLNC"])
+def test_attention_on_other_numbers_of_ranks(tmp_path: Path, layout: str, p: int, d: int) -> None:
+    check_moved(tmp_path, Side(DENSE, tp=p, layout=layout), Side(DENSE, tp=d, layout=layout))
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 1), (1, 4), (4, 2), (2, 8), (4, 4)])
+def test_fewer_heads_than_ranks(tmp_path: Path, p: int, d: int) -> None:
+    layers = {n: Attention(heads=2) for n in LAYERS[:2]}
+    check_moved(tmp_path, Side(layers, tp=p, kv_heads=2), Side(layers, tp=d, kv_heads=2))
+
+
+def test_latents_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    check_moved(tmp_path, Side(MLA, tp=2), Side(MLA, tp=4))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("LBHNC", "LBNHC"), ("LBNHC", "LBHNC"), ("BLHNC", "LBHNC")])
+def test_another_order_on_the_other_side(tmp_path: Path, theirs: str, ours: str) -> None:
+    check_moved(tmp_path, Side(DENSE, layout=theirs), Side(DENSE, layout=ours))
+
+
+def of_size(layers: Layers, block_size: int) -> Layers:
+    return {n: dataclasses.replace(x, block_size=block_size) for n, x in layers.items()}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [((32, 16), (32, 16)), ((32, 16), (16, 16)), ((16, 16), (32, 16)), ((32, 32), (16, 16)), ((64, 16), (32, 32))],
+    ids=str,
+)
+@pytest.mark.parametrize("cached", [0, 64])
+def test_kernel_blocks(tmp_path: Path, theirs: tuple[int, int], ours: tuple[int, int], cached: int) -> None:
+    prefill = Side(of_size(DENSE, theirs[0]), kernel_sizes=[theirs[1]])
+    check_moved(tmp_path, prefill, Side(of_size(DENSE, ours[0]), kernel_sizes=[ours[1]]), cached=cached)
+
+
+@pytest.mark.parametrize("cached", [16, 144])
+def test_only_what_the_prefix_cache_lacks(tmp_path: Path, cached: int) -> None:
+    check_moved(tmp_path, Side(WINDOWS), Side(WINDOWS, tp=2), cached=cached)
+
+
+OTHERS: Mapping[str, Attention] = {
+    "fp8": Attention(**FP8),
+    "fp8-per-token-head": Attention(**PER_TOKEN_HEAD),
+    "float8": Attention(dtype=torch.float8_e4m3fn),
+    "values-narrower-than-keys": Attention(head_size=24, head_size_v=8),
+    "float64": Attention(dtype=torch.float64),
+    "mqa": Attention(heads=1),
+    "sinks": Attention(kind=SinkFullAttentionSpec, more={"sink_len": 16}),
+    "chunked": Attention(kind=ChunkedLocalAttentionSpec, more={"attention_chunk_size": 256}),
+    "reference-windows": Attention(kind=RSWASpec, more={"rswa_window": 64}),
+    "windows-kept-by-all": Attention(more={"sliding_window": 64}),
+    "pooled": Attention(tokens_per_state=Fraction(1, 2)),
+    "compressed": Attention(tokens_per_state=4, is_mla=True),
+    "latent-fp8": Attention(is_mla=True, head_size=40, **FP8),
+    "opaque-latent": Attention(is_mla=True, dtype=torch.uint8, more={"state_content_bytes": 656}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("p", "d"), [(1, 2), (2, 1)])
+def test_other_kinds_of_attention(tmp_path: Path, name: str, p: int, d: int) -> None:
+    layers = dict.fromkeys(LAYERS[:3], OTHERS[name])
+    heads = OTHERS[name].heads
+    check_moved(tmp_path, Side(layers, tp=p, kv_heads=heads), Side(layers, tp=d, kv_heads=heads))
+
+
+def test_layers_of_several_shapes_in_one_group(tmp_path: Path) -> None:
+    layers = {n: Attention(head_size=16 if i % 2 else 32) for i, n in enumerate(LAYERS[:4])}
+    check_moved(tmp_path, Side(layers), Side(layers, tp=2))
+
+
+def test_layers_that_use_the_cache_of_another(tmp_path: Path) -> None:
+    shared = {"model.layers.9.self_attn.attn": "model.layers.1.self_attn.attn"}
+    check_moved(tmp_path, Side(DENSE, shared=shared), Side(DENSE, tp=2, shared=shared))
+
+
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    names = list(WINDOWS)
+    stages = [names[:2], names[2:]]
+    check_moved(tmp_path, Side(WINDOWS, pp=2, stages=stages), Side(WINDOWS, tp=2))
+    check_moved(tmp_path, Side(WINDOWS, tp=2), Side(WINDOWS, pp=2, stages=stages))
+
+
+def test_a_stage_without_any_layer_of_a_group(tmp_path: Path) -> None:
+    names = list(WINDOWS)
+    stages = [names[::2], names[1::2]]
+    check_moved(tmp_path, Side(WINDOWS, pp=2, stages=stages), Side(WINDOWS, pp=2, stages=stages))
+    check_moved(tmp_path, Side(WINDOWS, pp=2, stages=stages), Side(WINDOWS))
+
+
+# -- equal ranks only, and what is refused -----------------------------------------------------------------
+
+
+SLOTS = Attention(more={"num_head_slots": 2, "state_content_bytes": 8 * 16 * 2})
+"""Keys and values in a plane each, with all heads of the rank side by side."""
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BHLNC"])
+def test_planes_of_keys_and_values_move_between_equal_ranks(tmp_path: Path, layout: str) -> None:
+    layers = {n: dataclasses.replace(SLOTS, heads=2) for n in LAYERS[:2]}
+    check_moved(tmp_path, Side(layers, layout=layout), Side(layers, layout=layout))
+
+
+def test_planes_of_keys_and_values_are_refused_to_unequal_ranks(tmp_path: Path) -> None:
+    layers = dict.fromkeys(LAYERS[:2], SLOTS)
+    check_refused(tmp_path, Side(layers), Side(layers, tp=2), "rank")
+
+
+def test_a_state_of_unknown_structure_is_refused_to_unequal_ranks(tmp_path: Path) -> None:
+    layers = hybrid(dataclasses.replace(STATES["mamba1"], kind="SHORT_CONV"))
+    check_moved(tmp_path, Side(layers), Side(layers))
+    check_refused(tmp_path, Side(layers), Side(layers, tp=2), "rank")
+
+
+def test_a_wrong_number_of_groups_is_refused_to_unequal_ranks(tmp_path: Path) -> None:
+    layers = hybrid(STATES["mamba2-one-group"])
+    check_refused(tmp_path, Side(layers), Side(layers, tp=2), "conv_b")
+
+
+@pytest.mark.parametrize("one", [FP8, {"dtype": torch.float8_e5m2}], ids=["mode", "dtype"])
+def test_caches_of_other_precisions_do_not_meet(tmp_path: Path, one: dict[str, Any]) -> None:
+    ours, theirs = {LAYERS[0]: Attention(dtype=torch.uint8)}, {LAYERS[0]: Attention(**one)}
+    check_refused(tmp_path, Side(theirs), Side(ours), "")
+
+
+class Layer:
+    """A layer object whose backend has a name."""
+
+    def __init__(self, backend: str, isa: str) -> None:
+        self._backend, self.isa = backend, isa
+
+    def get_attn_backend(self) -> Any:
+        return self
+
+    def get_name(self) -> str:
+        return self._backend
+
+
+def test_blocks_with_an_order_of_their_own_move_whole(tmp_path: Path) -> None:
+    ours, theirs = ({"layers": {n: Layer("CPU_ATTN", isa) for n in DENSE}} for isa in ("amx", "vec"))
+    kernels: dict[str, Any] = {"kernel_sizes": [16]}
+    big, small = of_size(DENSE, 32), DENSE
+    check_moved(tmp_path, Side(big, facts=ours, **kernels), Side(small, facts=ours, tp=2, **kernels))
+    check_refused(tmp_path, Side(big, facts=ours), Side(small, facts=ours), "slot")
+    check_refused(tmp_path, Side(small, facts=ours), Side(small, facts=theirs), "CPU_ATTN vec")
+
+
+def test_the_number_of_blocks_is_what_the_configuration_says(tmp_path: Path) -> None:
+    planned = plan(vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in DENSE.items()}])[
+        0
+    ]
+    larger = {n: torch.zeros(2 * NUM_BLOCKS, *t.shape[1:], dtype=t.dtype) for n, t in planned.tensors.items()}
+    layout = register(planned.config, larger, planned.place, ModelFacts()).layout
+    assert [(g.num_blocks, g.ratio) for g in layout.groups] == [(NUM_BLOCKS, 1)]
+    with pytest.raises(LayoutError, match=f"fewer than the {NUM_BLOCKS} declared"):
+        register(planned.config, {n: t[:-1] for n, t in planned.tensors.items()}, planned.place, ModelFacts())
+
+
+def test_what_cannot_be_moved_is_refused_by_name(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in DENSE.items()}])
+    with pytest.raises(ConfigError, match="no tensor"):
+        register(planned.config, {}, planned.place, ModelFacts())
+    nothing = copy.deepcopy(planned.config)
+    nothing.kv_cache_groups[0].layer_names = []
+    with pytest.raises(ConfigError, match=r"stage 1 of 2 .*--pipeline-parallel-size"):
+        register(nothing, {}, Place(0, 1, 1, 2), ModelFacts())
+    name = next(iter(DENSE))
+    with pytest.raises(ConfigError, match=f"{name}.*shape"):
+        register(planned.config, {n: t.flatten(0, 1) for n, t in planned.tensors.items()}, planned.place, ModelFacts())
+    group = planned.config.kv_cache_groups[0]
+    group.kv_cache_spec = CrossAttentionSpec(block_size=16, num_kv_heads=8, head_size=16, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="encoder"):
+        check_supported(config, planned.config)
+    group.kv_cache_spec = KVCacheSpec(block_size=16)
+    with pytest.raises(ConfigError, match="kind KVCacheSpec"):
+        check_supported(config, planned.config)
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2"):
+        check_supported(config, planned.config)
+
+
+def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> None:
+    (planned,) = plan(
+        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in WINDOWS.items()}]
+    )
+    layouts = []
+    for _ in range(2):
+        layouts.append(register(planned.config, planned.tensors, planned.place, ModelFacts()).layout)
+        planned.config.kv_cache_groups[0].enable_kv_transfer = False
+        for cached in ("transfer_group_ids", "transfer_groups"):
+            planned.config.__dict__.pop(cached, None)
+    assert [len(each.groups) for each in layouts] == [2, 1]
+    assert {view.group for view in layouts[1].views} == {0}
+
+
+# -- tails --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "kernel"), [("LBHNC", 16), ("LBHNC", 64), ("BHLNC", 64)])
+def test_tokens_that_were_not_filled_are_zeroed_where_vllm_relies_on_it(
+    tmp_path: Path, layout: str, kernel: int
+) -> None:
+    layers = hybrid(STATES["mamba2"])
+    config = vllm_config(tmp_path / "model", layout=layout, block_size=64, num_blocks=NUM_BLOCKS, mamba_mode="none")
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in layers.items()}])
+    groups = planned.config.kv_cache_groups
+    sizes = [kernel if isinstance(layers[g.layer_names[0]], Attention) else 512 for g in groups]
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in layers.items()}], sizes)
+    assert planned.config.needs_kv_cache_zeroing
+    storage = torch.tensor([], dtype=torch.uint8).set_(next(iter(planned.tensors.values())).untyped_storage())
+    storage.fill_(7)
+    index = next(i for i, g in enumerate(groups) if isinstance(layers[g.layer_names[0]], Attention))
+    tails = Tails.of(planned.config, planned.tensors, ModelFacts())
+    tails.clear([Padding(index, 5, 21, 43), Padding(index, 9, 0, 64)])
+    expected = storage.clone().fill_(7)
+    want = {n: t.as_strided(t.shape, t.stride(), t.storage_offset()) for n, t in planned.tensors.items()}
+    zeroed = storage.clone()
+    storage.copy_(expected)
+    for name in groups[index].layer_names:
+        nothing = torch.zeros(64, 8, 64, dtype=torch.uint8)
+        layers[name].write(want[name], nothing, planned.place, [5], 0, 21, 64)  # type: ignore[call-arg, arg-type]
+        layers[name].write(want[name], nothing, planned.place, [9], 0, 0, 64)  # type: ignore[call-arg, arg-type]
+    assert torch.equal(storage, zeroed)
+    assert int((storage == 0).sum()) == 2 * (43 + 64) * 8 * 64
+
+
+def test_plain_attention_needs_no_zeroed_tails(tmp_path: Path) -> None:
+    (planned,) = plan(
+        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in DENSE.items()}]
+    )
+    before = {n: t.fill_(1.0).clone() for n, t in planned.tensors.items()}
+    Tails.of(planned.config, planned.tensors, ModelFacts()).clear([Padding(0, 5, 3, 13)])
+    assert all(torch.equal(before[n], t) for n, t in planned.tensors.items())

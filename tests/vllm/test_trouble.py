@@ -14,7 +14,10 @@ from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_departures import unlent
 from tests.vllm.zoo import MODELS
 
-SHORT = {"lease": {"lease_s": 2.0}, "pull": {"timeout_s": 5.0}}
+SHORT = {
+    "lease": {"lease_s": 2.0, "parked_s": 4.0},
+    "pull": {"timeout_s": 5.0, "release_timeout_s": 3.0, "gone_s": 3.0},
+}
 """Options with which nobody has to wait long for what ends by itself."""
 
 
@@ -208,7 +211,8 @@ def test_params_with_any_one_value_exchanged_end_no_engine(server: Server, conne
     pair = start(server, connector, num_blocks=400, policy="recompute")
     tokens = pair.prompt(40)
     (whole,) = pair.prefilled(tokens)
-    tried = [(path, value) for path in paths(whole) for value in (None, -1, 1 << 70, "x", [], {}, True)]
+    values: list[Any] = [None, -1, 1 << 70, "x", [], {}, True]
+    tried = [(path, value) for path in paths(whole) for value in values]
     for path, value in tried:
         params = damaged(whole, path, value)
         reply = pair.ask(tokens, params, 2)

@@ -129,21 +129,22 @@ class Opaque:
     is_replicated: bool
 
 
-def kv_heads(num_local: int, num_total: int | None, place: Place) -> Range | None:
-    """Say which KV heads of the model a rank holds; None if that cannot be told.
+def kv_heads(num_local: int, num_total: int | None, place: Place) -> Range:
+    """Say which KV heads of the model a rank holds.
 
     Every rank holds as many, in the order of ranks. With fewer heads than ranks each has one, and neighbours the same.
+    That cannot be seen on a rank that has one head, and the model's number may be that of its other layers: then they
+    are taken for different ones. Where they are not, the axis is as long as there are ranks, which is like no other
+    engine's but one of as many ranks, with the same heads on each.
 
     Args:
         num_local: KV heads that this rank holds in this layer.
         num_total: KV heads of the model's usual layers; None if that is not known.
         place: The rank's place.
     """
-    if num_local > 1 or place.tp_size == 1 or num_total == place.tp_size:
-        return place.share(num_local)
-    if num_total is not None and num_total < place.tp_size and place.tp_size % num_total == 0:
+    if num_local == 1 and num_total is not None and num_total < place.tp_size and place.tp_size % num_total == 0:
         return place.shard(num_total)
-    return None
+    return place.share(num_local)
 
 
 def parts(
@@ -168,7 +169,7 @@ def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) ->
     elif each < 1:
         # Several entries per token, one after the other.
         per_token = int(1 / each)
-        tensor = tensor.unflatten(2, (-1, per_token))
+        tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
         order.insert(3, "entry")
         each = Fraction(1)
     return _part(layer, content, tensor, order, group, "head", kind.heads, int(each))
@@ -177,7 +178,7 @@ def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) ->
 def _array(layer: str, array: Array, pages: torch.Tensor, group: int) -> TensorPart:
     num_bytes = prod(array.shape) * array.dtype.itemsize
     page = pages[:, 0, 0, array.offset : array.offset + num_bytes].view(array.dtype)
-    tensor = page.unflatten(1, array.shape)
+    tensor = page.unflatten(1, array.shape)  # type: ignore[no-untyped-call]
     if array.size:
         tensor = tensor.narrow(1 + array.dims.index(array.axis), array.first, array.size)
     tensor, name = _known_dtype(tensor, array.name)
@@ -250,17 +251,15 @@ def mamba2(
     is_dim_first: bool,
     place: Place,
     num_groups: int | None,
-) -> States | None:
+) -> States:
     """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
 
     Args:
         shapes, dtypes: Of the convolution's state and of the heads', as this rank has them.
         is_dim_first: Channels before columns.
         place: The rank's place.
-        num_groups: Groups of the model, which B and C are per; None if that is not known.
-
-    Returns:
-        None where a rank has one group, and may have one of its own or the only one.
+        num_groups: Groups of the model, which B and C are per; None if that is not known, and then every rank is taken
+            to have its own. (A wrong guess meets no other number of ranks, as for `kv_heads`.)
     """
     heads, head_dim, state = shapes[1]
     channels = _conv(shapes[0], is_dim_first)[0]
@@ -269,12 +268,7 @@ def mamba2(
     local, x = rest // (2 * state), place.share(heads * head_dim)
     slices = [("conv_x", heads * head_dim, x)]
     if local:
-        if local > 1 or place.tp_size == 1 or num_groups == place.tp_size:
-            held = place.share(local * state)
-        elif num_groups == 1:
-            held = Range(0, state, state)
-        else:
-            return None
+        held = Range(0, state, state) if num_groups == local == 1 else place.share(local * state)
         slices += [("conv_b", local * state, held), ("conv_c", local * state, held)]
     conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
     return States((*conv, _state(shapes, dtypes, ("head", "head_dim", "state"), place)))

@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 from asynckv.edges.torch import TensorPart, register_parts
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
-from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm.caches import (
     Attention,
@@ -56,13 +56,10 @@ from asynckv.integrations.vllm.caches import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "has_nothing", "place_of", "register"]
+__all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "place_of", "register"]
 
 NULL_BLOCK = 0
 """The block that vLLM's lists name where there is none."""
-
-NO_LAYER = "(no layer)"
-"""Stands for the layers of a rank that has none."""
 
 BY_TOKEN = {
     "AITER_TRITON_MLA",
@@ -137,6 +134,18 @@ class ModelFacts:
         # On CPUs keys are packed for one instruction set or another.
         isa = getattr(found, "isa", None)
         return f"{name} {isa}" if isinstance(isa, str) else name, name in BY_TOKEN
+
+    def mamba_groups(self, layer: str, place: Place) -> int | None:
+        """Groups of a layer's B and C in the whole model; None if that is not known.
+
+        A layer of Mamba-2 may count the replicas that it makes of a single group: its norm does not.
+        """
+        found = self.layers.get(layer)
+        own = getattr(getattr(found, "norm", None), "n_groups", None)
+        if type(own) is not int:
+            own = getattr(found, "n_groups", None)
+            own = None if own == place.tp_size else own
+        return own if type(own) is int else self.num_mamba_groups
 
     def is_by_token(self, layer: str, spec: AttentionSpec) -> bool:
         """Say whether every entry of a layer lies by itself."""
@@ -241,7 +250,11 @@ def register(
         groups.append(_group(index, group, config.num_blocks, next(iter(ratios), 1)))
     aliases = _aliases(tensors, {part.layer for part in made}, owners)
     if not made:
-        return _nothing(groups, config.num_blocks, place, facts)
+        raise ConfigError(
+            f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer that keeps a KV cache, and readers could "
+            f"not meet it; use fewer stages (--pipeline-parallel-size), or deal the layers out in another way "
+            f"(VLLM_PP_LAYER_PARTITION)"
+        )
     return register_parts(
         made,
         groups=groups,
@@ -289,7 +302,7 @@ def describe(
     """Say what is in a layer's tensor."""
     try:
         if isinstance(spec, MambaSpec):
-            return _states(spec, place, facts)
+            return _states(layer, spec, place, facts)
         return _attention(layer, spec, place, facts)
     except ConfigError as exc:
         raise ConfigError(f"layer {layer!r} of {place.tp_size} tensor-parallel ranks: {exc}") from exc
@@ -310,7 +323,7 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
     else:
         total = facts.num_kv_heads if spec.max_tp_shards is None else spec.max_tp_shards * spec.num_kv_heads
         held = kv_heads(spec.num_kv_heads, total, place)
-        if held is None or spec.num_heads != spec.num_kv_heads:
+        if spec.num_heads != spec.num_kv_heads:
             return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
     if isinstance(spec, CircularBufferSpec):
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
@@ -319,27 +332,27 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
     )
 
 
-def _states(spec: MambaSpec, place: Place, facts: ModelFacts) -> States | Opaque:
+def _states(layer: str, spec: MambaSpec, place: Place, facts: ModelFacts) -> States | Opaque:
     kind = spec.mamba_type.name.lower()
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        of = {"is_dim_first": facts.is_conv_dim_first, "place": place}
         match kind:
             case "mamba1":
-                return mamba1(spec.shapes, spec.dtypes, **of)
+                return mamba1(spec.shapes, spec.dtypes, is_dim_first=facts.is_conv_dim_first, place=place)
             case "mamba2":
-                found = mamba2(spec.shapes, spec.dtypes, **of, num_groups=facts.num_mamba_groups)
-                if found is not None:
-                    return found
+                return mamba2(
+                    spec.shapes,
+                    spec.dtypes,
+                    is_dim_first=facts.is_conv_dim_first,
+                    place=place,
+                    num_groups=facts.mamba_groups(layer, place),
+                )
             case "gdn_attn":
-                return delta_net(spec.shapes, spec.dtypes, **of)
+                return delta_net(spec.shapes, spec.dtypes, is_dim_first=facts.is_conv_dim_first, place=place)
             case _:
                 pass
-    shapes = " ".join(
-        f"{str(d).removeprefix('torch.')}{list(s)}" for s, d in zip(spec.shapes, spec.dtypes, strict=True)
-    )
-    order = "channels first" if facts.is_conv_dim_first else "columns first"
+    dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
-        content=f"{kind} {order} {shapes}"[:64].rstrip(),
+        content=f"{kind} {'channels' if facts.is_conv_dim_first else 'columns'} first {dtypes}",
         num_bytes=spec.state_content_size_bytes,
         is_replicated=spec.tp_replicated,
     )
@@ -376,32 +389,6 @@ def _aliases(
     return aliases
 
 
-def _nothing(groups: Sequence[Group], num_blocks: int, place: Place, facts: ModelFacts) -> Registration:
-    """Declare a rank without any cache: a stage of a pipeline whose layers keep nothing.
-
-    It still has to be met and released, and an engine without memory cannot be: so it has a byte per block.
-    """
-    import torch
-
-    stand_in = torch.zeros(num_blocks, 1, dtype=torch.uint8)
-    group = Group(groups[0].name if groups else "nothing", 1, num_blocks, null_block=NULL_BLOCK)
-    part = TensorPart(layer=NO_LAYER, name="nothing", tensor=stand_in, order=("block", "byte"))
-    return register_parts(
-        [part],
-        groups=[*groups, group],
-        tp_rank=place.tp_rank,
-        tp_size=place.tp_size,
-        pp_stage=place.pp_stage,
-        pp_size=place.pp_size,
-        model=facts.name,
-    )
-
-
-def has_nothing(layout: Layout) -> bool:
-    """Say whether a rank holds no layer."""
-    return all(view.layer == NO_LAYER for view in layout.views)
-
-
 class Tails:
     """Clears what a pull did not fill in its last blocks.
 
@@ -430,7 +417,8 @@ class Tails:
                     continue
                 tensor = _tensor_of(layer, tensors)
                 ratio = int(spec.num_states // tensor.shape[2])
-                blocks = tensor[: config.num_blocks * ratio].unflatten(0, (config.num_blocks, ratio))
+                kernel_blocks = tensor[: config.num_blocks * ratio]
+                blocks = kernel_blocks.unflatten(0, (config.num_blocks, ratio))  # type: ignore[no-untyped-call]
                 each = Fraction(spec.tokens_per_state) if facts.is_by_token(layer, spec) else Fraction(0)
                 found.setdefault(index, []).append((blocks, each))
         return cls(found)

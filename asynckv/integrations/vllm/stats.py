@@ -14,7 +14,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from asynckv.errors import AsyncKVError
 from asynckv.results import PullResult
 
 __all__ = ["AsyncKVPromMetrics", "AsyncKVStats", "Tally"]
@@ -24,12 +23,14 @@ MAX_SAMPLES = 4096
 """Durations of one interval and worker at most: vLLM sends them between processes."""
 
 
-class AsyncKVStats(KVConnectorStats):  # type: ignore[misc]
+class AsyncKVStats(KVConnectorStats):
     """What happened in an interval: on one worker, or on several together.
 
     `data` is plain JSON: `duration_s`, `bytes` and `descriptors` have an entry per pull that ended well, `failed` and
     `leases` count by cause.
     """
+
+    data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
@@ -97,7 +98,7 @@ class Tally:
         data["bytes"].append(result.num_bytes)
         data["descriptors"].append(result.descriptors_posted)
 
-    def failed(self, error: AsyncKVError) -> None:
+    def failed(self, error: Exception) -> None:
         """Count a pull that failed, by its cause."""
         self._count("failed", str(getattr(error, "reason", "") or "") or type(error).__name__)
 
@@ -123,7 +124,7 @@ _PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})
 """Of a pull, one after the other: from when it was asked for to its proof."""
 
 
-class AsyncKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class AsyncKVPromMetrics(KVConnectorPromMetrics):
     """Prometheus metrics of one connector, one of each per engine."""
 
     def __init__(

@@ -20,16 +20,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull
-from asynckv.errors import AsyncKVError, BlocksRetired
+from asynckv.embed import EngineThread, Finished, Lend, Pull
+from asynckv.errors import BlocksRetired, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
-from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, has_nothing, place_of, register
+from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, place_of, register
 from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ START_S = 120.0
 SLEEP_S = 20.0
 """Until reads and lends are cut short and the memory is let go, or taken up again. vLLM sleeps when it is idle."""
 
-CLOSE_S = 3.5
-"""vLLM kills a worker 5 s after it asked it to end."""
+PROMISES_S, CLOSE_S = 2.0, 4.0
+"""Until readers that were promised blocks have them, and until all has ended: vLLM kills a worker after 5 s."""
 
-log = logging.getLogger("asynckv.vllm")
+log = logging.getLogger("vllm.asynckv")
 
 
 class WorkerHalf:
@@ -74,13 +75,10 @@ class WorkerHalf:
         self._registration: Registration | None = None
         self._tails = Tails()
         self._is_suspended = False
-        self._is_empty = False
-        """This rank holds no layer: it is met and released like all others, and reads nothing."""
         self._pulling: set[str] = set()
         self._lent: set[str] = set()
         self._failed: set[str] = set()
         """Pulls that failed and whose blocks may still be written."""
-        self._at_once = KVConnectorTransferResults()
         self._tally = Tally()
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -95,7 +93,6 @@ class WorkerHalf:
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
-        self._is_empty = has_nothing(registration.layout)
         if self._thread is not None:
             # Memory that was allocated anew, as after an elastic change of size.
             self.unregister_kv_caches()
@@ -134,24 +131,13 @@ class WorkerHalf:
         if not step.orders:
             return
         if self._thread is None:
-            raise RuntimeError("orders came before vLLM registered its KV caches (register_kv_caches)")
-        orders = self._without_reads(step.orders) if self._is_empty else step.orders
+            raise LocalProtocolError("orders came, but no KV caches are registered (register_kv_caches)")
         for order in step.orders:
-            if isinstance(order, Pull) and not self._is_empty:
+            if isinstance(order, Pull):
                 self._pulling.add(order.request_id)
             elif isinstance(order, Lend):
                 self._lent.add(_request_id(order))
-        self._thread.submit(orders)
-
-    def _without_reads(self, orders: Iterable[Order]) -> list[Order]:
-        """A rank without layers has nothing to fill, so it only tells the prefill side that it is not waited for."""
-        out: list[Order] = []
-        for order in orders:
-            if isinstance(order, Pull):
-                self._at_once.finished_recving.add(order.request_id)
-                order = Discharge(order.request_id, order.params, order.cohort_id)
-            out.append(order)
-        return out
+        self._thread.submit(step.orders)
 
     def take_results(self) -> KVConnectorTransferResults:
         """Say what has ended since the last call; every request once.
@@ -159,11 +145,8 @@ class WorkerHalf:
         Raises:
             BlocksRetired: Blocks were given up for this process; it has to end.
         """
-        results, self._at_once = self._at_once, KVConnectorTransferResults()
-        if self._thread is None:
-            return results
-        finished = self._thread.take_finished()
-        if finished:
+        results = KVConnectorTransferResults()
+        if self._thread is not None and (finished := self._thread.take_finished()):
             self._tell(finished, results)
         return results
 
@@ -219,10 +202,14 @@ class WorkerHalf:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        until = time.monotonic() + CLOSE_S
         try:
-            thread.close(CLOSE_S)
-        except (AsyncKVError, TimeoutError) as exc:
-            log.warning("the engine did not end in %g s (%s); the process will end it", CLOSE_S, exc or "timed out")
+            # Promises that run longer are cut short, and their readers told: a worker that ends writes nothing.
+            thread.call(thread.engine.aclose(timeout_s=PROMISES_S), CLOSE_S)
+            thread.close(max(until - time.monotonic(), 0.1))
+        except Exception as exc:
+            # Nobody is left who could do anything about it, and the process ends it.
+            log.warning("the engine did not end in order within %g s: %s", CLOSE_S, exc)
 
 
 def _request_id(order: Lend) -> str:
@@ -262,7 +249,6 @@ def unpinned() -> Iterator[None]:
 def use_vllm_logging() -> None:
     """Send asynckv's events where vLLM's own lines go, unless the application has configured them itself."""
     ours, theirs = logging.getLogger("asynckv"), logging.getLogger("vllm")
-    if not ours.handlers and ours.level == logging.NOTSET and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = False
+    if not ours.handlers and ours.level == logging.NOTSET and ours.parent is logging.getLogger():
+        ours.parent = theirs
+        ours.setLevel(logging.NOTSET)  # forget which levels were enabled

@@ -15,11 +15,14 @@ vLLM's tests of remote prefill and decode drive its real scheduler with `NixlCon
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import socket
 import tempfile
 from typing import Any
+
+import pytest
 
 SWAP: dict[str, Any] = json.loads(os.environ["ASYNCKV_SWAP"])
 OTHERS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "kv_lease_duration", "decoder_kv_blocks_ttl"}
@@ -42,7 +45,7 @@ class Swap:
 
     @property
     def is_ours(self) -> bool:
-        return SWAP["name"] != "NixlConnector"
+        return str(SWAP["name"]) != "NixlConnector"
 
     def create_vllm_config(self, *args: Any, **fields: Any) -> Any:
         if "kv_connector" in fields:
@@ -135,6 +138,9 @@ class Swap:
         scheduler.update_from_output = update_and_answer
 
 
+KEY = pytest.StashKey[Swap]()
+
+
 class Params(dict[str, Any]):
     """asynckv's params, which name blocks as runs, with NixlConnector's name for them."""
 
@@ -192,11 +198,11 @@ def make_worker(config: Any) -> Any:
 
 def swap_of_core_tests() -> None:
     """`tests.v1.core.utils.create_scheduler(use_kv_connector=True)` means the other class as well."""
-    from tests.v1.core import utils  # type: ignore[import-not-found]
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if SWAP["module"]:
         KVConnectorFactory.register_connector(SWAP["name"], SWAP["module"], SWAP["name"])
+    utils: Any = importlib.import_module("tests.v1.core.utils")
     theirs = utils.create_scheduler
 
     def create_scheduler(*args: Any, **fields: Any) -> Any:
@@ -208,9 +214,7 @@ def swap_of_core_tests() -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    from tests.v1.kv_connector.unit import utils
-
-    config.stash[KEY] = Swap(utils)
+    config.stash[KEY] = Swap(importlib.import_module("tests.v1.kv_connector.unit.utils"))
     swap_of_core_tests()
 
 
@@ -222,12 +226,3 @@ def pytest_unconfigure(config: Any) -> None:
 
 def pytest_report_header(config: Any) -> str:
     return f"connector: {SWAP}"
-
-
-def _key() -> Any:
-    import pytest
-
-    return pytest.StashKey[Swap]()
-
-
-KEY = _key()

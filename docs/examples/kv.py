@@ -1,0 +1,65 @@
+"""What the examples share: a worker's KV tensors, a step of its model, and processes that talk through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from asynckv import Registration, register_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+
+def memory(seed: int) -> tuple[dict[str, torch.Tensor], Registration]:
+    """KV tensors of two layers: keys and values, 64 blocks of 16 tokens, 8 heads of 128."""
+    import torch
+
+    torch.manual_seed(seed)
+    tensors = {f"layers.{i}": torch.randn(2, 64, 16, 8, 128, dtype=torch.bfloat16) for i in range(2)}
+    order = ("kv", "block", "token", "head", "dim")
+    return tensors, register_tensors(tensors, order=order, block_size=16, num_blocks=64, heads=(0, 8), num_heads=8)
+
+
+def forward() -> None:
+    """Compute for some milliseconds, as a step does; outside of Python, mostly."""
+    import torch
+
+    x = torch.ones(512, 512)
+    for _ in range(4):
+        x = x @ x / 512
+
+
+def content(tensors: dict[str, torch.Tensor], blocks: list[int]) -> list[float]:
+    """Say what blocks hold, in a few numbers."""
+    return [float(tensor[:, blocks].double().sum()) for tensor in tensors.values()]
+
+
+def run(work: Callable[..., Any], *args: Any) -> None:
+    """Do a worker's work, which may be asynchronous."""
+    if inspect.isawaitable(done := work(*args)):
+        asyncio.run(_awaited(done))
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+def start(work: Callable[..., Any], *args: Any) -> Connection:
+    """Start a process; returns this end of the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, its = context.Pipe()
+    context.Process(target=run, args=(work, *args, its)).start()
+    return ours
+
+
+def end(worker: Connection, blocks: list[int]) -> list[float]:
+    """End a worker, and hear what its blocks hold."""
+    worker.send(None)
+    worker.send(blocks)
+    found: list[float] = worker.recv()
+    return found

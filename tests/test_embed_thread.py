@@ -1,0 +1,517 @@
+"""The engine's thread: who waits for what, who is told of its end, and what a hand-over costs its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from asynckv import (
+    BackendError,
+    EngineClosed,
+    EngineConfig,
+    LeaseConfig,
+    LocalProtocolError,
+    NixlConfig,
+    PrefillGroup,
+    PullConfig,
+    WrongThread,
+)
+from asynckv.edges.nixl import NixlPlane
+from asynckv.embed import Announce, Cancel, EnginePump, EngineThread, Finished, Lend, Pull
+from asynckv.ports import AgentInfo
+from tests.engines import memory
+from tests.ways import PATIENCE_S
+
+pytestmark = pytest.mark.nixl
+
+CONFIG = EngineConfig(
+    engine_id="prefill",
+    lease=LeaseConfig(lease_s=2.0, grant_s=0.5),
+    pull=PullConfig(drain_s=0.2),
+    nixl=NixlConfig(posting_threads=0),
+)
+
+
+@pytest.fixture
+def made() -> EngineThread:
+    return EngineThread(CONFIG, memory(1)[0])
+
+
+@pytest.fixture
+def thread(made: EngineThread) -> Iterator[EngineThread]:
+    made.start(PATIENCE_S)
+    yield made
+    made.close(PATIENCE_S)
+
+
+def on_loop(thread: EngineThread, call: Callable[[], object]) -> None:
+    """Call something on the engine's loop, whatever comes of it."""
+    assert thread._loop is not None
+    thread._loop.call_soon_threadsafe(call)
+
+
+def params_of(thread: EngineThread, name: str = "r", block: int = 1) -> dict[str, Any]:
+    return PrefillGroup("prefill", [thread.engine.endpoint]).make_params(name, [(0, [block])], 16, written=True)
+
+
+class Stuck:
+    """A loop that is held up until told otherwise."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._began, self._go = threading.Event(), threading.Event()
+        on_loop(thread, self._hold)
+        assert self._began.wait(PATIENCE_S)
+
+    def _hold(self) -> None:
+        self._began.set()
+        assert self._go.wait(PATIENCE_S)
+
+    def __enter__(self) -> Stuck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+
+
+def end_of(thread: EngineThread) -> list[BaseException]:
+    """Ask until nothing but `EngineClosed` comes; what came before."""
+    found: list[BaseException] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            thread.take_finished()
+        except EngineClosed:
+            return found
+        except BaseException as exc:
+            found.append(exc)
+        thread.wait(0.01)
+    raise AssertionError("it never ended")
+
+
+# -- hand-overs ------------------------------------------------------------------------------------------
+
+
+def test_a_hand_over_wakes_the_loop_once_however_many_orders(thread: EngineThread) -> None:
+    before = thread.statistics(3600.0).counters["embed.wakeups"]
+    thread.submit([Cancel(f"r{i}") for i in range(1000)])
+    deadline = time.monotonic() + PATIENCE_S
+    while thread._desk.num_orders < 1000 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
+    with Stuck(thread):
+        for i in range(100):
+            thread.submit([Cancel(f"r{i}")])
+        thread.submit([])
+    while thread._desk.num_orders < 1100 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
+    assert thread._num_wakeups - before == 2, "one for each hand-over, and one for all that came while it was busy"
+    while (counters := thread.statistics(0.0).counters)["embed.orders"] < 1100 and time.monotonic() < deadline:
+        thread.call(asyncio.sleep(0), PATIENCE_S)
+    assert (counters["embed.handovers"], counters["embed.orders"]) == (101, 1100)
+
+
+def test_nothing_waits_for_a_loop_that_is_stuck(thread: EngineThread) -> None:
+    with Stuck(thread):
+        thread.submit([Cancel("r")])
+        assert not thread.take_finished()
+        assert thread.statistics(0.0).gauges["leases"] == 0
+        assert not thread.wait(0.0)
+        with pytest.raises(TimeoutError, match=r"sleep did not end within 0.01 s; its thread is at .*in wait"):
+            thread.call(asyncio.sleep(0), 0.01)
+
+
+def test_many_threads_hand_over_and_take_and_each_thing_is_told_once(thread: EngineThread) -> None:
+    every, taken = 400, []
+    bad = [Pull(request_id=f"r{i}", groups=[], params={}) for i in range(every)]
+
+    def hammer(number: int) -> None:
+        for order in bad[number::4]:
+            thread.submit([order])
+            taken.append(thread.take_finished())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hammer, range(4)))
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(len(t.failed) for t in taken) < every and time.monotonic() < deadline:
+        assert thread.wait(PATIENCE_S)
+        taken.append(thread.take_finished())
+    assert sorted(f.request_id for t in taken for f in t.failed) == sorted(order.request_id for order in bad)
+
+
+def test_whoever_waits_is_woken(thread: EngineThread) -> None:
+    poll = select.poll()
+    poll.register(thread.fileno(), select.POLLIN)
+    assert not poll.poll(0)
+    assert not thread.wait(0.0)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(thread.wait, PATIENCE_S) for _ in range(2)]
+        thread.submit([Lend({})])
+        assert poll.poll(1e3 * PATIENCE_S)
+        assert [each.result(PATIENCE_S) for each in waiting] == [True, True]
+    assert len(thread.take_finished().refused) == 1
+    assert not poll.poll(0)
+    assert not thread.wait(0.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = [pool.submit(thread.wait, PATIENCE_S)]
+        thread.close(PATIENCE_S)
+        assert waiting[0].result(PATIENCE_S) is False
+
+
+# -- the start -------------------------------------------------------------------------------------------
+
+
+def test_a_start_that_fails_is_raised_by_name_and_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = EngineConfig(engine_id="e", bind=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        thread, before = EngineThread(config, memory(1)[0]), set(threading.enumerate())
+        with pytest.raises(BackendError, match=r"Address (already )?in use"):
+            thread.start(PATIENCE_S)
+    assert set(threading.enumerate()) == before
+    assert not thread.take_finished()
+    with pytest.raises(EngineClosed, match="failed to start: BackendError"):
+        thread.submit([Cancel("r")])
+    with pytest.raises(EngineClosed, match="no statistics"):
+        thread.statistics()
+    with pytest.raises(LocalProtocolError, match="started before"):
+        thread.start()
+    thread.close()
+    thread.close()
+
+
+class Slow(NixlPlane):
+    """NIXL that takes its time to start."""
+
+    def __init__(self, honest: Any) -> None:
+        super().__init__(honest._config, honest._name)
+        self.inside, self.go = threading.Event(), threading.Event()
+
+    def start(self, memories: Any, on_ready: Any) -> AgentInfo:
+        self.inside.set()
+        assert self.go.wait(PATIENCE_S)
+        return super().start(memories, on_ready)
+
+
+@pytest.mark.slow
+def test_a_start_that_takes_too_long_is_called_off(made: EngineThread) -> None:
+    plane = made.engine._driver.data = Slow(made.engine._driver.data)
+    with pytest.raises(TimeoutError, match=r"did not start within 0.05 s; its thread is at .*, in wait"):
+        made.start(0.05)
+    with pytest.raises(EngineClosed):
+        made.submit([Cancel("r")])
+    with pytest.raises(TimeoutError, match="did not end"):
+        made.close(0.05)
+    plane.go.set()
+    made.close(PATIENCE_S)
+    assert not made._thread.is_alive()
+
+
+@pytest.mark.slow
+def test_whoever_closes_while_it_starts_ends_the_start(made: EngineThread) -> None:
+    plane = made.engine._driver.data = Slow(made.engine._driver.data)
+    with ThreadPoolExecutor(2) as pool:
+        starting = pool.submit(made.start, PATIENCE_S)
+        assert plane.inside.wait(PATIENCE_S)
+        closing = pool.submit(made.close, PATIENCE_S)
+        while not made._is_closing:
+            time.sleep(0)
+        plane.go.set()
+        closing.result(PATIENCE_S)
+        assert isinstance(starting.exception(PATIENCE_S), EngineClosed)
+    assert not made._thread.is_alive()
+
+
+def test_nothing_runs_before_the_start_and_after_a_close_there_is_none(made: EngineThread) -> None:
+    with pytest.raises(EngineClosed, match="not started"):
+        made.submit([Cancel("r")])
+    with pytest.raises(EngineClosed, match="not started"):
+        made.call(asyncio.sleep(0), 1.0)
+    assert not made.take_finished()
+    made.close()
+    with pytest.raises(EngineClosed):
+        made.start()
+
+
+# -- the end ---------------------------------------------------------------------------------------------
+
+
+def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: EngineThread) -> None:
+    params = params_of(thread)
+    thread.submit([Lend(params), Lend(params_of(thread, "other", 2))])
+    thread.call(asyncio.sleep(0), PATIENCE_S)
+
+    def end() -> None:
+        raise SystemExit("enough")
+
+    on_loop(thread, end)
+    found: list[BaseException] = []
+    told = Finished()
+    deadline = time.monotonic() + PATIENCE_S
+    while not found or len(told.sent) < 2:
+        assert time.monotonic() < deadline
+        try:
+            told.sent += thread.take_finished().sent
+        except BaseException as exc:
+            found.append(exc)
+        thread.wait(0.05)
+    assert [(type(exc), str(exc)) for exc in found] == [(SystemExit, "enough")]
+    # The engine was ended in order, and told so.
+    assert {end.cause for end in told.sent} == {"revoked"}
+    assert end_of(thread) == []
+    with pytest.raises(EngineClosed, match="SystemExit: enough"):
+        thread.submit([Cancel("r")])
+    with pytest.raises(EngineClosed, match="SystemExit: enough"):
+        thread.call(asyncio.sleep(0), 1.0)
+    assert not thread._thread.is_alive()
+
+
+@pytest.mark.parametrize("who", ["submit", "call", "close"])
+def test_whoever_asks_next_is_told(thread: EngineThread, who: str) -> None:
+    def end() -> None:
+        raise SystemExit("enough")
+
+    on_loop(thread, end)
+    thread._thread.join(PATIENCE_S)
+    ask: dict[str, Callable[[], Any]] = {
+        "submit": lambda: thread.submit([Cancel("r")]),
+        "call": lambda: thread.call(asyncio.sleep(0), PATIENCE_S),
+        "close": lambda: thread.close(PATIENCE_S),
+    }
+    with pytest.raises(SystemExit, match="enough"):
+        ask[who]()
+    assert end_of(thread) == []
+
+
+def test_what_a_call_raises_is_not_told_again_when_it_ends_the_loop(thread: EngineThread) -> None:
+    async def end() -> None:
+        raise SystemExit("enough")
+
+    with pytest.raises(SystemExit, match="enough"):
+        thread.call(end(), PATIENCE_S)
+    assert end_of(thread) == []
+
+
+def test_a_loop_that_somebody_stops_ends_the_engine(thread: EngineThread) -> None:
+    assert thread._loop is not None
+    on_loop(thread, thread._loop.stop)
+    thread._thread.join(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="somebody stopped"):
+        thread.take_finished()
+    assert end_of(thread) == []
+
+
+def test_closing_a_stuck_loop_is_bounded_and_can_be_tried_again(thread: EngineThread) -> None:
+    params = params_of(thread)
+    thread.submit([Lend(params)])
+    with Stuck(thread):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"did not end within 0.05 s; its thread is at .*, in wait"):
+            thread.close(0.05)
+        assert time.monotonic() - began < PATIENCE_S / 2
+        with pytest.raises(EngineClosed):
+            thread.submit([Cancel("r")])
+        assert not thread.take_finished()
+    thread.close(PATIENCE_S)
+    assert [end.request_id for end in thread.take_finished().sent] == ["r"]
+    assert not thread._thread.is_alive()
+
+
+def test_many_may_close_at_once_and_again(thread: EngineThread) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for each in [pool.submit(thread.close, PATIENCE_S) for _ in range(8)]:
+            each.result(PATIENCE_S)
+    thread.close()
+    assert not thread._thread.is_alive()
+
+
+def test_closing_on_its_own_thread_waits_for_nothing(thread: EngineThread) -> None:
+    async def close() -> None:
+        thread.close()
+        with pytest.raises(WrongThread, match="await it"):
+            thread.call(asyncio.sleep(0), 1.0)
+
+    thread.call(close(), PATIENCE_S)
+    thread._thread.join(PATIENCE_S)
+    assert not thread._thread.is_alive()
+    thread.close()
+
+
+def test_a_call_that_is_under_way_when_the_engine_is_closed_is_told(thread: EngineThread) -> None:
+    begun = threading.Event()
+
+    async def forever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(thread.call, forever(), PATIENCE_S)
+        assert begun.wait(PATIENCE_S)
+        thread.close(PATIENCE_S)
+        assert isinstance(waiting.exception(PATIENCE_S), EngineClosed)
+
+
+def test_no_order_is_lost_when_the_engine_is_closed_meanwhile(thread: EngineThread) -> None:
+    accepted: list[str] = []
+    begun = threading.Barrier(5)
+
+    def hammer(number: int) -> None:
+        begun.wait(PATIENCE_S)
+        for i in range(100_000):
+            name = f"{number}-{i}"
+            try:
+                thread.submit([Pull(request_id=name, groups=[], params={})])
+            except EngineClosed:
+                return
+            accepted.append(name)
+
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(hammer, number) for number in range(4)]
+        begun.wait(PATIENCE_S)
+        thread.close(PATIENCE_S)
+        for each in running:
+            each.result(PATIENCE_S)
+    told = [f.request_id for f in thread.take_finished().failed]
+    assert sorted(told) == sorted(accepted)
+
+
+def test_a_thread_that_is_used_as_a_context_is_closed() -> None:
+    with EngineThread(CONFIG, memory(1)[0]) as thread:
+        assert thread.engine.endpoint.address
+    assert not thread._thread.is_alive()
+
+
+SCRIPT = """
+import os, sys, threading
+from asynckv import *
+from tests.engines import memory
+
+config = NixlConfig(posting_threads=1)
+prefill = EngineThread(EngineConfig(engine_id="prefill", nixl=config), memory(1)[0]).start()
+decode = EngineThread(EngineConfig(engine_id="decode", nixl=config), memory(2)[0]).start()
+params = PrefillGroup("prefill", [prefill.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+prefill.submit([Lend(params)])
+decode.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
+while not (finished := decode.take_finished()):
+    assert decode.wait(10)
+assert finished.received, finished
+"""
+
+
+def script(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT + text], capture_output=True, text=True, timeout=40, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_process_that_forgets_to_close_ends_and_closes_its_engines() -> None:
+    done = script(
+        "import atexit\n"
+        "def last(): print(prefill._thread.is_alive(), decode._thread.is_alive(), prefill._cause)\n"
+        "from asynckv.embed import thread\n"
+        "atexit.unregister(thread._at_exit); atexit.register(last); atexit.register(thread._at_exit)\n"
+    )
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "False False it was closed"), done.stderr
+
+
+@pytest.mark.slow
+def test_the_child_of_a_fork_has_no_engine_and_the_parent_keeps_its_own() -> None:
+    done = script(
+        "pid = os.fork()\n"
+        "if not pid:\n"
+        "    found = []\n"
+        "    for ask in (lambda: prefill.submit([Cancel('r')]), prefill.take_finished, prefill.close):\n"
+        "        try: found.append(ask())\n"
+        "        except EngineClosed as exc: found.append('forked' in str(exc))\n"
+        "    os._exit(0 if found == [True, True, None] else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "prefill.close(); decode.close()\n"
+        "print('good')\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
+
+
+# -- the pump --------------------------------------------------------------------------------------------
+
+
+def test_a_pump_makes_no_threads_and_belongs_to_the_one_that_started_it() -> None:
+    before = set(threading.enumerate())
+    pump = EnginePump(EngineConfig(engine_id="prefill", lease=CONFIG.lease), memory(1)[0])
+    for ask in (pump.pump, lambda: pump.submit([Cancel("r")]), lambda: pump.call(asyncio.sleep(0), 1.0)):
+        with pytest.raises(EngineClosed, match="not started"):
+            ask()
+    with pump.start(), EnginePump(EngineConfig(engine_id="decode"), memory(2)[0]) as decode:
+        lent = PrefillGroup("prefill", [pump.engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+        decode.submit([Pull(request_id="r", groups=[(0, [2])], params=lent)])
+        pump.submit([Lend(lent)])
+        while not decode.take_finished().received:
+            decode.pump()
+            pump.pump()
+            assert set(threading.enumerate()) == before
+        while not pump.take_finished().sent:
+            decode.pump()
+            pump.pump()
+        decode.close()
+        assert set(threading.enumerate()) == before
+        with ThreadPoolExecutor(1) as pool:
+            asks: list[Callable[[], object]] = [pump.pump, lambda: pump.call(asyncio.sleep(0), 1.0), pump.close]
+            for elsewhere in asks:
+                assert isinstance(pool.submit(elsewhere).exception(PATIENCE_S), WrongThread)
+
+        async def inside() -> None:
+            with pytest.raises(WrongThread, match="where an event loop runs"):
+                pump.pump()
+
+        asyncio.run(inside())
+        with pytest.raises(LocalProtocolError):
+            pump.start()
+    with pytest.raises(EngineClosed, match="closed"):
+        pump.pump()
+    assert pump.statistics().counters["embed.orders"] == 1
+    pump.close()
+
+
+def test_a_turn_keeps_its_budget_and_says_whether_more_is_to_be_done() -> None:
+    with EnginePump(CONFIG, memory(1)[0]) as pump:
+        while pump.pump(1.0):
+            pass
+        pump.submit([Announce(f"r{i}", {}) for i in range(2000)])
+        turns = 1
+        while pump.pump(0.0):
+            turns += 1
+        assert turns > 3, "a turn carries orders out for a millisecond"
+        assert len(pump.take_finished().refused) == 2000
+        assert not pump.pump(1.0)
+
+
+def test_a_bug_comes_out_of_the_turn_and_the_next_goes_on() -> None:
+    with EnginePump(CONFIG, memory(1)[0]) as pump:
+        assert pump._loop is not None
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        pump._loop.call_soon(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pump.pump()
+        pump.submit([Lend({})])
+        pump.pump()
+        assert pump.take_finished().refused
+
+
+def test_a_pump_that_fails_to_start_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = EngineConfig(engine_id="e", bind=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        pump, before = EnginePump(config, memory(1)[0]), len(os.listdir("/proc/self/fd"))
+        with pytest.raises(BackendError):
+            pump.start()
+        assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,109 @@
+"""Statistics as vLLM's logger and Prometheus classes take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from asynckv.errors import PeerLost
+from asynckv.integrations.vllm.stats import MAX_SAMPLES, AsyncKVPromMetrics, AsyncKVStats, Tally
+from asynckv.results import PullResult
+
+PHASES = {"handshake": 0.1, "queue": 0.2, "plan": 0.0, "post": 9.0, "read": 0.3, "detect": 9.0, "confirm": 0.0}
+
+
+def result(num_bytes: int = 1 << 20) -> PullResult:
+    return PullResult("a", "x", num_bytes, 1, 8, 4, PHASES, (), 16)
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_is_told_of_nothing_and_once_a_second_otherwise() -> None:
+    clock = Clock()
+    tally = Tally(clock)
+    clock.now = 5.0
+    assert tally.take() is None
+    tally.received(result())
+    stats = tally.take()
+    assert stats is not None
+    assert stats.data["duration_s"] == pytest.approx([0.6])
+    tally.received(result())
+    clock.now = 5.9
+    assert tally.take() is None
+    clock.now = 6.0
+    assert tally.take() is not None
+    assert tally.take() is None
+
+
+def test_what_is_sent_is_plain_and_adds_up() -> None:
+    clock = Clock()
+    stats = []
+    for reason in ("peer_lost", ""):
+        tally = Tally(clock)
+        tally.received(result())
+        tally.failed(PeerLost("gone", reason=reason))
+        tally.failed(KeyError("a bug"))
+        tally.lease("released")
+        tally.lease("expired")
+        clock.now += 2.0
+        taken = tally.take()
+        assert taken is not None
+        stats.append(AsyncKVStats(json.loads(json.dumps(taken.to_dict()))))
+    both = stats[0].aggregate(stats[1])
+    assert both.data["failed"] == {"peer_lost": 1, "PeerLost": 1, "KeyError": 2}
+    assert both.data["leases"] == {"released": 2, "expired": 2}
+    assert both.data["bytes"] == [1 << 20] * 2
+    reduced = both.reduce()
+    assert reduced["Num pulls"] == 2
+    assert reduced["Num failed pulls"] == 4
+    assert reduced["Avg MiB per pull"] == 1.0
+    assert not both.is_empty()
+    both.reset()
+    assert both.is_empty()
+    assert AsyncKVStats().reduce()["Num pulls"] == 0
+
+
+def test_an_interval_without_end_does_not_grow() -> None:
+    tally = Tally(Clock())
+    for _ in range(MAX_SAMPLES + 10):
+        tally.received(result())
+    assert len(tally._stats.data["bytes"]) == MAX_SAMPLES
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def test_prometheus_counts_per_engine_and_cause(registry: CollectorRegistry) -> None:
+    def on(kind: Any) -> Callable[..., Any]:
+        return lambda **given: kind(**given, registry=registry)
+
+    class Config:
+        kv_transfer_config = None
+
+    metrics = AsyncKVPromMetrics(
+        Config(),
+        {Gauge: on(Gauge), Counter: on(Counter), Histogram: on(Histogram)},
+        ["model_name", "engine"],
+        {0: ["m", "0"], 1: ["m", "1"]},
+    )
+    data = {"duration_s": [0.02, 0.4], "bytes": [8, 9], "descriptors": [1, 2], "failed": {"peer_lost": 2}, "leases": {}}
+    metrics.observe(data, engine_idx=1)
+    metrics.observe({"leases": {"expired": 3}}, engine_idx=0)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert 'vllm:asynckv_pull_seconds_count{engine="1",model_name="m"} 2.0' in text
+    assert 'vllm:asynckv_failed_pulls_total{cause="peer_lost",engine="1",model_name="m"} 2.0' in text
+    assert 'vllm:asynckv_ended_leases_total{cause="expired",engine="0",model_name="m"} 3.0' in text

@@ -1,0 +1,377 @@
+"""The worker's half: orders in, every request told once, whatever becomes of it. Real engines, real NIXL."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from asynckv import PrefillGroup
+from asynckv.config import LeaseConfig, PullConfig
+from asynckv.embed import Announce, Cancel, Discharge, Failed, Finished, Lend, Pull
+from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
+from asynckv.geometry.pairing import Padding
+from asynckv.integrations.vllm.handover import StepOrders
+from asynckv.integrations.vllm.options import Options
+from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
+from asynckv.results import LeaseEnd, PullResult
+from tests.vllm.keeps import Attention
+from tests.vllm.planned import plan, vllm_config
+
+LAYERS = {f"model.layers.{i}.self_attn.attn": Attention() for i in range(2)}
+NUM_BLOCKS = 80
+WITHIN_S = 30.0
+
+
+class Worker:
+    """A worker half with its memory, and what it has told."""
+
+    def __init__(self, half: WorkerHalf, tensors: dict[str, torch.Tensor]) -> None:
+        self.half, self.tensors = half, tensors
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.failed: list[str] = []
+
+    def step(self, *orders: Any) -> None:
+        """As vLLM does it: orders, then results."""
+        self.half.start_load(StepOrders(orders))
+        self.look()
+
+    def look(self) -> None:
+        results = self.half.take_results()
+        assert results.failed_recving <= results.finished_recving
+        self.sent += results.finished_sending
+        self.received += results.finished_recving
+        self.failed += results.failed_recving
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Make empty steps until something is so, and a few more: nothing may be told twice."""
+        deadline = time.monotonic() + WITHIN_S
+        while not is_so():
+            assert time.monotonic() < deadline, (self.sent, self.received, self.failed)
+            if self.half._thread is not None:
+                self.half._thread.wait(0.1)
+            self.look()
+
+
+class Side:
+    """All ranks of an engine."""
+
+    def __init__(self, name: str, folder: Path, stack: ExitStack, options: Options, stages: Sequence[Sequence[str]]):
+        self.name, self.pp = name, len(stages)
+        config = vllm_config(folder, pp=len(stages), num_blocks=NUM_BLOCKS, engine_id=name)
+        planned = plan(config, [{n: LAYERS[n].spec(1) for n in stage} for stage in stages])
+        self.workers = []
+        for rank, one in enumerate(planned):
+            own = copy.copy(config)
+            own.parallel_config = copy.copy(config.parallel_config)
+            own.parallel_config.rank = rank
+            worker = Worker(WorkerHalf(options, own, one.config), one.tensors)
+            stack.callback(worker.half.shutdown)
+            assert worker.half.address() is None
+            worker.half.register_kv_caches(one.tensors)
+            self.workers.append(worker)
+
+    @property
+    def worker(self) -> Worker:
+        (worker,) = self.workers
+        return worker
+
+    def params(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
+        """What the scheduler's half would make."""
+        addresses = [worker.half.address() for worker in self.workers]
+        assert all(address is not None for address in addresses)
+        group = PrefillGroup(
+            self.name,
+            [address.endpoint for address in addresses if address is not None],
+            memory_epoch=max(address.memory_epoch for address in addresses if address is not None),
+            pp_size=self.pp,
+            null_block=0,
+        )
+        return group.make_params(request_id, [(0, blocks)], num_tokens=16 * len(blocks), written=True)
+
+
+Make = Callable[..., Side]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def made(name: str, *, options: Options | None = None, stages: Sequence[Sequence[str]] = ()) -> Side:
+            return Side(name, tmp_path / "model", stack, options or Options(), stages or [list(LAYERS)])
+
+        yield made
+
+
+def test_a_request_is_told_once_on_both_sides(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    for tensor in prefill.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    params = {f"p{i}": group_params(prefill, f"p{i}", [7 * i + 1, 7 * i + 3]) for i in range(5)}
+    prefill.step(*(Lend(p) for p in params.values()))
+    decode.step(*(Announce(f"d{i}", p) for i, p in enumerate(params.values())))
+    pulls = [
+        Pull(request_id=f"d{i}", groups=[(0, [5 * i + 2, 5 * i + 1])], params=p) for i, p in enumerate(params.values())
+    ]
+    decode.step(*pulls)
+    decode.until(lambda: len(decode.received) == 5)
+    prefill.until(lambda: len(prefill.sent) == 5)
+    assert sorted(decode.received) == [f"d{i}" for i in range(5)]
+    assert sorted(prefill.sent) == [f"p{i}" for i in range(5)]
+    assert not decode.failed
+    for name, tensor in decode.tensors.items():
+        for i in range(5):
+            assert torch.equal(tensor[[5 * i + 2, 5 * i + 1]], prefill.tensors[name][[7 * i + 1, 7 * i + 3]])
+
+
+def group_params(worker: Worker, request_id: str, blocks: list[int]) -> dict[str, Any]:
+    address = worker.half.address()
+    assert address is not None
+    group = PrefillGroup("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
+    return group.make_params(request_id, [(0, blocks)], num_tokens=16 * len(blocks), written=True)
+
+
+def test_a_request_that_is_not_needed_is_released_and_not_told(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [1])
+    prefill.step(Lend(params))
+    decode.step(Discharge("d", params))
+    prefill.until(lambda: prefill.sent == ["p"])
+    assert not decode.received
+
+
+def test_a_request_that_was_announced_and_is_not_needed_is_released(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [1])
+    prefill.step(Lend(params))
+    decode.step(Announce("d", params))
+    decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
+    decode.step(Discharge("d", params))
+    prefill.until(lambda: prefill.sent == ["p"])
+    other = group_params(prefill, "q", [1])
+    prefill.step(Lend(other))
+    decode.step(Announce("e", other), Discharge("e", other))
+    prefill.until(lambda: prefill.sent == ["p", "q"])
+    assert not decode.received
+
+
+def test_stages_of_a_pipeline_tell_each_for_itself(make: Make) -> None:
+    names = list(LAYERS)
+    prefill, decode = make("prefill"), make("decode", stages=[names[:1], names[1:]])
+    params = prefill.params("p", [3, 4])
+    for tensor in prefill.worker.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    prefill.worker.step(Lend(params))
+    for worker, name in zip(decode.workers, names, strict=True):
+        worker.step(Announce("d", params), Pull(request_id="d", groups=[(0, [6, 5])], params=params))
+        worker.until(lambda worker=worker: worker.received == ["d"])  # type: ignore[misc]
+        assert torch.equal(worker.tensors[name][[6, 5]], prefill.worker.tensors[name][[3, 4]])
+    prefill.worker.until(lambda: prefill.worker.sent == ["p"])
+
+
+def test_what_fails_is_told_as_received_and_failed(make: Make) -> None:
+    decode = make("decode", options=Options(pull=PullConfig(handshake_s=0.3, timeout_s=3.0))).worker
+    prefill = make("prefill").worker
+    params = group_params(prefill, "p", [1])
+    prefill.half.shutdown()
+    decode.step(Pull(request_id="d", groups=[(0, [1])], params=params))
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.failed == ["d"]
+    assert (stats := decode.half.statistics()) is None or stats.data["failed"]
+
+
+def test_a_load_that_is_given_up_is_told_once(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [1])  # not lent: the pull waits
+    decode.step(Announce("d", params), Pull(request_id="d", groups=[(0, [1])], params=params))
+    decode.step(Cancel("d"))
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.failed == ["d"]
+
+
+def test_a_refused_lend_is_told(make: Make) -> None:
+    prefill = make("prefill").worker
+    params = group_params(prefill, "p", [1])
+    prefill.half.unregister_kv_caches()
+    prefill.step(Lend(params))
+    prefill.until(lambda: prefill.sent == ["p"])
+
+
+def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    lost = group_params(prefill, "lost", [1])
+    prefill.step(Lend(lost))
+    before = prefill.half.address()
+    for _ in range(2):
+        prefill.half.unregister_kv_caches()
+        assert prefill.half.address() is None
+    prefill.until(lambda: prefill.sent == ["lost"])
+    for _ in range(2):
+        prefill.half.restore_kv_caches()
+    after = prefill.half.address()
+    assert before is not None
+    assert after is not None
+    assert after.memory_epoch > before.memory_epoch
+    params = group_params(prefill, "p", [1])
+    prefill.step(Lend(params))
+    decode.step(Pull(request_id="d", groups=[(0, [1])], params=params))
+    decode.until(lambda: decode.received == ["d"])
+    assert not decode.failed
+    prefill.until(lambda: prefill.sent == ["lost", "p"])
+
+
+def test_sleep_before_anything_is_registered(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
+    half = WorkerHalf(Options(), config, planned.config)
+    half.unregister_kv_caches()
+    half.restore_kv_caches()
+    assert half.take_results() == KVConnectorTransferResults()
+    with pytest.raises(LocalProtocolError, match="registered"):
+        half.start_load(StepOrders([Cancel("x")]))
+    half.start_load(StepOrders())
+    half.shutdown()
+
+
+def test_the_end_takes_a_few_seconds_at_most_with_a_reader_under_way(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [1])
+    prefill.step(Lend(params))
+    decode.step(Announce("d", params))  # claimed and granted, and never pulled
+    decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
+    began = time.monotonic()
+    prefill.half.shutdown()
+    prefill.half.shutdown()
+    assert time.monotonic() - began < 5.0
+
+
+def granted(worker: Worker) -> list[Any]:
+    thread = worker.half._thread
+    assert thread is not None
+
+    async def asked() -> list[Any]:
+        return [rank for request in thread.engine.requests() for rank in request.ranks]
+
+    return thread.call(asked(), 5.0)
+
+
+# -- what is told when --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> WorkerHalf:
+    """A half without an engine, to which ends are told."""
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
+    half = WorkerHalf(Options(), config, planned.config)
+    half._pulling |= {"a", "b"}
+    half._lent |= {"a"}
+    return half
+
+
+def told(half: WorkerHalf, **news: Any) -> KVConnectorTransferResults:
+    results = KVConnectorTransferResults()
+    half._tell(Finished(**news), results)
+    return results
+
+
+def test_blocks_that_may_still_be_written_are_told_when_they_are_not(half: WorkerHalf) -> None:
+    error = ReadFailed("lost", request_id="a", held={0: (1,)})
+    assert told(half, failed=[Failed("a", error)]) == KVConnectorTransferResults()
+    assert told(half, returned=["a"]) == KVConnectorTransferResults(finished_recving={"a"}, failed_recving={"a"})
+    assert told(half, returned=["a"]) == KVConnectorTransferResults()
+
+
+def test_held_and_returned_in_one_step(half: WorkerHalf) -> None:
+    error = ReadFailed("lost", request_id="a", held={0: (1,)})
+    results = told(half, failed=[Failed("a", error), Failed("b", PeerUnreachable("no"))], returned=["a"])
+    assert results == KVConnectorTransferResults(finished_recving={"a", "b"}, failed_recving={"a", "b"})
+
+
+def test_blocks_that_are_given_up_end_the_worker(half: WorkerHalf) -> None:
+    with pytest.raises(BlocksRetired, match=r"requests a: .*600 s"):
+        told(half, retired=["a"])
+
+
+def test_a_request_id_may_be_lent_and_pulled_at_once(half: WorkerHalf) -> None:
+    result = PullResult("a", "x", 10, 1, 1, 1, {"read": 0.5}, (Padding(0, 1, 3, 13),), 3)
+    results = told(half, received=[result], sent=[LeaseEnd("a", "released", {}, (), 1.0)])
+    assert results == KVConnectorTransferResults(finished_recving={"a"}, finished_sending={"a"})
+
+
+# -- surroundings -------------------------------------------------------------------------------------------
+
+
+def test_the_engine_is_not_confined_to_the_core_of_the_thread_that_computes(make: Make) -> None:
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.fail("needs two cores to tell")
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        half = make("prefill").worker.half
+        assert os.sched_getaffinity(0) == {min(allowed)}
+        assert half._thread is not None
+        assert os.sched_getaffinity(half._thread._thread.native_id or 0) == allowed
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_thread_that_may_go_elsewhere_is_left_alone() -> None:
+    allowed = os.sched_getaffinity(0)
+    with unpinned():
+        assert os.sched_getaffinity(0) == allowed
+    assert threading.active_count()
+
+
+def test_what_is_unsupported_is_refused_in_the_constructor(tmp_path: Path) -> None:
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
+    (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2"):
+        WorkerHalf(Options(), config, planned.config)
+
+
+def test_events_go_where_the_lines_of_vllm_go(half: WorkerHalf) -> None:
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("asynckv")
+    kept, before = Kept(), (list(ours.handlers), ours.level, ours.propagate)
+    theirs.addHandler(kept)
+    try:
+        logging.getLogger("asynckv").warning("peer_lost peer=x")
+    finally:
+        theirs.removeHandler(kept)
+        ours.handlers, ours.propagate = before[0], before[2]
+        ours.setLevel(before[1])
+    assert lines == ["peer_lost peer=x"]
+
+
+def test_a_lease_that_nobody_reads_ends_and_is_told(make: Make) -> None:
+    prefill = make("prefill", options=Options(lease=LeaseConfig(lease_s=2.0, grant_s=1.0))).worker
+    params = PrefillGroup(
+        "prefill",
+        [prefill.half.address().endpoint],  # type: ignore[union-attr]
+        lease=LeaseConfig(lease_s=2.0, grant_s=1.0),
+        null_block=0,
+    ).make_params("p", [(0, [1])], num_tokens=16, written=True)
+    prefill.step(Lend(params))
+    prefill.until(lambda: prefill.sent == ["p"])
+    deadline = time.monotonic() + WITHIN_S
+    while (stats := prefill.half.statistics()) is None:
+        assert time.monotonic() < deadline
+    assert stats.data["leases"] == {"expired": 1}
