@@ -47,6 +47,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return exc.response()
     except web.HTTPException as exc:
         return Refused(exc.status, f"{request.method} {request.path}: {exc.reason}").response()
+    except ConnectionError:
+        raise  # nobody is there to hear of it, as aiohttp knows
     except Exception:
         log.exception("handler_failed", path=request.path)
         return Refused(500, "the server failed; its log says how", "internal_error").response()

@@ -204,6 +204,7 @@ class Router:
             job.notes["attempts"] = attempt
             try:
                 if job.lender is None:
+                    self.engines.up("decode")  # or the prefill would be for nothing
                     params = await self._prefill(job)
                 return await self._decode(self.engines.choose("decode", job.avoid), job, params)
             except EngineFault as fault:
@@ -252,7 +253,7 @@ class Router:
                 data = await answer.read()
                 engine.decoded(data)
                 return web.Response(body=data, headers=headers)
-            first = await engine.first_event(answer.content)
+            first = await engine.first_event(answer)
             self._passed("first", job)
             response = web.StreamResponse(headers=headers)
             try:
