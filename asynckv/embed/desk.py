@@ -69,6 +69,8 @@ class EngineDesk:
         self._is_due = False
         self._tasks: dict[asyncio.Task[None], Order] = {}
         """What waits for the end of which order."""
+        self._unbegun: set[asyncio.Task[None]] = set()
+        """Pulls whose task has not had its first turn."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = False
         self.num_handovers = self.num_orders = 0
@@ -159,7 +161,7 @@ class EngineDesk:
     def carry_out(self) -> None:
         """Carry out what was handed over, for a slice of the loop's time; what is left has its turn soon."""
         self._is_due = False
-        left, until, has_pulled = self._left, time.monotonic() + SLICE_S, False
+        left, until = self._left, time.monotonic() + SLICE_S
         while True:
             if not left:
                 try:
@@ -168,11 +170,10 @@ class EngineDesk:
                     return
                 self.num_handovers += 1
             # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
-            if (has_pulled and type(left[0]) is not Pull) or time.monotonic() > until:
+            if (self._unbegun and type(left[0]) is not Pull) or time.monotonic() > until:
                 self._soon()
                 return
             order = left.popleft()
-            has_pulled = has_pulled or type(order) is Pull
             self.num_orders += 1
             try:
                 self._carry_out(order)
@@ -188,7 +189,8 @@ class EngineDesk:
             case Announce():
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
-                self._go(self._pull(order), order)
+                self._unbegun.add(task := self._go(self._pull(order), order))
+                task.add_done_callback(self._unbegun.discard)
             case Discharge():
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
@@ -208,12 +210,15 @@ class EngineDesk:
         else:
             self._tell("refused", Refused(order, error))
 
-    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> None:
+    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = order
         task.add_done_callback(self._tasks.pop)
+        return task
 
     async def _pull(self, order: Pull) -> None:
+        if (task := asyncio.current_task()) is not None:
+            self._unbegun.discard(task)
         try:
             result = await self.engine.pull(
                 order.request_id,
