@@ -17,6 +17,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     KVCacheSpec,
     RSWASpec,
@@ -26,9 +27,11 @@ from vllm.v1.kv_cache_interface import (
 from asynckv import EngineConfig, PrefillGroup
 from asynckv.embed import EngineThread
 from asynckv.errors import ConfigError, GeometryRefused, LayoutError
+from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm.caches import Place
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, register
+from asynckv.integrations.vllm.shape import Shape
 from tests.vllm.keeps import FP8, PER_TOKEN_HEAD, Attention, Recurrent, delta_net, mamba1, mamba2
 from tests.vllm.planned import Planned, plan, vllm_config
 
@@ -350,6 +353,7 @@ OTHERS: Mapping[str, Attention] = {
     "pooled": Attention(tokens_per_state=Fraction(1, 2)),
     "compressed": Attention(tokens_per_state=4, is_mla=True),
     "latent-fp8": Attention(is_mla=True, head_size=40, **FP8),
+    "shards": Attention(heads=2, more={"max_tp_shards": 2}),
     "opaque-latent": Attention(is_mla=True, dtype=torch.uint8, more={"state_content_bytes": 656}),
 }
 
@@ -360,6 +364,12 @@ def test_other_kinds_of_attention(tmp_path: Path, name: str, p: int, d: int) -> 
     layers = dict.fromkeys(LAYERS[:3], OTHERS[name])
     heads = OTHERS[name].heads
     check_moved(tmp_path, Side(layers, tp=p, kv_heads=heads), Side(layers, tp=d, kv_heads=heads))
+
+
+@pytest.mark.parametrize(("p", "d"), [(4, 2), (2, 8), (4, 1)])
+def test_as_many_shares_as_a_layer_says(tmp_path: Path, p: int, d: int) -> None:
+    layers = dict.fromkeys(LAYERS[:2], OTHERS["shards"])
+    check_moved(tmp_path, Side(layers, tp=p), Side(layers, tp=d))
 
 
 def test_layers_of_several_shapes_in_one_group(tmp_path: Path) -> None:
@@ -408,6 +418,24 @@ def test_a_state_of_unknown_structure_is_refused_to_unequal_ranks(tmp_path: Path
     layers = hybrid(dataclasses.replace(STATES["mamba1"], kind="SHORT_CONV"))
     check_moved(tmp_path, Side(layers), Side(layers))
     check_refused(tmp_path, Side(layers), Side(layers, tp=2), "rank")
+
+
+def test_a_ring_moves_like_a_state(tmp_path: Path) -> None:
+    page = 16 * 8 * 2 * 16 * 2
+    ring = CircularBufferSpec(
+        block_size=12, num_kv_heads=1, head_size=16, dtype=torch.bfloat16, max_tp_shards=1, page_size_padded=page
+    )
+    (planned,) = plan(
+        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{LAYERS[0]: ring, LAYERS[1]: Attention().spec(1)}]
+    )
+    layout = register(planned.config, planned.tensors, planned.place, ModelFacts()).layout
+    view = next(view for view in layout.views if view.layer == LAYERS[0])
+    group, (part,) = layout.groups[view.group], view.parts
+    assert (group.kind, group.block_size, group.num_blocks) == ("state", ONE_PER_REQUEST, NUM_BLOCKS)
+    assert part.axis == ""
+    assert {dim.name: dim.size for dim in part.dims} == {"rank": 1, "row": 1, "slot": 12, "dim": 32}
+    shape = Shape.of(vllm_config(tmp_path / "model"), planned.config)
+    assert shape.missing([[5] if i == view.group else [1, 2] for i in range(2)], 0, 30)[view.group] == (0, [5])
 
 
 def test_a_wrong_number_of_groups_is_refused_to_unequal_ranks(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,10 @@ from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
 from asynckv.results import LeaseEnd, PullResult
-from tests.vllm.keeps import Attention
+from tests.vllm.keeps import Attention, Recurrent, mamba2
 from tests.vllm.planned import plan, vllm_config
 
-LAYERS = {f"model.layers.{i}.self_attn.attn": Attention() for i in range(2)}
+LAYERS: Mapping[str, Attention | Recurrent] = {f"model.layers.{i}.self_attn.attn": Attention() for i in range(2)}
 NUM_BLOCKS = 80
 WITHIN_S = 30.0
 
@@ -67,10 +67,27 @@ class Worker:
 class Side:
     """All ranks of an engine."""
 
-    def __init__(self, name: str, folder: Path, stack: ExitStack, options: Options, stages: Sequence[Sequence[str]]):
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        stack: ExitStack,
+        options: Options,
+        stages: Sequence[Sequence[str]],
+        layers: Mapping[str, Attention | Recurrent],
+    ) -> None:
         self.name, self.pp = name, len(stages)
-        config = vllm_config(folder, pp=len(stages), num_blocks=NUM_BLOCKS, engine_id=name)
-        planned = plan(config, [{n: LAYERS[n].spec(1) for n in stage} for stage in stages])
+        modes = [layer.mode for layer in layers.values() if isinstance(layer, Recurrent)]
+        block_size = max(layer.block_size for layer in layers.values() if isinstance(layer, Attention))
+        config = vllm_config(
+            folder,
+            pp=len(stages),
+            num_blocks=NUM_BLOCKS,
+            engine_id=name,
+            block_size=block_size,
+            mamba_mode=modes[0] if modes else None,
+        )
+        planned = plan(config, [{n: layers[n].spec(1) for n in stage} for stage in stages])
         self.workers = []
         for rank, one in enumerate(planned):
             own = copy.copy(config)
@@ -108,8 +125,14 @@ Make = Callable[..., Side]
 def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def made(name: str, *, options: Options | None = None, stages: Sequence[Sequence[str]] = ()) -> Side:
-            return Side(name, tmp_path / "model", stack, options or Options(), stages or [list(LAYERS)])
+        def made(
+            name: str,
+            *,
+            options: Options | None = None,
+            stages: Sequence[Sequence[str]] = (),
+            layers: Mapping[str, Attention | Recurrent] = LAYERS,
+        ) -> Side:
+            return Side(name, tmp_path / "model", stack, options or Options(), stages or [list(layers)], layers)
 
         yield made
 
@@ -229,6 +252,51 @@ def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
     decode.until(lambda: decode.received == ["d"])
     assert not decode.failed
     prefill.until(lambda: prefill.sent == ["lost", "p"])
+
+
+def test_memory_that_is_registered_anew_takes_the_place_of_the_old(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    before = prefill.half.address()
+    prefill.tensors = {n: torch.randn(t.shape).to(t.dtype) for n, t in prefill.tensors.items()}
+    prefill.half.register_kv_caches(prefill.tensors)
+    after = prefill.half.address()
+    assert before is not None
+    assert after is not None
+    assert after.memory_epoch > before.memory_epoch
+    params = group_params(prefill, "p", [3])
+    prefill.step(Lend(params))
+    decode.step(Pull(request_id="d", groups=[(0, [5])], params=params))
+    decode.until(lambda: decode.received == ["d"])
+    assert not decode.failed
+    for name, tensor in decode.tensors.items():
+        assert torch.equal(tensor[5], prefill.tensors[name][3])
+
+
+def test_what_the_last_block_lacks_is_zeroed_where_vllm_relies_on_it(make: Make) -> None:
+    """With recurrent layers vLLM zeroes new blocks, but for those that are loaded."""
+    mixers = [f"model.layers.{i}.mixer" for i in range(3)]
+    page = 64 * 8 * 64
+    layers = {mixers[0]: Attention(block_size=64), **dict.fromkeys(mixers[1:], mamba2(page=page, is_dim_first=False))}
+    prefill = make("prefill", layers=layers).worker
+    decode = make("decode", layers=layers).worker
+    for worker, byte in ((prefill, 3), (decode, 7)):
+        for tensor in worker.tensors.values():
+            tensor.view(torch.uint8).fill_(byte)
+    groups = decode.half._kv_cache_config.kv_cache_groups
+    lists = [(0, [9, 10]) if mixers[0] in group.layer_names else (0, [11 + i]) for i, group in enumerate(groups)]
+    address = prefill.half.address()
+    assert address is not None
+    group = PrefillGroup("prefill", [address.endpoint], null_block=0)
+    params = group.make_params("p", lists, num_tokens=70, written=True)
+    prefill.step(Lend(params))
+    decode.step(Pull(request_id="d", groups=lists, params=params, num_tokens=70))
+    decode.until(lambda: decode.received == ["d"])
+    assert not decode.failed
+    loaded = decode.tensors[mixers[0]].view(torch.uint8)[[9, 10]]
+    assert (loaded[0] == 3).all()
+    assert (loaded[1, :, :6] == 3).all()
+    assert (loaded[1, :, 6:] == 0).all()
+    assert (decode.tensors[mixers[0]].view(torch.uint8)[8] == 7).all()
 
 
 def test_sleep_before_anything_is_registered(tmp_path: Path) -> None:

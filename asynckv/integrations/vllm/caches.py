@@ -23,13 +23,28 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from asynckv.edges.torch import TensorPart
-from asynckv.errors import ConfigError
-from asynckv.geometry.layout import ITEMSIZE, TOKEN, shard
+from asynckv.geometry.layout import ITEMSIZE, TOKEN
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Array", "Attention", "Opaque", "Place", "States", "delta_net", "kv_heads", "mamba1", "mamba2", "parts"]
+__all__ = [
+    "Array",
+    "Attention",
+    "Opaque",
+    "Place",
+    "States",
+    "UnknownStructure",
+    "delta_net",
+    "kv_heads",
+    "mamba1",
+    "mamba2",
+    "parts",
+]
+
+
+class UnknownStructure(Exception):
+    """A state is not what it is taken for, so that nobody knows what is where in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +55,6 @@ class Place:
     tp_size: int = 1
     pp_stage: int = 0
     pp_size: int = 1
-
-    def shard(self, extent: int) -> Range:
-        """Return the usual contiguous share of an axis; replicas, where there are fewer entries than ranks."""
-        return Range(*shard(extent, self.tp_rank, self.tp_size), extent)
 
     def share(self, size: int) -> Range:
         """Return the range of a rank that holds `size` entries, as all others do, each of them others."""
@@ -129,22 +140,23 @@ class Opaque:
     is_replicated: bool
 
 
-def kv_heads(num_local: int, num_total: int | None, place: Place) -> Range:
+def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
     """Say which KV heads of the model a rank holds.
 
-    Every rank holds as many, in the order of ranks. With fewer heads than ranks each has one, and neighbours the same.
-    That cannot be seen on a rank that has one head, and the model's number may be that of its other layers: then they
-    are taken for different ones. Where they are not, the axis is as long as there are ranks, which is like no other
-    engine's but one of as many ranks, with the same heads on each.
+    Every rank holds as many, in the order of ranks. With fewer shares than ranks neighbours hold the same one. That
+    cannot be seen on a rank, and what is known may be true of other layers: then all are taken for different ones.
+    Where they are not, the axis is as long as there are ranks, which is like no other engine's but one of as many
+    ranks, with the same heads on each.
 
     Args:
         num_local: KV heads that this rank holds in this layer.
-        num_total: KV heads of the model's usual layers; None if that is not known.
+        num_shares: Different shares that the heads fall into, at most; None if that is not known.
         place: The rank's place.
     """
-    if num_local == 1 and num_total is not None and num_total < place.tp_size and place.tp_size % num_total == 0:
-        return place.shard(num_total)
-    return place.share(num_local)
+    size = place.tp_size
+    shares = size if num_shares is None or size % num_shares else min(num_shares, size)
+    at = place.tp_rank * shares // size * num_local
+    return Range(at, at + num_local, shares * num_local)
 
 
 def parts(
@@ -321,4 +333,4 @@ def _state(
 
 def _check(what: str, fits: bool, shapes: Sequence[tuple[int, ...]]) -> None:
     if not fits:
-        raise ConfigError(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")
+        raise UnknownStructure(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")

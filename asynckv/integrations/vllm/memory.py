@@ -14,6 +14,7 @@ the tensor has, never by how many there are.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from asynckv.integrations.vllm.caches import (
     Opaque,
     Place,
     States,
+    UnknownStructure,
     delta_net,
     kv_heads,
     mamba1,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "place_of", "register"]
+
+log = logging.getLogger("vllm.asynckv")
 
 NULL_BLOCK = 0
 """The block that vLLM's lists name where there is none."""
@@ -230,6 +234,7 @@ def register(
     groups: list[Group] = []
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
+    opaque: list[str] = []
     for index, group in enumerate(config.transfer_groups):
         ratios: dict[int, str] = {}
         for layer, spec in _specs(group).items():
@@ -238,9 +243,11 @@ def register(
                 continue  # keeps nothing
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(_identity(tensor), layer)
-            kind = describe(layer, spec, tensor, place, facts)
+            kind = describe(layer, spec, place, facts)
             ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
             made += parts(layer, kind, tensor, index, place)
+            if isinstance(kind, Opaque) and not kind.is_replicated:
+                opaque.append(layer)
         if len(ratios) > 1:
             (one, layer), (other, second) = list(ratios.items())[:2]
             raise ConfigError(
@@ -249,6 +256,13 @@ def register(
             )
         groups.append(_group(index, group, config.num_blocks, next(iter(ratios), 1)))
     aliases = _aliases(tensors, {part.layer for part in made}, owners)
+    if opaque:
+        log.info(
+            "what layers %s keep is moved whole, between engines of tensor-parallel size %d only: nobody says what is "
+            "where in it",
+            _some(opaque),
+            place.tp_size,
+        )
     if not made:
         raise ConfigError(
             f"pipeline stage {place.pp_stage} of {place.pp_size} has no layer that keeps a KV cache, and readers could "
@@ -296,16 +310,9 @@ def _tensor_of(layer: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def describe(
-    layer: str, spec: KVCacheSpec, tensor: torch.Tensor, place: Place, facts: ModelFacts
-) -> Attention | States | Opaque:
+def describe(layer: str, spec: KVCacheSpec, place: Place, facts: ModelFacts) -> Attention | States | Opaque:
     """Say what is in a layer's tensor."""
-    try:
-        if isinstance(spec, MambaSpec):
-            return _states(layer, spec, place, facts)
-        return _attention(layer, spec, place, facts)
-    except ConfigError as exc:
-        raise ConfigError(f"layer {layer!r} of {place.tp_size} tensor-parallel ranks: {exc}") from exc
+    return _states(layer, spec, place, facts) if isinstance(spec, MambaSpec) else _attention(layer, spec, place, facts)
 
 
 def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts) -> Attention | Opaque:
@@ -321,8 +328,10 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
     if is_latent or spec.max_tp_shards == 1:
         held = None
     else:
-        total = facts.num_kv_heads if spec.max_tp_shards is None else spec.max_tp_shards * spec.num_kv_heads
-        held = kv_heads(spec.num_kv_heads, total, place)
+        shares = spec.max_tp_shards
+        if shares is None and spec.num_kv_heads == 1:
+            shares = facts.num_kv_heads
+        held = kv_heads(spec.num_kv_heads, shares, place)
         if spec.num_heads != spec.num_kv_heads:
             return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
     if isinstance(spec, CircularBufferSpec):
@@ -335,21 +344,18 @@ def _attention(layer: str, spec: AttentionSpec, place: Place, facts: ModelFacts)
 def _states(layer: str, spec: MambaSpec, place: Place, facts: ModelFacts) -> States | Opaque:
     kind = spec.mamba_type.name.lower()
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        match kind:
-            case "mamba1":
-                return mamba1(spec.shapes, spec.dtypes, is_dim_first=facts.is_conv_dim_first, place=place)
-            case "mamba2":
-                return mamba2(
-                    spec.shapes,
-                    spec.dtypes,
-                    is_dim_first=facts.is_conv_dim_first,
-                    place=place,
-                    num_groups=facts.mamba_groups(layer, place),
-                )
-            case "gdn_attn":
-                return delta_net(spec.shapes, spec.dtypes, is_dim_first=facts.is_conv_dim_first, place=place)
-            case _:
-                pass
+        given, is_dim_first = (spec.shapes, spec.dtypes), facts.is_conv_dim_first
+        with contextlib.suppress(UnknownStructure):
+            match kind:
+                case "mamba1":
+                    return mamba1(*given, is_dim_first=is_dim_first, place=place)
+                case "mamba2":
+                    groups = facts.mamba_groups(layer, place)
+                    return mamba2(*given, is_dim_first=is_dim_first, place=place, num_groups=groups)
+                case "gdn_attn":
+                    return delta_net(*given, is_dim_first=is_dim_first, place=place)
+                case _:
+                    pass
     dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
         content=f"{kind} {'channels' if facts.is_conv_dim_first else 'columns'} first {dtypes}",

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asynckv.geometry.layout import ONE_PER_REQUEST
+
 __all__ = ["Blocks", "CacheGroup", "Shape"]
 
 NULL_BLOCK = 0
@@ -59,15 +61,25 @@ class Shape:
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
         """Read it from vLLM's configuration."""
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, RSWASpec, iter_layer_specs
+        from vllm.v1.kv_cache_interface import (
+            CircularBufferSpec,
+            FullAttentionSpec,
+            MambaSpec,
+            RSWASpec,
+            iter_layer_specs,
+        )
 
         groups = []
         for index in kv_cache_config.transfer_group_ids:
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             layers = list(iter_layer_specs(spec))
-            is_state = any(isinstance(each, MambaSpec) for each in layers)
+            # A ring is what a state is: one block that holds the end of what was computed.
+            is_ring = any(isinstance(each, CircularBufferSpec) for each in layers)
+            is_state = is_ring or any(isinstance(each, MambaSpec) for each in layers)
+            size = ONE_PER_REQUEST if is_ring else spec.block_size
             keeps_all = all(isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers)
-            groups.append(CacheGroup(index, spec.block_size, is_state, not is_state and not keeps_all))
+            groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all))
+        # Whatever is not full attention forgets: states, sliding windows, chunks.
         forgets = any(group.is_state or group.is_window for group in groups)
         # Draft layers that look ahead have to see the tokens which were sampled, not those of their own drafts.
         back_off = max(int(forgets), vllm_config.num_prefill_lookahead_tokens - 1)
