@@ -33,10 +33,10 @@ from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported,
 from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
 __all__ = ["WorkerHalf"]
@@ -83,7 +83,7 @@ class WorkerHalf:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Declare the memory and start the engine; returns when it listens.
 
         Raises:
