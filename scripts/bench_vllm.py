@@ -174,7 +174,7 @@ def compare(
                 for name in who[turn % len(who) :] + who[: turn % len(who)]:
                     measured[str(case)][name].append(measure(server, CONTENDERS[name], case, turn))
     finally:
-        server.end()
+        server.close()
     rows = []
     for case in chosen:
         for name in who:

@@ -60,6 +60,14 @@ class EngineFault(Refused):
         self.engine, self.why = engine, why
 
 
+def _error_in(data: bytes) -> dict[str, Any] | None:
+    """The error that an answer is, if it is one."""
+    with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+        found = msgspec.json.decode(data, type=dict[str, Any]).get("error")
+        return found if isinstance(found, dict) else None
+    return None
+
+
 class Engine:
     """One engine, as far as the router knows.
 
@@ -106,28 +114,27 @@ class Engine:
         """Say what an answer other than 200 means."""
         if 400 <= status < 500 and status != 429:
             return Refused(status, f"{self} refused it with status {status}", body=data)
-        said = data[:500].decode(errors="replace")
-        if '"kv_transfer_error"' in said:
+        said = data[:1000].decode(errors="replace")
+        if (_error_in(data) or {}).get("type") == "kv_transfer_error":
             return self.fault("kv_transfer_error", f"could not fetch the KV cache: {said}")
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
         return self.fault(why, f"answered with status {status}: {said}")
 
-    async def first_event(self, content: aiohttp.StreamReader) -> bytes:
+    async def first_event(self, answer: aiohttp.ClientResponse) -> bytes:
         """Read at least the first event of a stream: vLLM sends status 200 before it knows whether a request fails.
 
         Raises:
             EngineFault: It is an error, or there is none.
         """
         found = b""
-        while b"\n\n" not in found and len(found) < 65536 and (piece := await content.readany()):
-            found += piece
-        if not found.startswith(b"data:"):
-            raise self.fault("garbage", f"sent no event, but {found[:100]!r}")
+        if answer.content_type == "text/event-stream":
+            while b"\n\n" not in found and len(found) < 65536 and (piece := await answer.content.readany()):
+                found += piece
+        if not found:
+            raise self.fault("garbage", f"sent no event, but {answer.content_type}")
         event = found.removeprefix(b"data:").partition(b"\n\n")[0]
-        with contextlib.suppress(msgspec.MsgspecError, ValueError):
-            error = msgspec.json.decode(event, type=dict[str, Any]).get("error")
-            if isinstance(error, dict):
-                raise self.refusal(error["code"] if isinstance(error.get("code"), int) else 500, event)
+        if error := _error_in(event):
+            raise self.refusal(error["code"] if isinstance(error.get("code"), int) else 500, event)
         return found
 
     async def pieces(self, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
@@ -194,18 +201,25 @@ class Engines:
             for role, engines in self.by_role.items()
         }
 
+    def up(self, role: str) -> list[Engine]:
+        """Those that are up.
+
+        Raises:
+            Refused: None is.
+        """
+        engines = self.by_role[role]
+        if found := [engine for engine in engines if not engine.trouble]:
+            return found
+        which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines)
+        raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
+
     def choose(self, role: str, avoid: set[Engine]) -> Engine:
         """Take the one with the least to do of those that are up; one to avoid only if there is no other.
 
         Raises:
             Refused: None is up.
         """
-        engines = self.by_role[role]
-        up = [engine for engine in engines if not engine.trouble]
-        if not up:
-            which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines)
-            raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
-        chosen = min(up, key=lambda engine: (engine in avoid, engine.outstanding, engine.last_turn))
+        chosen = min(self.up(role), key=lambda engine: (engine in avoid, engine.outstanding, engine.last_turn))
         chosen.last_turn = next(self._turn)
         return chosen
 

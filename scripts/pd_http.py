@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,6 +48,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return exc.response()
     except web.HTTPException as exc:
         return Refused(exc.status, f"{request.method} {request.path}: {exc.reason}").response()
+    except ConnectionError:
+        raise  # nobody is there to hear of it, as aiohttp knows
     except Exception:
         log.exception("handler_failed", path=request.path)
         return Refused(500, "the server failed; its log says how", "internal_error").response()
@@ -89,3 +92,5 @@ def log_as_json() -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    # It writes a traceback for whoever sends what is no HTTP; what fails in a handler is logged by `errors_as_json`.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)

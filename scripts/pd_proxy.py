@@ -186,7 +186,7 @@ class Router:
             raise Refused(408, f"the body did not arrive within {self._limits.silence_s:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise Refused(413, f"the body is larger than {self._max_body_mib:g} MiB") from None
-        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+        except (msgspec.MsgspecError, web.RequestPayloadError, ValueError, RecursionError) as exc:
             raise Refused(400, f"the body is no JSON object: {exc}") from None
         if not isinstance(body.get("stream"), bool | None):
             raise Refused(400, "stream is neither true nor false")
@@ -204,6 +204,7 @@ class Router:
             job.notes["attempts"] = attempt
             try:
                 if job.lender is None:
+                    self.engines.up("decode")  # or the prefill would be for nothing
                     params = await self._prefill(job)
                 return await self._decode(self.engines.choose("decode", job.avoid), job, params)
             except EngineFault as fault:
@@ -252,7 +253,7 @@ class Router:
                 data = await answer.read()
                 engine.decoded(data)
                 return web.Response(body=data, headers=headers)
-            first = await engine.first_event(answer.content)
+            first = await engine.first_event(answer)
             self._passed("first", job)
             response = web.StreamResponse(headers=headers)
             try:

@@ -8,9 +8,12 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from asynckv import (
+    AsyncKVError,
+    ConfigError,
     EngineClosed,
     EngineConfig,
     LeaseConfig,
@@ -22,12 +25,12 @@ from asynckv import (
     PullCancelled,
     PullConfig,
     PullError,
-    PullTimeout,
     RemoteProtocolError,
 )
 from asynckv.edges.nixl import NixlPlane
-from asynckv.embed import Announce, Cancel, Discharge, Finished, Lend, Order, Pull, Withdraw
+from asynckv.embed import Announce, Cancel, Discharge, EnginePump, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from tests.engines import BLOCKS, memory
+from tests.test_arguments import HOSTILE
 from tests.ways import PATIENCE_S, WAYS, Held, Native, until
 
 pytestmark = pytest.mark.nixl
@@ -216,9 +219,11 @@ def test_blocks_that_never_return_are_retired(way: str) -> None:
     params = pair.params("r", [1])
     plane.is_holding = True
     pair.prefill.submit(Lend(params))
-    pair.decode.submit(pull("r", [2], params, timeout_s=0.1))
+    pair.decode.submit(pull("r", [2], params))
+    until(lambda: plane.running, pair.prefill.way, pair.decode.way)
+    pair.decode.submit(Cancel("r"))
     pair.until(lambda p, d: d.retired)
-    assert [type(f.error) for f in pair.decode.told.failed] == [PullTimeout]
+    assert [(f.request_id, f.is_held) for f in pair.decode.told.failed] == [("r", True)]
     assert pair.decode.told.retired == ["r"]
     assert not pair.decode.told.returned
     pair.decode.way.call(plane.let_go(), PATIENCE_S)
@@ -274,7 +279,7 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
     refused = pair.prefill.told.refused
     assert [r.order for r in refused] == [order for i, order in enumerate(wrong) if i not in (5, 11)]
     kinds = {type(r.error) for r in refused}
-    assert kinds == {RemoteProtocolError, LocalProtocolError, TypeError}
+    assert kinds == {RemoteProtocolError, LocalProtocolError}
     assert [f.request_id for f in pair.decode.told.failed] == [order.request_id for order in pulls[:-1]]
     assert pair.decode.blocks([3]) == pair.prefill.blocks([1])
     assert [r.request_id for r in pair.decode.told.received] == ["good"]
@@ -438,3 +443,66 @@ def test_statistics_are_a_snapshot(pair: Pair) -> None:
     if not isinstance(pair.decode.way, Native):
         counters = pair.decode.way.statistics(3600.0).counters
         assert counters["embed.orders"] == 1
+
+
+# -- whatever is given -----------------------------------------------------------------------------------
+
+
+def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_out(pair: Pair) -> None:
+    orders: list[Any] = list(HOSTILE.values())
+    params = pair.params("r", [1])
+    for good in (
+        Announce("a", params),
+        pull("p", [2], params),
+        Discharge("d", params),
+        Cancel("c"),
+        Lend(params),
+        Withdraw(params),
+    ):
+        orders += [
+            msgspec.structs.replace(good, **{name: value})
+            for name in good.__struct_fields__
+            for what, value in HOSTILE.items()
+            if not (isinstance(good, Pull) and name == "timeout_s" and value is None)
+        ]
+    late = pair.params("late", [3])
+    pair.decode.way.submit([*orders, pull("late", [9], late)])
+    pair.prefill.submit(Lend(late))
+    until(lambda: pair.decode.take().received and pair.prefill.take().sent, pair.decode.way, pair.prefill.way)
+    pair.close()
+    told = pair.decode.take()
+    pulls = [order for order in orders if isinstance(order, Pull)]
+    ended = [*(f.request_id for f in told.failed), *(r.request_id for r in told.received)]
+    assert len(ended) == len(pulls) + 1
+    assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
+    lends = [r for r in told.refused if isinstance(r.order, Lend)]
+    assert len(lends) == sum(isinstance(order, Lend) for order in orders), "these params are another engine's"
+    for error in [f.error for f in told.failed] + [r.error for r in told.refused]:
+        assert isinstance(error, AsyncKVError), error
+        assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize("kind", [EngineThread, EnginePump])
+def test_arguments_are_refused_by_name(kind: type[EngineThread] | type[EnginePump]) -> None:
+    config, registration = EngineConfig(engine_id="e", lease=LeaseConfig(grant_s=0.5)), memory(1)[0]
+    for value in HOSTILE.values():
+        with pytest.raises(ConfigError):
+            kind(cast(Any, value), registration)
+        with pytest.raises(ConfigError):
+            kind(config, cast(Any, value))
+    with kind(config, registration) as engine:
+        calls: dict[str, Callable[[Any], object]] = {
+            "timeout_s": engine.close,
+            "max_age_s": engine.statistics,
+            "work": lambda value: engine.call(value, 1.0),
+            "time": lambda value: engine.call(asyncio.sleep(0), value),
+            "turn": engine.wait if isinstance(engine, EngineThread) else engine.pump,
+        }
+        for name, call in calls.items():
+            for what in ("none", "true", "nan", "-1", "10^400", "text", "list", "object", "numpy array"):
+                with pytest.raises(LocalProtocolError):
+                    call(HOSTILE[what])
+                assert name
+        for what in ("none", "1.5", "object", "function"):
+            with pytest.raises(LocalProtocolError, match="give a list of orders"):
+                engine.submit(cast(Any, HOSTILE[what]))

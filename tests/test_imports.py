@@ -176,7 +176,10 @@ def test_each_library_has_one_door() -> None:
     for path in PACKAGE.rglob("*.py"):
         for name in imports(path):
             door = DOORS.get(name.split(".")[0].removesuffix("_cu12").removesuffix("_cu13"))
-            assert door is None or path == PACKAGE / door, f"{path} imports {name}"
+            is_inside = (
+                name == "torch" and PACKAGE / "integrations/vllm" in path.parents
+            )  # of vLLM, whose tensors come in
+            assert door is None or path == PACKAGE / door or is_inside, f"{path} imports {name}"
 
 
 def test_nothing_pickles() -> None:

@@ -86,14 +86,18 @@ class Fake:
             yield self
 
 
-def says(value: Any, status: int = 200) -> Act:
+def says(value: Any, status: int = 200, kind: str = "application/json") -> Act:
     """Answer with JSON, or with bytes as they are."""
 
     async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
         data = value if isinstance(value, bytes) else msgspec.json.encode(value)
-        return web.Response(body=data, status=status, content_type="application/json")
+        return web.Response(body=data, status=status, content_type=kind)
 
     return act
+
+
+def says_events(events: bytes) -> Act:
+    return says(events, kind="text/event-stream")
 
 
 def streams(*pieces: bytes, is_cut: bool = False) -> Act:
@@ -133,7 +137,7 @@ async def no_http(fake: Fake, request: web.Request) -> web.StreamResponse:
 
 
 def error(kind: str, code: int) -> dict[str, Any]:
-    return {"error": {"message": "no luck", "type": kind, "param": None, "code": code}}
+    return {"error": {"message": "no luck " * 500, "type": kind, "param": None, "code": code}}
 
 
 def prefills(name: str = "a") -> Fake:
@@ -314,16 +318,16 @@ EVENT = b"data: " + json.dumps(error("InternalServerError", 500)).encode() + b"\
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     "act",
-    [says(b"oh", 500), dies, no_http, says(b"<html>"), says(b""), says(EVENT)],
+    [says(b"oh", 500), dies, no_http, says(b"<html>"), says(b""), says_events(EVENT)],
     ids=["500", "dies", "no_http", "html", "empty", "error_event"],
 )
 async def test_when_decode_fails_the_prompt_is_prefilled_anew_for_another(act: Act, is_stream: bool) -> None:
     bad, prefill = Fake(act), prefills()
-    good = Fake(says(b"data: {}\n\n")) if is_stream else decodes()
+    good = Fake(says_events(b": so be it\n\ndata: {}\n\n")) if is_stream else decodes()
     async with routed([prefill], [bad, good]) as client:
         async with client.streaming(stream=is_stream) as answer:
             assert answer.status == 200
-            assert (await answer.read()).startswith(b"data: {}" if is_stream else b'{"choices"')
+            assert (await answer.read()).startswith(b": so be it" if is_stream else b'{"choices"')
         # Params are good for one use, and the first decode engine may have used them.
         assert (len(prefill.asked), len(bad.asked), len(good.asked)) == (2, 1, 1)
 
@@ -332,15 +336,15 @@ async def test_when_decode_fails_the_prompt_is_prefilled_anew_for_another(act: A
     "act",
     [
         says(error("kv_transfer_error", 503), 503),
-        says(b"data: " + json.dumps(error("kv_transfer_error", 503)).encode()),
+        says_events(b"data: " + json.dumps(error("kv_transfer_error", 503)).encode()),
     ],
     ids=["status", "event"],
 )
 async def test_a_lost_kv_cache_is_computed_by_another_prefill_engine(act: Act) -> None:
     prefill = [prefills("a"), prefills("b")]
-    decode = Fake(act, says(b"data: {}\n\n"))
+    decode = Fake(act, says_events(b": so be it\n\ndata: {}\n\n"))
     async with routed(prefill, [decode, NOWHERE]) as client, client.streaming() as answer:
-        assert (answer.status, await answer.read()) == (200, b"data: {}\n\n")
+        assert (answer.status, await answer.read()) == (200, b": so be it\n\ndata: {}\n\n")
     assert [len(it.asked) for it in prefill] == [1, 1]
     assert [body["kv_transfer_params"]["of"] for body, _ in decode.asked] == ["a", "b"]
 
@@ -384,6 +388,7 @@ async def test_none_up_is_said_in_json() -> None:
             assert told["type"] == "no_engine"
             assert f"no {engines[2]} engine is up: {NOWHERE} " in told["message"]
             assert (await client.ready())[0] == 503
+    assert not prefill.asked  # it would be for nothing
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -456,6 +461,13 @@ async def test_malformed_bodies_are_refused(body: Any) -> None:
         status, told = await client.ask(body)
         assert (status, told["error"]["code"], told["error"]["type"]) == (400, 400, "invalid_request_error")
         assert not prefill.asked
+
+
+async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
+    async with routed([prefills()], [decodes()]) as client:
+        status, told = await client.ask(b"hello", headers={"Content-Encoding": "gzip"}, compress=None)
+        assert status == 400
+        assert "content-encoding" in told["error"]["message"]
 
 
 async def test_large_prompts_arrive_whole() -> None:
@@ -607,7 +619,7 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
         assert process.stderr is not None
         try:
             async with asyncio.timeout(START_S):
-                events = []
+                events: list[dict[str, Any]] = []
                 while not events or events[-1]["event"] != "listening":
                     events.append(json.loads(await process.stderr.readline()))
             async with aiohttp.ClientSession() as session:

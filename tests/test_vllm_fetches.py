@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -191,15 +192,40 @@ def test_any_life_orders_one_read_or_one_discharge_per_key_and_leaves_nothing(se
 
 # -- vLLM's lists of blocks ---------------------------------------------------------------------------
 
-TOKENS, WINDOW, STATE = CacheGroup(0, 16), CacheGroup(2, 32), CacheGroup(3, 64, is_state=True)
+
+class Block(NamedTuple):
+    """One of vLLM's blocks, as far as anybody looks at it here."""
+
+    block_id: int
+    block_hash: str | None
+
+    @property
+    def is_null(self) -> bool:
+        return self.block_id == 0
+
+
+class Listed(NamedTuple):
+    """A request's blocks, as vLLM hands them over."""
+
+    blocks: Sequence[Sequence[Block]]
+
+    def get_block_ids(self) -> list[list[int]]:
+        return [[block.block_id for block in blocks] for blocks in self.blocks]
+
+
+def new(*groups: Sequence[int], cached: Sequence[int] = ()) -> Listed:
+    return Listed([[Block(i, "hash" if i in cached else None) for i in ids] for ids in groups])
+
+
+TOKENS, WINDOW, STATE = CacheGroup(0, 16), CacheGroup(2, 32, is_window=True), CacheGroup(3, 64, is_state=True)
 SLOT = CacheGroup(1, 4096, is_state=True)
 
 
 def test_lists_begin_in_the_block_of_the_first_token_and_end_with_the_last() -> None:
     shape = Shape((TOKENS,), 0)
-    assert shape.missing([[5, 6, 7, 8, 9]], 0, 64) == [(0, [5, 6, 7, 8])]
-    assert shape.missing([[5, 6, 7, 8, 9]], 32, 65) == [(32, [7, 8, 9])]
-    assert shape.missing([[5, 6, 7, 8, 9]], 40, 65) == [(40, [7, 8, 9])]
+    assert shape.missing(new([5, 6, 7, 8, 9]), 0, 64) == [(0, [5, 6, 7, 8])]
+    assert shape.missing(new([5, 6, 7, 8, 9]), 32, 65) == [(32, [7, 8, 9])]
+    assert shape.missing(new([5, 6, 7, 8, 9]), 40, 65) == [(40, [7, 8, 9])]
     assert shape.held([[5, 6, 7, 8, 9]], 70) == [(0, [5, 6, 7, 8, 9])]
 
 
@@ -207,7 +233,15 @@ def test_groups_that_are_not_transferred_are_left_out_and_the_others_keep_their_
     shape = Shape((TOKENS, WINDOW), 1)
     lists: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7], [99], [0, 0, 8, 9]]
     assert shape.held(lists, 100) == [(0, [1, 2, 3, 4, 5, 6, 7]), (64, [8, 9])]
-    assert shape.missing(lists, 96, 100) == [(96, [7]), (96, [9])]
+    assert shape.missing(new(*lists, cached=[8]), 96, 100) == [(96, [7]), (96, [9])]
+
+
+def test_of_a_window_that_is_not_cached_as_far_as_the_rest_the_whole_is_read() -> None:
+    shape = Shape((TOKENS, WINDOW), 1)
+    lists: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7], [99], [0, 10, 8, 9]]
+    assert shape.missing(new(*lists, cached=[1, 2, 3, 4, 5, 6]), 96, 100) == [(96, [7]), (32, [10, 8, 9])]
+    assert shape.missing(new(*lists, cached=[1, 2, 3, 4, 5, 6, 10]), 96, 100) == [(96, [7]), (64, [8, 9])]
+    assert shape.missing(new(*lists), 80, 100) == [(80, [6, 7]), (32, [10, 8, 9])]
 
 
 def test_gaps_are_none() -> None:
@@ -220,7 +254,7 @@ def test_of_the_states_only_the_last_is_listed() -> None:
     lists: list[list[int]] = [[], [7, 8, 9], [], [1, 0, 2, 3]]
     assert shape.held(lists, 129) == [(128, [2]), (0, [7])]
     assert shape.held(lists, 128) is None  # that state is gone
-    assert shape.missing(lists, 0, 256) == [(192, [3]), (0, [7])]
+    assert shape.missing(new(*lists), 0, 256) == [(192, [3]), (0, [7])]
 
 
 def test_nothing_is_held_where_there_is_no_block() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, TESTED_VERSIONS, Options, untested_version
+from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, TESTED_VERSIONS, Options, remarks
 
 
 def test_nothing_need_be_said() -> None:
@@ -91,12 +91,18 @@ def test_whoever_comes_from_nixl_connector_is_told_what_to_write(name: str) -> N
 
 
 def test_another_version_of_vllm_is_warned_of_with_those_that_were_tested() -> None:
-    assert untested_version(TESTED_VERSIONS[0]) is None
-    assert untested_version(f"{TESTED_VERSIONS[0]}+cpu") is None
-    warning = untested_version("0.34.0")
-    assert warning is not None
+    assert remarks(Options(), TESTED_VERSIONS[0], {}) == []
+    assert remarks(Options(), f"{TESTED_VERSIONS[0]}+cpu", {}) == []
+    (warning,) = remarks(Options(), "0.34.0", {})
     assert "0.33.0" in warning
     assert "0.34.0" in warning
+
+
+def test_the_address_that_was_for_nixl_connector_is_not_taken_in_silence() -> None:
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3"}
+    (warning,) = remarks(Options(), TESTED_VERSIONS[0], environment)
+    assert '"bind": "tcp://10.1.2.3:0"' in warning
+    assert remarks(Options.parse({"bind": "tcp://10.1.2.3:0"}), TESTED_VERSIONS[0], environment) == []
 
 
 def test_reading_options_imports_no_vllm() -> None:

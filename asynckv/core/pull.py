@@ -76,6 +76,7 @@ class PullEvent(enum.StrEnum):
     FAILED = "failed"
     """A transfer failed, a claim or a plan was refused, a peer is lost, ..."""
     CANCELLED = "cancelled"
+    """The caller wants it no more, or needs nothing of it."""
     TIME_UP = "time_up"
     """The deadline has passed."""
     SETTLED = "settled"

@@ -34,6 +34,7 @@ class _Timer:
         if time.clock_gettime(_CLOCK) < self._when:
             self._arm()
         else:
+            self._handle.cancel()  # it holds us, and we hold it
             self._callback()
 
     def cancel(self) -> None:

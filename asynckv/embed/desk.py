@@ -15,15 +15,32 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from asynckv.arguments import number, shown
+from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Discharge, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
 from asynckv.engine import Engine, LentRequest
-from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
 
-__all__ = ["EngineDesk"]
+__all__ = ["EngineDesk", "checked"]
 
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
+
+
+def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
+    """Check what `call` is given; returns the time.
+
+    Raises:
+        LocalProtocolError: It is no coroutine, or no time.
+    """
+    if not asyncio.iscoroutine(work):
+        raise LocalProtocolError(f"work is {shown(work)}; give a coroutine, such as engine.drain(5.0)")
+    try:
+        return number("timeout_s", timeout_s, 0)
+    except BaseException:
+        work.close()
+        raise
 
 
 class EngineDesk:
@@ -52,6 +69,8 @@ class EngineDesk:
         self._is_due = False
         self._tasks: dict[asyncio.Task[None], Order] = {}
         """What waits for the end of which order."""
+        self._unbegun: set[asyncio.Task[None]] = set()
+        """Pulls whose task has not had its first turn."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = False
         self.num_handovers = self.num_orders = 0
@@ -61,7 +80,10 @@ class EngineDesk:
 
         Raises:
             EngineClosed: No more are taken; none of these will be carried out.
+            LocalProtocolError: This is no list.
         """
+        if not isinstance(orders, Iterable):
+            raise LocalProtocolError(f"orders is {shown(orders)}; give a list of orders")
         handed = tuple(orders)
         if self._is_shut:
             raise EngineClosed("the engine was closed; none of these orders is carried out")
@@ -125,7 +147,7 @@ class EngineDesk:
                 self._tell("failed", Failed(order.request_id, _held(order, cause)))
                 self._tell("retired", order.request_id)
             elif isinstance(order, Lend):
-                request_id = str(order.params.get("request_id", ""))
+                request_id = decode_params(order.params).request_id
                 self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
         self._tasks.clear()
 
@@ -139,7 +161,7 @@ class EngineDesk:
     def carry_out(self) -> None:
         """Carry out what was handed over, for a slice of the loop's time; what is left has its turn soon."""
         self._is_due = False
-        left, until, has_pulled = self._left, time.monotonic() + SLICE_S, False
+        left, until = self._left, time.monotonic() + SLICE_S
         while True:
             if not left:
                 try:
@@ -148,11 +170,10 @@ class EngineDesk:
                     return
                 self.num_handovers += 1
             # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
-            if (has_pulled and type(left[0]) is not Pull) or time.monotonic() > until:
+            if (self._unbegun and type(left[0]) is not Pull) or time.monotonic() > until:
                 self._soon()
                 return
             order = left.popleft()
-            has_pulled = has_pulled or type(order) is Pull
             self.num_orders += 1
             try:
                 self._carry_out(order)
@@ -168,7 +189,8 @@ class EngineDesk:
             case Announce():
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
-                self._go(self._pull(order), order)
+                self._unbegun.add(task := self._go(self._pull(order), order))
+                task.add_done_callback(self._unbegun.discard)
             case Discharge():
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
@@ -178,7 +200,9 @@ class EngineDesk:
             case Withdraw():
                 engine.withdraw(order.params)
             case _:
-                raise TypeError(f"{order!r} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw")
+                raise LocalProtocolError(
+                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw"
+                )
 
     def _refuse(self, order: Order, error: Exception) -> None:
         if isinstance(order, Pull):
@@ -186,12 +210,15 @@ class EngineDesk:
         else:
             self._tell("refused", Refused(order, error))
 
-    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> None:
+    def _go(self, work: Coroutine[Any, Any, None], order: Order) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = order
         task.add_done_callback(self._tasks.pop)
+        return task
 
     async def _pull(self, order: Pull) -> None:
+        if (task := asyncio.current_task()) is not None:
+            self._unbegun.discard(task)
         try:
             result = await self.engine.pull(
                 order.request_id,

@@ -97,7 +97,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An order of which nothing was done, and why: an `AsyncKVError`, or a `TypeError` for what is no order."""
+    """An order of which nothing was done, and why: an `AsyncKVError`, or else a bug."""
 
     order: Order
     error: Exception

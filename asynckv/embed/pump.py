@@ -18,9 +18,10 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
+from asynckv.arguments import number
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
-from asynckv.embed.desk import EngineDesk
+from asynckv.embed.desk import EngineDesk, checked
 from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
@@ -76,7 +77,7 @@ class EnginePump:
     """
 
     def __init__(self, config: EngineConfig, registration: Registration) -> None:
-        if config.nixl.posting_threads == "auto":
+        if isinstance(config, EngineConfig) and config.nixl.posting_threads == "auto":
             config = dataclasses.replace(config, nixl=dataclasses.replace(config.nixl, posting_threads=0))
         self.engine = Engine(config, registration)
         self._desk = EngineDesk(self.engine, self._wake)
@@ -98,6 +99,7 @@ class EnginePump:
             BaseException: Whatever `Engine.start` raised; nothing is left running.
             TimeoutError: It took too long, and was called off.
         """
+        timeout_s = number("timeout_s", timeout_s, 0)
         if self._is_closed:
             raise EngineClosed("the engine was closed; make a new one")
         if self._loop is not None:
@@ -128,6 +130,7 @@ class EnginePump:
             TimeoutError: It has not ended yet. Call again to go on.
             BackendError: Something is still inside NIXL, so that memory may still be written. Call again to try again.
         """
+        timeout_s = number("timeout_s", timeout_s, 0)
         self._desk.shut()
         if self._loop is None or self._is_closed:
             self._is_closed = True
@@ -160,7 +163,7 @@ class EnginePump:
             WrongThread: This is not the thread that started it, or an event loop runs here.
             BaseException: What an interrupt or a bug raised out of the loop; the engine can be pumped on.
         """
-        loop = self._running("pump")
+        loop, budget_s = self._running("pump"), number("budget_s", budget_s, 0)
         if self._is_handed:
             self._is_handed = False
             loop.call_soon(self._desk.carry_out)
@@ -192,7 +195,7 @@ class EnginePump:
         """
         if self._snapshot is None:
             raise EngineClosed(f"the engine has no statistics: {self._cause}")
-        if not self._is_closed and time.monotonic() - self._snapshot[0] > max_age_s:
+        if not self._is_closed and time.monotonic() - self._snapshot[0] > number("max_age_s", max_age_s, 0):
             self._here("statistics")
             self._take_snapshot()
         return self._snapshot[1]
@@ -205,6 +208,7 @@ class EnginePump:
             EngineClosed: The engine is not running.
             WrongThread: This is not the thread that started it, or an event loop runs here.
         """
+        timeout_s = checked(work, timeout_s)
         try:
             self._running("call")
         except BaseException:

@@ -30,10 +30,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
+from asynckv.arguments import number
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
-from asynckv.embed.desk import EngineDesk
+from asynckv.embed.desk import EngineDesk, checked
 from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
@@ -117,6 +118,7 @@ class EngineThread:
             TimeoutError: It took too long, and was called off.
             LocalProtocolError: It was started before.
         """
+        timeout_s = number("timeout_s", timeout_s, 0)
         if self._is_asked_for:
             raise LocalProtocolError("the engine's thread was started before; make a new one")
         if self._is_closing:
@@ -156,6 +158,7 @@ class EngineThread:
             BackendError: Something is still inside NIXL, so that memory may still be written. Call again to try again.
             BaseException: What had ended the loop before, if nobody was told.
         """
+        timeout_s = number("timeout_s", timeout_s, 0)
         self._is_closing = True
         self._desk.shut()
         if not self._is_asked_for:
@@ -227,7 +230,7 @@ class EngineThread:
 
         Waits no longer when the engine has ended.
         """
-        until, bell, poll = time.monotonic() + timeout_s, self._listening(), select.poll()
+        until, bell, poll = time.monotonic() + number("timeout_s", timeout_s, 0), self._listening(), select.poll()
         poll.register(bell.fileno(), select.POLLIN)
         while not (self._has_news or self._is_over):
             bell.silence()
@@ -250,6 +253,7 @@ class EngineThread:
         """
         if self._snapshot is None:
             raise EngineClosed(f"the engine has no statistics: {self._cause}")
+        max_age_s = number("max_age_s", max_age_s, 0)
         taken_at, statistics = self._snapshot
         if time.monotonic() - taken_at > max_age_s and not self._is_closing:
             self._is_snapshot_wanted = True
@@ -265,6 +269,7 @@ class EngineThread:
             WrongThread: This is the engine's thread: await the coroutine instead.
             BaseException: Whatever the coroutine raised; or what ended the loop, once.
         """
+        timeout_s = checked(work, timeout_s)
         if threading.current_thread() is self._thread:
             work.close()
             raise WrongThread("call() was called on the engine's own thread, which would wait for itself; await it")
@@ -411,6 +416,8 @@ class EngineThread:
 
     async def _live(self) -> None:
         assert self._ask is not None
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(InPlace())  # a start that fails leaves no thread
         try:
             await self.engine.start()
         except asyncio.CancelledError:
@@ -419,7 +426,8 @@ class EngineThread:
         except BaseException as exc:
             self._cause, self._start_error = f"it failed to start: {exc!r}", exc
             return
-        asyncio.get_running_loop().add_reader(self._bell.fileno(), self._on_bell)
+        loop.set_default_executor(concurrent.futures.ThreadPoolExecutor())
+        loop.add_reader(self._bell.fileno(), self._on_bell)
         self._take_snapshot()
         self._started.set_result(None)
         is_ended = False

@@ -35,4 +35,4 @@ def server() -> Iterator[Server]:
     """Starts engines, which end with the test."""
     server = Server()
     yield server
-    server.end()
+    server.close()

@@ -232,8 +232,16 @@ class Process:
             "requests": {name: request.status.name for name, request in scheduler.requests.items()},
             "computed": {name: request.num_computed_tokens for name, request in scheduler.requests.items()},
             "has_work": bool(scheduler.has_requests()),
+            "unreported": self._unreported(),
             "steps": self.steps,
         }
+
+    def _unreported(self) -> list[str]:
+        """Requests of which some ranks have said that they are through, and others have not."""
+        merged = self.core.model_executor.kv_output_aggregator
+        if merged is None or self.config.parallel_config.world_size == 1:
+            return []
+        return [*merged._recv_remaining_count, *merged._send_remaining_count]
 
     def wrong(self) -> list[str]:
         """What ranks have found wrong in their caches since the last question."""

@@ -49,7 +49,6 @@ class Server:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.vllm.core"])
-        # Goes with the server; engines of one test find each other's models in it.
         self._folder = tempfile.TemporaryDirectory()
         self._started: list[Engine] = []
 
@@ -74,6 +73,11 @@ class Server:
         for engine in self._started:
             engine.kill()
         self._started.clear()
+
+    def close(self) -> None:
+        """End all engines, and start no more."""
+        self.end()
+        self._folder.cleanup()
 
 
 def _run(connection: Connection, setup: Setup, folder: Path) -> None:

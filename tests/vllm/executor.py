@@ -68,6 +68,10 @@ class RankExecutor(Executor):
 
     supports_pp = True
 
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
     def _init_executor(self) -> None:
         self._asked: deque[Later] = deque()
         self._ranks: list[tuple[Any, Connection]] = []

@@ -75,6 +75,7 @@ def settle(engine: Engine, within_s: float = 30.0) -> None:
     state = engine.until(lambda state: not state["requests"] and not state["has_work"], within_s)
     # Block 0 is the null block, which nobody gets.
     assert state["free"] == state["blocks"] - 1, (engine.setup.name, state)
+    assert state["unreported"] == [], (engine.setup.name, state)
     assert engine.ask("wrong") == []
     deadline = time.monotonic() + within_s
     while left := [each for each in engine.ask("look") if each and (each["requests"] or each["holds"])]:

@@ -8,12 +8,13 @@ end nothing is left. A seed that failed is run again with `--seeds N..N`.
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 
-from tests.vllm.engines import Reply, Server, continued, prompt
+from tests.vllm.engines import Engine, Reply, Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.zoo import MODELS
@@ -21,6 +22,7 @@ from tests.vllm.zoo import MODELS
 DEEDS = {"send": 12, "abort": 4, "abort in step": 2, "leave prefill": 1, "pause": 2, "kill": 1, "twice": 1, "reject": 1}
 LENGTHS = (1, 2, 20, 31, 32, 33, 63, 64, 65, 96, 129, 200)
 NUM_DEEDS = 60
+LEASE_S = 4.0
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,7 +40,7 @@ class Run:
         name = rng.choice([name for name in MODELS if "none" not in name])
         self.policy: Literal["fail", "recompute"] = "fail" if rng.random() < 0.5 else "recompute"
         if connector.name == "AsyncKVConnector":
-            extra = {"lease": {"lease_s": 4.0}, "pull": {"timeout_s": 8.0, "release_timeout_s": 4.0, "gone_s": 4.0}}
+            extra = {"lease": {"lease_s": LEASE_S}, "pull": {"timeout_s": 8.0, "release_timeout_s": 4.0, "gone_s": 4.0}}
             connector = replace(connector, extra=extra, is_inside=connector.is_inside or rng.random() < 0.2)
         prefill = Setup(
             "prefill",
@@ -59,6 +61,8 @@ class Run:
         self.decoding: dict[str, tuple[Reply, list[int], int]] = {}
         self.left: set[str] = set()
         self.dead = 0
+        self.held: dict[str, float] = {}
+        self.slept = False
 
     def go(self) -> None:
         """Do everything, and judge."""
@@ -67,7 +71,7 @@ class Run:
             getattr(self, deed.replace(" ", "_"))()
             self.pass_on()
         for engine in (self.pair.prefill, self.pair.decode):
-            engine.ask("go")
+            self.let_go(engine)
         while self.prefilling:
             self.pair.prefill.pause()
             self.pass_on()
@@ -76,7 +80,7 @@ class Run:
         for name, (reply, tokens, most) in stay.items():
             if reply.reason == "error":
                 assert self.policy == "fail", (name, reply)
-                assert self.dead, f"{name} failed, but no engine has died"
+                assert self.dead or self.slept, f"{name} failed, but no engine has died or made no steps for long"
             else:
                 assert reply.tokens == continued(tokens, most), name
         self.pair.settle(60.0)
@@ -106,14 +110,14 @@ class Run:
     def twice(self) -> None:
         """One prompt, two completions."""
         tokens = prompt(self.rng, self.rng.choice(LENGTHS))
-        self.pair.prefill.ask("go")
+        self.let_go(self.pair.prefill)
         (params,) = self.pair.prefilled(tokens)
         self.to_decode(tokens, params)
         self.to_decode(tokens, params)
 
     def reject(self) -> None:
         tokens = prompt(self.rng, self.rng.choice(LENGTHS))
-        self.pair.prefill.ask("go")
+        self.let_go(self.pair.prefill)
         (params,) = self.pair.prefilled(tokens)
         self.left.add(self.to_decode(tokens, params, immediately=True))
 
@@ -142,16 +146,24 @@ class Run:
         """An engine makes a few steps and then none, until it is let go."""
         engine = self.rng.choice([self.pair.prefill, self.pair.decode])
         if self.rng.random() < 0.5:
-            engine.ask("go")
+            self.let_go(engine)
         else:
+            self.held.setdefault(engine.setup.name, time.monotonic())
             engine.ask("hold")
             engine.ask("step", self.rng.randrange(4))
+
+    def let_go(self, engine: Engine) -> None:
+        """A scheduler that makes no steps hands no orders over, and leases do not wait for it."""
+        if (since := self.held.pop(engine.setup.name, None)) is not None:
+            self.slept |= time.monotonic() - since > LEASE_S / 2
+        engine.ask("go")
 
     def kill(self) -> None:
         """The prefill engine dies, and comes back under its name."""
         if self.dead or self.rng.random() < 0.5:
             return
         self.dead += 1
+        self.held.pop("prefill", None)
         self.pair.prefill.kill()
         self.prefilling.clear()
         (self.pair.prefill,) = self.server.start(self.pair.prefill.setup)

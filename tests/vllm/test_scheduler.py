@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -250,6 +251,39 @@ def test_hybrids_take_the_state_after_the_last_token_whatever_the_prefix_cache_h
     pull = side.step().only(Pull)
     (first, ids), (state_first, states) = pull.groups
     assert (first + 16 * len(ids), len(states), state_first) == (208, 1, 192)
+    side.step(loaded=["a"])
+    assert [side.step().tokens.get("a") for _ in range(3)] == [[7]] * 3
+
+
+THREE: tuple[Group, ...] = (("attention", 16), ("window", 16, 64), ("states", 16, "align"))
+
+
+@pytest.mark.parametrize("evicted", [(1,), (2,), (1, 2)])
+def test_what_the_prefix_cache_has_of_attention_alone_is_completed(evicted: tuple[int, ...]) -> None:
+    """Under pressure states and windows are gone before the blocks of full attention: the load brings them again."""
+    prompt = prompt_of(120)
+    side = Side(THREE)
+    side.add("before", prompt[:100], None, 1)
+    for _ in range(3):
+        side.step()
+    pool, manager = side.scheduler.kv_cache_manager.block_pool, side.scheduler.kv_cache_manager
+    cached = {group: set[int]() for group in range(3)}
+    for block in pool.blocks:
+        if block.block_hash is not None:
+            cached[get_group_id(block.block_hash)].add(block.block_id)
+    assert all(cached.values())
+    manager.evict_blocks({block for group in evicted for block in cached[group]})
+    side.add("a", prompt, brought(prompt, THREE), 3)
+    pull = side.step().only(Pull)
+    (first, ids), (window_first, window), (state_first, states) = pull.groups
+    assert pull.num_tokens == 119
+    assert first + 16 * len(ids) == 128
+    assert (state_first, len(states)) == (112, 1)
+    # The next token sees tokens 56 to 119, and what of them is not cached is read.
+    has_window = 1 not in evicted and first > 48
+    assert window_first == (first if has_window else 48)
+    assert window_first + 16 * len(window) == 128
+    assert first == 96
     side.step(loaded=["a"])
     assert [side.step().tokens.get("a") for _ in range(3)] == [[7]] * 3
 

@@ -198,7 +198,7 @@ def live(side: Side, groups: tuple[Group, ...], seed: int, num_steps: int = 120)
 
 def junk(chance: random.Random, depth: int = 0) -> Any:
     """Anything that JSON can carry, and some that it cannot."""
-    simple = [None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**200, -(2**64), 0.5, math.nan, math.inf, -math.inf]
+    simple: list[Any] = [None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**200, -(2**64), 0.5, math.nan, -math.inf]
     simple += ["", "x", "\ud800", "tcp://10.0.0.1:1", "a" * 20_000, b"bytes"]
     if depth > 3 or chance.random() < 0.5:
         return chance.choice(simple)
@@ -240,7 +240,7 @@ def damage(chance: random.Random, params: dict[str, Any]) -> Any:
             ours[chance.choice(list(ours))] = deep(5000)
         case 10:
             ours["more"], params["more"] = deep(5000), deep(5000)
-        case 11:
+        case _:
             params["do_remote_prefill"] = junk(chance)
             params["do_remote_decode"] = junk(chance)
     return params

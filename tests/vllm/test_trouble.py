@@ -16,6 +16,7 @@ from tests.vllm.zoo import MODELS
 
 SHORT = {
     "lease": {"lease_s": 2.0, "parked_s": 4.0},
+    "turn_lease_s": 2.0,
     "pull": {"timeout_s": 5.0, "release_timeout_s": 3.0, "gone_s": 3.0},
 }
 """Options with which nobody has to wait long for what ends by itself."""
@@ -122,7 +123,7 @@ def test_a_request_that_is_queued_for_longer_than_its_lease_is_still_read(server
     assert queued.tokens == continued(tokens, 6)
     if connector.name == "AsyncKVConnector":
         (look,) = pair.decode.ask("look")
-        assert look["counters"].get("pulls.done", 0) == 1, look["counters"]
+        assert look["counters"]["bytes.read"] > 0, look["counters"]
     pair.settle()
 
 
@@ -211,7 +212,7 @@ def test_params_with_any_one_value_exchanged_end_no_engine(server: Server, conne
     pair = start(server, connector, num_blocks=400, policy="recompute")
     tokens = pair.prompt(40)
     (whole,) = pair.prefilled(tokens)
-    values: list[Any] = [None, -1, 1 << 70, "x", [], {}, True]
+    values: list[Any] = [None, -1, (1 << 64) - 1, 0.5, "x", [], {}, True]
     tried = [(path, value) for path in paths(whole) for value in values]
     for path, value in tried:
         params = damaged(whole, path, value)

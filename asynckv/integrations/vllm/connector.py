@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import vllm
@@ -11,7 +12,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.integrations.vllm.handover import StepOrders
 from asynckv.integrations.vllm.memory import check_supported
-from asynckv.integrations.vllm.options import Options, untested_version
+from asynckv.integrations.vllm.options import Options, remarks
 from asynckv.integrations.vllm.scheduler import SchedulerHalf
 from asynckv.integrations.vllm.stats import AsyncKVPromMetrics, AsyncKVStats
 from asynckv.integrations.vllm.worker import WorkerHalf
@@ -29,8 +30,8 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
-        if (warning := untested_version(vllm.__version__)) is not None:
-            logger.warning(warning)
+        for remark in remarks(options, vllm.__version__, os.environ):
+            logger.warning("%s", remark)
         self._scheduler: Any = None
         self._worker: Any = None
         if role is KVConnectorRole.SCHEDULER:

@@ -24,12 +24,14 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-__all__ = ["TESTED_VERSIONS", "Options", "untested_version"]
+__all__ = ["TESTED_VERSIONS", "Options", "remarks"]
 
 TESTED_VERSIONS = ("0.33.0",)
 """The versions of vLLM that this was tested with. Its connector interface changes without notice."""
 
 WHERE = "kv_connector_extra_config"
+
+LOOPBACK = "tcp://127.0.0.1:0"
 
 SECTIONS: Mapping[str, type[Any]] = {
     "lease": LeaseConfig,
@@ -47,6 +49,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lease": {"max_lease_s": 86_400.0},
 }
 """Where the connector's defaults are not the engine's."""
+
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 OF_NIXL_CONNECTOR = {
     "backends": 'say "nixl": {"backend": "UCX"}; one backend per engine',
@@ -86,7 +90,7 @@ class Options:
             end, wait for the next turn.
     """
 
-    bind: str = "tcp://127.0.0.1:0"
+    bind: str = LOOPBACK
     advertise: str = ""
     allow_insecure: bool = False
     keys: KeysConfig | None = None
@@ -136,14 +140,20 @@ class Options:
 _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
 
-def untested_version(version: str) -> str | None:
-    """What to tell somebody who runs another version of vLLM than was tested; None if it was."""
-    if version.split("+")[0] in TESTED_VERSIONS:
-        return None
-    return (
-        f"AsyncKVConnector was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {version}: vLLM's connector "
-        f"interface changes between versions, so try it before you serve with it"
-    )
+def remarks(options: Options, version: str, environment: Mapping[str, str]) -> list[str]:
+    """What somebody should hear who starts like this: with that version of vLLM, in that environment."""
+    out = []
+    if version.split("+")[0] not in TESTED_VERSIONS:
+        out.append(
+            f"AsyncKVConnector was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {version}: vLLM's "
+            f"connector interface changes between versions, so try it before you serve with it"
+        )
+    if (host := environment.get(NIXL_HOST)) and options.bind == LOOPBACK:
+        out.append(
+            f"{NIXL_HOST}={shown(host)} is read by NixlConnector alone, and AsyncKVConnector listens on "
+            f'{options.bind}; say "bind": "tcp://{host}:0" in {WHERE}, and give keys'
+        )
+    return out
 
 
 def _mapping(where: str, given: object) -> Mapping[str, Any]:

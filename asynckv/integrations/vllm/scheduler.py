@@ -171,7 +171,7 @@ class SchedulerHalf:
             return
         if num_external > 0 and fetch.state is State.ANNOUNCED:
             end = fetch.first_token + num_external
-            lists = self.shape.missing(blocks.get_block_ids(), fetch.first_token, end)
+            lists = self.shape.missing(blocks, fetch.first_token, end)
             priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
             self.fetches.allocate(fetch, lists, end, priority)
         else:
@@ -228,8 +228,13 @@ class SchedulerHalf:
         """The blocks of a request, and how many tokens are in them; None if nothing can be lent."""
         # A step that is still under way may write beyond what has been received.
         num_tokens = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)
-        if num_tokens <= 0 or (self.shape.has_states and num_tokens != request.num_computed_tokens):
+        if num_tokens <= 0:
             return None
+        if self.shape.has_states:
+            # The state has to be the one after this very token.
+            is_guessed = self.shape.has_drafts and request.num_output_tokens > 1
+            if is_guessed or num_tokens != request.num_computed_tokens:
+                return None
         lists = self.shape.held(block_ids, num_tokens)
         return None if lists is None else (lists, num_tokens)
 

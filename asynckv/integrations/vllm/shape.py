@@ -30,11 +30,13 @@ class CacheGroup:
         index: Its place among all of vLLM's groups.
         block_size: Tokens per block; of states, tokens between those that are kept.
         is_state: Blocks hold recurrent states.
+        is_window: Tokens are forgotten once they are far enough behind.
     """
 
     index: int
     block_size: int
     is_state: bool = False
+    is_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,12 @@ class Shape:
     Attributes:
         groups: In vLLM's order.
         back_off: Tokens at the end of a prompt that are left to whoever reads it.
+        has_drafts: Tokens are guessed, and states kept of all guesses; which one holds is known to the workers alone.
     """
 
     groups: tuple[CacheGroup, ...]
     back_off: int
+    has_drafts: bool = False
 
     @property
     def has_states(self) -> bool:
@@ -65,24 +69,35 @@ class Shape:
             iter_layer_specs,
         )
 
-        groups, is_bounded = [], False
+        groups = []
         for index in kv_cache_config.transfer_group_ids:
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             layers = list(iter_layer_specs(spec))
-            is_ring = any(isinstance(each, CircularBufferSpec) for each in layers)
             # A ring is what a state is: one block that holds the end of what was computed.
+            is_ring = any(isinstance(each, CircularBufferSpec) for each in layers)
+            is_state = is_ring or any(isinstance(each, MambaSpec) for each in layers)
             size = ONE_PER_REQUEST if is_ring else spec.block_size
-            groups.append(CacheGroup(index, size, is_ring or any(isinstance(each, MambaSpec) for each in layers)))
-            # Whatever is not full attention forgets: states, sliding windows, chunks.
-            is_bounded |= not all(
-                isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers
-            )
+            keeps_all = all(isinstance(each, FullAttentionSpec) and not isinstance(each, RSWASpec) for each in layers)
+            groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all))
+        # Whatever is not full attention forgets: states, sliding windows, chunks.
+        forgets = any(group.is_state or group.is_window for group in groups)
         # Draft layers that look ahead have to see the tokens which were sampled, not those of their own drafts.
-        return cls(tuple(groups), max(int(is_bounded), vllm_config.num_prefill_lookahead_tokens - 1))
+        back_off = max(int(forgets), vllm_config.num_prefill_lookahead_tokens - 1)
+        return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
 
-    def missing(self, block_ids: Sequence[Sequence[int]], first_token: int, num_tokens: int) -> Blocks:
-        """Blocks of a request that are to be filled with tokens `first_token ... num_tokens - 1`."""
-        return [self._listed(group, block_ids[group.index], first_token, num_tokens) for group in self.groups]
+    def missing(self, blocks: Any, first_token: int, num_tokens: int) -> Blocks:
+        """Blocks of a request (vLLM's `KVCacheBlocks`) that are to be filled with tokens up to `num_tokens`.
+
+        The local prefix cache has what comes before `first_token`, of full attention. Where layers forget it may have
+        less: of a window that begins before `first_token`, blocks that nothing is cached of are read as well.
+        """
+        lists, ids = [], blocks.get_block_ids()
+        for group in self.groups:
+            first, listed = first_token, blocks.blocks[group.index]
+            while group.is_window and (place := -(-first // group.block_size) - 1) >= 0 and _is_new(listed, place):
+                first = place * group.block_size
+            lists.append(self._listed(group, ids[group.index], first, num_tokens))
+        return lists
 
     def held(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Blocks | None:
         """Blocks of a request that hold its first `num_tokens`; None if there are none, or a state is gone."""
@@ -106,3 +121,7 @@ class Shape:
         if NULL_BLOCK in listed:  # found at once; most lists have none
             listed = [None if block == NULL_BLOCK else block for block in listed]
         return first, listed
+
+
+def _is_new(blocks: Sequence[Any], place: int) -> bool:
+    return place < len(blocks) and not blocks[place].is_null and blocks[place].block_hash is None

@@ -1,0 +1,374 @@
+"""What each way to embed an engine costs the worker's thread: `python -m scripts.bench_embed --help`.
+
+A prefill engine in a process of its own lends; a decode engine in this one is embedded in each of the ways, in turns,
+beside a loop of steps: every step hands over new requests and takes what has ended. A step computes for so many
+milliseconds, in Python without a system call (`python`: it gives Python's lock away only when it has to), or outside of
+it in pieces of half a millisecond (`free`, as kernel launches do). The work of a step is counted, not timed, so that
+whatever holds the thread up makes it longer:
+
+- `call`: the thread's time in `submit` and `take_finished`, per step (and in `pump`, for that way);
+- `longer`: how much longer than alone a step took, all in all;
+- `latency`: from `submit` until `take_finished` tells, which no way can do before the step has ended.
+
+`thread + wait` is a thread whose steps end with `wait(0.001)`, if anything is under way.
+
+`burst` asks for 256 requests of 8 MiB in one step of 30 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
+
+import msgspec
+import typer
+
+from asynckv import (
+    Engine,
+    EngineConfig,
+    EngineDesk,
+    EnginePump,
+    EngineThread,
+    Finished,
+    LeaseConfig,
+    LogConfig,
+    Order,
+    PrefillGroup,
+    Pull,
+)
+from asynckv.bench import garbage
+from asynckv.bench.memory import Pool
+from asynckv.core.types import Endpoint
+from asynckv.testing.fleet import Fleet
+from asynckv.tools.layouts import model_layout
+from asynckv.tools.models import Heads, Model
+from scripts import command
+
+LAYERS, BLOCK_BYTES = 4, 1 << 18
+"""A block holds 256 KiB: 16 tokens of 8 heads of 128, keys and values, in four layers."""
+LENT_BLOCKS = 64
+PATIENCE_S = 60.0
+SMALL_BLOCKS, LARGE_BLOCKS = 1, 32
+BURST_GOAL_MS = 2.0
+PIECE_S = 0.0005
+WAIT_S = 0.001
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked for beside which steps."""
+
+    kind: str
+    step_s: float
+    per_step: int = 8
+    steps: int = 60
+    blocks: int = SMALL_BLOCKS
+
+    @property
+    def num_requests(self) -> int:
+        return self.per_step * self.steps
+
+
+CASES = {
+    f"{kind}-{ms}": Case(kind, ms / 1e3, steps=max(12, 1500 // ms))
+    for kind in ("python", "free")
+    for ms in (10, 30, 200)
+}
+CASES |= {f"burst-{kind}": Case(kind, 0.03, 256, 1, LARGE_BLOCKS) for kind in ("python", "free")}
+ABOUT = {
+    **{
+        f"{kind}-N": f"steps of N ms ({', '.join(n for n in CASES if n.startswith(kind))})"
+        for kind in ("python", "free")
+    },
+    "burst-KIND": "256 requests of 8 MiB in one step",
+}
+
+
+def make(num_blocks: int) -> Pool:
+    """Make a KV cache."""
+    return Pool(model_layout(Model("embed", (Heads(8, 128),) * LAYERS), num_blocks=num_blocks), seed=0)
+
+
+class Prefill:
+    """The process that lends whatever it is told to: the same blocks, again and again."""
+
+    def __init__(self) -> None:
+        self._pool = make(LENT_BLOCKS)
+        config = EngineConfig(
+            engine_id="prefill",
+            lease=LeaseConfig(lease_s=600.0),
+            log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0),
+        )
+        self._engine = Engine(config, self._pool.registration)
+
+    async def __aenter__(self) -> Self:
+        await self._engine.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._engine.aclose()
+
+    def endpoint(self) -> Any:
+        return msgspec.to_builtins(self._engine.endpoint)
+
+    def lend(self, every: list[dict[str, Any]]) -> None:
+        for params in every:
+            self._engine.lend(params)
+
+
+# -- work ------------------------------------------------------------------------------------------------
+
+
+def _spin(count: int) -> None:
+    for _ in range(count):
+        pass
+
+
+def _pieces(count: int, data: bytes) -> None:
+    for _ in range(count):
+        zlib.crc32(data)  # outside of Python's lock
+
+
+def rate(work: Callable[[int], None], count: int) -> float:
+    """Measure how often a thread does something in a second, when nothing else runs."""
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        work(count)
+        best = max(best, count / (time.perf_counter() - began))
+    return best
+
+
+def step_of(case: Case) -> Callable[[], None]:
+    """Make a step of the wanted length."""
+    if case.kind == "python":
+        count = int(case.step_s * rate(_spin, 300_000))
+        return lambda: _spin(count)
+    whole = bytes(1 << 20)
+    size = int(PIECE_S * (1 << 20) * rate(lambda n: _pieces(n, whole), 20))
+    piece, pieces = bytes(size), max(1, round(case.step_s / PIECE_S))
+    return lambda: _pieces(pieces, piece)
+
+
+# -- ways ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What was measured of one way."""
+
+    call_s: list[float] = field(default_factory=list)
+    call_cpu_s: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    asked_at: dict[str, float] = field(default_factory=dict)
+    latency_s: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def take(self, finished: Finished) -> None:
+        now = time.perf_counter()
+        self.latency_s += [now - self.asked_at.pop(result.request_id) for result in finished.received]
+        for failed in finished.failed:
+            del self.asked_at[failed.request_id]
+            self.problems.append(repr(failed.error))
+
+    def ask(self, orders: Sequence[Order]) -> None:
+        now = time.perf_counter()
+        self.asked_at |= {order.request_id: now for order in orders if isinstance(order, Pull)}
+
+    def measured(self, call_s: float, call_cpu_s: float, step_s: float) -> None:
+        self.call_s.append(call_s)
+        self.call_cpu_s.append(call_cpu_s)
+        self.step_s.append(step_s)
+
+    def steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
+        """Give every step its orders, and then steps without any, until all has ended; the first is not measured."""
+        yield plan[0]
+        yield from self._until_all_ended()
+        for measured in (self.call_s, self.call_cpu_s, self.step_s, self.latency_s):
+            measured.clear()
+        yield from plan[1:]
+        yield from self._until_all_ended()
+
+    def _until_all_ended(self) -> Iterator[Sequence[Order]]:
+        until = time.monotonic() + PATIENCE_S
+        while self.asked_at:
+            if time.monotonic() > until:
+                self.problems.append(f"{len(self.asked_at)} requests never ended")
+                return
+            yield ()
+
+
+def threaded(
+    config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None], wait_s: float = 0.0
+) -> Run:
+    run = Run()
+    with EngineThread(config, pool.registration) as engine:
+        for orders in run.steps(plan):
+            run.ask(orders)
+            began, cpu = time.perf_counter(), time.thread_time()
+            engine.submit(orders)
+            handed, spent = time.perf_counter(), time.thread_time() - cpu
+            work()
+            worked, cpu = time.perf_counter(), time.thread_time()
+            if wait_s and run.asked_at:
+                engine.wait(wait_s)
+            finished = engine.take_finished()
+            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
+            run.take(finished)
+            run.measured(handed - began + ended - worked, spent, ended - began)
+    return run
+
+
+def patient(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
+    return threaded(config, pool, plan, work, WAIT_S)
+
+
+def pumped(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
+    run = Run()
+    with EnginePump(config, pool.registration) as engine:
+        for orders in run.steps(plan):
+            run.ask(orders)
+            began, cpu = time.perf_counter(), time.thread_time()
+            engine.submit(orders)
+            engine.pump()
+            handed, spent = time.perf_counter(), time.thread_time() - cpu
+            work()
+            worked, cpu = time.perf_counter(), time.thread_time()
+            finished = engine.take_finished()
+            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
+            run.take(finished)
+            run.measured(handed - began + ended - worked, spent, ended - began)
+    return run
+
+
+def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
+    async def main() -> Run:
+        run = Run()
+        async with Engine(config, pool.registration) as engine:
+            desk = EngineDesk(engine)
+            for orders in run.steps(plan):
+                run.ask(orders)
+                began, cpu = time.perf_counter(), time.thread_time()
+                desk.submit(orders)
+                handed, spent = time.perf_counter(), time.thread_time() - cpu
+                await asyncio.to_thread(work)
+                worked, cpu = time.perf_counter(), time.thread_time()
+                finished = desk.take_finished()
+                ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
+                run.take(finished)
+                run.measured(handed - began + ended - worked, spent, ended - began)
+        return run
+
+    return asyncio.run(main())
+
+
+WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callable[[], None]], Run]] = {
+    "native": native,
+    "thread": threaded,
+    "thread + wait": patient,
+    "pump": pumped,
+}
+
+
+def figures(run: Run, case: Case, alone_s: float) -> dict[str, float]:
+    """Sum up a run, in milliseconds."""
+    latency = sorted(run.latency_s) or [0.0]
+    calls, cpu, asked = (sorted(every[: case.steps]) for every in (run.call_s, run.call_cpu_s, run.step_s))
+    return {
+        "call_p50_ms": round(1e3 * statistics.median(calls), 4),
+        "call_max_ms": round(1e3 * calls[-1], 3),
+        "call_cpu_max_ms": round(1e3 * cpu[-1], 3),
+        "longer_ms": round(1e3 * (statistics.median(asked) - alone_s), 3),
+        "latency_p50_ms": round(1e3 * statistics.median(latency), 2),
+        "latency_p99_ms": round(1e3 * latency[len(latency) * 99 // 100], 2),
+        "requests_per_s": round(len(run.latency_s) / sum(run.step_s), 1),
+        "steps": len(run.step_s),
+    }
+
+
+async def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Run a case in every way, in turns."""
+    case, began, problems = CASES[name], time.monotonic(), []
+    every: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    pool = make(case.blocks * min(case.num_requests, 1024))
+    work = step_of(case)
+    alone = []
+    async with Fleet() as fleet:
+        lender = await fleet.start("prefill", "scripts.bench_embed:Prefill")
+        group = PrefillGroup("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
+        config = EngineConfig(engine_id="decode", log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0))
+        for number in range(rounds):
+            for _ in range(max(3, case.steps // 4)):
+                at = time.perf_counter()
+                work()
+                alone.append(time.perf_counter() - at)
+            for way in sorted(WAYS, key=lambda way: (list(WAYS).index(way) + number) % len(WAYS)):
+                plan = await planned(case, group, lender.ask, f"{way[-4:]}{number}")
+                run = await asyncio.to_thread(WAYS[way], config, pool, plan, work)
+                every[way].append(figures(run, case, statistics.median(alone)))
+                problems += run.problems[:3]
+    ways = {way: {k: statistics.median(f[k] for f in found) for k in found[0]} for way, found in every.items()}
+    # The least of all rounds: whatever else runs on the host only adds to it.
+    least = min(found["call_max_ms"] for found in every["thread"])
+    if name.startswith("burst") and least > BURST_GOAL_MS:
+        problems.append(f"the calls of a step took {least} ms on a thread at least, and may take {BURST_GOAL_MS}")
+    return {
+        "scenario": name,
+        "ok": not problems,
+        "problems": problems,
+        "seconds": round(time.monotonic() - began, 1),
+        "switch_interval_ms": 1e3 * sys.getswitchinterval(),
+        "alone_ms": round(1e3 * statistics.median(alone), 2),
+        "ways": ways,
+        "least_call_ms": least,
+        "of_native": {
+            way: {k: round(ways[way][k] / ways["native"][k], 2) for k in ("latency_p50_ms", "requests_per_s")}
+            for way in list(WAYS)[1:]
+        },
+    }
+
+
+async def planned(
+    case: Case, group: PrefillGroup, ask: Callable[..., Awaitable[Any]], prefix: str
+) -> list[list[Order]]:
+    """Have requests lent, and return the orders of all steps."""
+    places = min(case.num_requests, 1024)
+    pulls: list[Order] = []
+    every = []
+    for i in range(case.num_requests + 1):
+        source = [(i * case.blocks + b) % LENT_BLOCKS for b in range(case.blocks)]
+        params = group.make_params(f"{prefix}-{i}", [(0, source)], 16 * case.blocks, written=True, lease_s=600.0)
+        target = [(i % places) * case.blocks + b for b in range(case.blocks)]
+        pulls.append(Pull(request_id=f"{prefix}-{i}", groups=[(0, target)], params=params, timeout_s=PATIENCE_S))
+        every.append(params)
+    await ask("lend", None, every=every)
+    meeting, *pulls = pulls
+    return [[meeting], *(pulls[i * case.per_step : (i + 1) * case.per_step] for i in range(case.steps))]
+
+
+def bench(
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="CASE", help="What to measure; everything if left out.")
+    ] = None,
+    rounds: Annotated[str, typer.Option(metavar="N", help="How often, in turns.")] = "3",
+    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, microseconds.")] = "5000",
+    json: command.Json = "-",
+) -> int:
+    """Measure what each way to embed an engine costs the worker's thread, in turns and as ratios to native asyncio."""
+    names = command.chosen(cases, CASES, "case")
+    number = command.whole("--rounds", rounds, 1, 100)
+    sys.setswitchinterval(command.whole("--switch-interval", switch_interval, 10, 1_000_000) / 1e6)
+    garbage.settle()
+    return command.report(json, [lambda name=name: asyncio.run(measure(name, number)) for name in names])  # type: ignore[misc]
+
+
+main = command.script(bench, "bench_embed", command.listed(ABOUT))
+
+if __name__ == "__main__":
+    sys.exit(main())
