@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import uvloop
 
 from asynckv import (
     BackendError,
@@ -176,6 +177,9 @@ def test_a_start_that_fails_is_raised_by_name_and_leaves_nothing() -> None:
         thread, before = EngineThread(config, memory(1)[0]), set(threading.enumerate())
         with pytest.raises(BackendError, match=r"Address (already )?in use"):
             thread.start(PATIENCE_S)
+    assert not thread._thread.is_alive()
+    for left in set(threading.enumerate()) - before:  # told to end
+        left.join(PATIENCE_S)
     assert set(threading.enumerate()) == before
     assert not thread.take_finished()
     with pytest.raises(EngineClosed, match="failed to start: BackendError"):
@@ -389,6 +393,18 @@ def test_a_thread_that_is_used_as_a_context_is_closed() -> None:
     assert not thread._thread.is_alive()
 
 
+def test_another_kind_of_loop_serves_as_well() -> None:
+    with EngineThread(CONFIG, memory(1)[0], loop_factory=uvloop.new_event_loop) as thread:
+        thread.submit([Lend(params_of(thread)), Lend({})])
+        while not thread.take_finished().refused:
+            assert thread.wait(PATIENCE_S)
+        assert type(thread._loop).__module__.startswith("uvloop")
+        stuck = threading.Event()
+        on_loop(thread, stuck.set)
+        assert stuck.wait(PATIENCE_S)
+    assert [end.request_id for end in thread.take_finished().sent] == ["r"]
+
+
 SCRIPT = """
 import os, sys, threading
 from asynckv import *
@@ -432,7 +448,7 @@ def test_the_child_of_a_fork_has_no_engine_and_the_parent_keeps_its_own() -> Non
         "    for ask in (lambda: prefill.submit([Cancel('r')]), prefill.take_finished, prefill.close):\n"
         "        try: found.append(ask())\n"
         "        except EngineClosed as exc: found.append('forked' in str(exc))\n"
-        "    os._exit(0 if found == [True, True, None] else 1)\n"
+        "    os._exit(0 if found == [True, True, ()] else 1)\n"
         "assert os.waitpid(pid, 0)[1] == 0\n"
         "prefill.close(); decode.close()\n"
         "print('good')\n"
