@@ -47,7 +47,10 @@ def test_nothing_is_told_of_nothing_and_once_a_second_otherwise() -> None:
     assert tally.take() is None
     clock.now = 6.0
     assert tally.take() is not None
+    assert tally.take(at_once=True) is None
+    tally.received(result())
     assert tally.take() is None
+    assert tally.take(at_once=True) is not None
 
 
 def test_what_is_sent_is_plain_and_adds_up() -> None:
@@ -100,7 +103,8 @@ def test_multi_connector_finds_the_class_where_it_logs() -> None:
     stats = tally.take()
     assert stats is not None
     for _ in range(2):
-        logging.observe({"AsyncKVConnector": json.loads(json.dumps(stats.to_dict()))})
+        logging.observe({"AsyncKVConnector": stats.to_dict()})
+    assert len(stats.data["bytes"]) == 1
     logging.log(lambda *line: lines.append(line))
     assert "'Num pulls': 2" in lines[0][1]
 
