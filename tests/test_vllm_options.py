@@ -84,6 +84,25 @@ def test_mistakes_are_refused_by_name(given: Any, says: str) -> None:
         Options.parse(given)
 
 
+ADDRESSES = [
+    ({"bind": "tcp://0.0.0.0:0", "allow_insecure": True}, "extra_config: bind .* is a wildcard.*set advertise"),
+    ({"bind": "tcp://10.0.0.1:0"}, "not a loopback address.*give keys"),
+    ({"keys": {"secret": "/no/such.key_secret", "authorized": "/no/such"}}, "/no/such"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), ADDRESSES, ids=lambda x: str(x)[:40])
+def test_what_could_not_listen_is_refused_before_a_model_is_loaded(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Options.parse(given).check_addresses()
+
+
+def test_what_can_listen_is_taken() -> None:
+    Options.parse(
+        {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://10.0.0.1:0", "allow_insecure": True}
+    ).check_addresses()
+
+
 @pytest.mark.parametrize("name", OF_NIXL_CONNECTOR)
 def test_whoever_comes_from_nixl_connector_is_told_what_to_write(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name} is an option of NixlConnector; (say|leave it out|it belongs)"):

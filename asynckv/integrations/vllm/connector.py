@@ -32,6 +32,7 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
+        options.check_addresses()
         for remark in remarks(options, vllm.__version__, os.environ):
             logger.warning("%s", remark)
         self._scheduler: Any = None

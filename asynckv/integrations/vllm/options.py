@@ -136,6 +136,19 @@ class Options:
         """What every rank of an engine is configured with."""
         return EngineConfig(engine_id=engine_id, **{name: getattr(self, name) for name in _ENGINE})
 
+    def check_addresses(self) -> None:
+        """Refuse before a model is loaded what could not listen after it; reads the files of keys.
+
+        Raises:
+            ConfigError: Naming the address or the file, and the remedy.
+        """
+        from asynckv.edges.zmq import ZmqPlane
+
+        try:
+            ZmqPlane(self.bind, self.advertise, self.allow_insecure, self.keys)
+        except ConfigError as exc:
+            raise ConfigError(f"{WHERE}: {exc}") from exc
+
 
 _ENGINE = tuple(f.name for f in fields(EngineConfig) if f.name != "engine_id")
 
