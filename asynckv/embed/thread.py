@@ -124,8 +124,12 @@ class EngineThread:
         if self._is_closing:
             raise EngineClosed("the engine was closed; make a new one")
         until = time.monotonic() + timeout_s
-        self._thread.start()
-        self._is_asked_for = True
+        self._is_asked_for = True  # first: whoever closes meanwhile has to wait for it
+        try:
+            self._thread.start()
+        except BaseException:
+            self._is_asked_for = False
+            raise
         _THREADS.add(self)
         try:
             self._started.result(timeout_s)
@@ -239,7 +243,7 @@ class EngineThread:
             elif (left := until - time.monotonic()) <= 0:
                 break
             else:
-                poll.poll(1e3 * left)
+                poll.poll(1e3 * min(left, 3600.0))  # no more milliseconds than fit into an integer
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
@@ -438,13 +442,11 @@ class EngineThread:
 
     async def _end(self) -> bool:
         """End the engine and all orders; False if something is still inside NIXL."""
-        # What was handed over in time is tried: it may be a discharge that others wait for.
-        self._desk.carry_out()
-        self._desk.shut()
+        self._is_ending = True
+        await self._desk.finish()
         closers = len(self._closers)
         # When the interpreter exits, no other executor takes anything any more.
         asyncio.get_running_loop().set_default_executor(InPlace())
-        self._is_ending = True
         try:
             self._cut_short = await self.engine.aclose(self._close_s)
         except Exception as exc:
@@ -469,7 +471,7 @@ class EngineThread:
             # Whoever has less time than those who asked before is heard.
             self._hurrying = asyncio.get_running_loop().create_task(self._hurry(timeout_s))
         else:
-            self._close_s = timeout_s
+            self._close_s = min(self._close_s, timeout_s) if self._ask.is_set() else timeout_s
             self._ask.set()
 
     async def _hurry(self, timeout_s: float) -> None:
