@@ -88,7 +88,8 @@ class Engine:
     def found(self, trouble: str) -> None:
         """Take note of how it is."""
         if bool(trouble) != bool(self.trouble):
-            log.warning("engine_down" if trouble else "engine_up", role=self.role, engine=self.url, trouble=trouble)
+            say = log.warning if trouble else log.info
+            say("engine_down" if trouble else "engine_up", role=self.role, engine=self.url, trouble=trouble)
         self.trouble = trouble
 
     def fault(self, why: str, text: str) -> EngineFault:

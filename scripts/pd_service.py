@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from asynckv.testing.fleet import Failure, Fleet
+from asynckv.testing.fleet import Failure, Fleet, Process
 from scripts import command
 from scripts.pd_http import log_as_json, serving, until_told
 from scripts.pd_proxy import Router
@@ -35,13 +35,22 @@ Its weights are random, and so is what it says. Ctrl-C ends all.
 
 async def _serve(prefill: int, decode: int, host: str, port: int) -> None:
     names = [f"{role}{i}" for role, count in (("prefill", prefill), ("decode", decode)) for i in range(count)]
+    print(
+        f"starting {len(names)} engines, each of which loads torch and transformers first", file=sys.stderr, flush=True
+    )
+
+    async def address(name: str, process: Process) -> str:
+        url: str = await process.ask("address", START_S)
+        print(f"{name} listens on {url}", file=sys.stderr, flush=True)
+        return url
+
     async with Fleet() as fleet:
         try:
             started = [
                 await fleet.start(name, "scripts.tiny_engine:TinyEngine", role=name.rstrip("0123456789"))
                 for name in names
             ]
-            urls = await asyncio.gather(*(process.ask("address", START_S) for process in started))
+            urls = await asyncio.gather(*map(address, names, started))
         except Failure as exc:
             raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
         app = Router(urls[:prefill], urls[prefill:]).app()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -20,6 +23,7 @@ from asynckv import (
     LeaseRefused,
     LocalProtocolError,
     NixlConfig,
+    PeerLost,
     PeerUnreachable,
     PrefillGroup,
     PullCancelled,
@@ -297,6 +301,36 @@ def test_a_prefill_engine_that_is_gone_fails_its_pulls_and_no_others(way: str) -
     pair.until(lambda p, d: d.failed and d.received)
     assert [type(f.error) for f in pair.decode.told.failed] == [PeerUnreachable]
     pair.close()
+
+
+PREFILL = """
+import json, sys
+from asynckv import EngineConfig, EngineThread, PrefillGroup
+from tests.engines import memory
+
+with EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0]) as thread:
+    group = PrefillGroup("prefill", [thread.engine.endpoint])
+    print(json.dumps([group.make_params(name, [(0, [1])], 16) for name in ("waiting", "announced")]), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_prefill_process_that_is_killed_fails_its_pulls(way: str) -> None:
+    decode = Side(way, "decode", 1, pull=PullConfig(heartbeat_s=0.1, suspect_s=0.3, gone_s=1.0))
+    decode.way.start()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PREFILL], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        waiting, announced = json.loads(process.stdout.readline())
+        decode.submit(pull("waiting", [2], waiting), Announce("announced", announced))
+        until(lambda: decode.way.statistics(0.0).counters.get("sent.claim", 0) >= 2, decode.way)
+        process.kill()
+    until(lambda: decode.take().failed, decode.way)
+    decode.submit(pull("announced", [3], announced))
+    until(lambda: len(decode.take().failed) == 2, decode.way)
+    assert {type(f.error) for f in decode.told.failed} <= {PeerLost, PeerUnreachable}
+    decode.way.close()
 
 
 # -- life ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
+import uvloop
 
 from asynckv import (
     BackendError,
@@ -178,6 +179,9 @@ def test_a_start_that_fails_is_raised_by_name_and_leaves_nothing() -> None:
         thread, before = EngineThread(config, memory(1)[0]), set(threading.enumerate())
         with pytest.raises(BackendError, match=r"Address (already )?in use"):
             thread.start(PATIENCE_S)
+    assert not thread._thread.is_alive()
+    for left in set(threading.enumerate()) - before:  # told to end
+        left.join(PATIENCE_S)
     assert set(threading.enumerate()) == before
     assert not thread.take_finished()
     with pytest.raises(EngineClosed, match="failed to start: BackendError"):
@@ -461,6 +465,18 @@ def test_a_thread_that_is_used_as_a_context_is_closed() -> None:
     with EngineThread(CONFIG, memory(1)[0]) as thread:
         assert thread.engine.endpoint.address
     assert not thread._thread.is_alive()
+
+
+def test_another_kind_of_loop_serves_as_well() -> None:
+    with EngineThread(CONFIG, memory(1)[0], loop_factory=uvloop.new_event_loop) as thread:
+        thread.submit([Lend(params_of(thread)), Lend({})])
+        while not thread.take_finished().refused:
+            assert thread.wait(PATIENCE_S)
+        assert type(thread._loop).__module__.startswith("uvloop")
+        stuck = threading.Event()
+        on_loop(thread, stuck.set)
+        assert stuck.wait(PATIENCE_S)
+    assert [end.request_id for end in thread.take_finished().sent] == ["r"]
 
 
 SCRIPT = """

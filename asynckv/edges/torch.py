@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import anyio.to_thread
 import msgspec
@@ -28,7 +28,11 @@ from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory,
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaMirror", "Event", "TensorPart", "register_parts", "register_tensors", "written"]
+    # For those who may not import it.
+    Tensor: TypeAlias = torch.Tensor
+    Dtype: TypeAlias = torch.dtype
+
+__all__ = ["CudaMirror", "Event", "TensorPart", "as_bytes", "register_parts", "register_tensors", "written"]
 
 
 MAX_DIMS = 9
@@ -108,6 +112,13 @@ class CudaMirror:
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """See a tensor's elements as bytes, along its last dim."""
+    import torch
+
+    return tensor.view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,6 +274,8 @@ class EngineDesk:
                     self._report("retired", order.request_id)
                 else:
                     self._report("returned", order.request_id)
+        except GeneratorExit:  # the loop is gone, and nobody is left to be told
+            raise
         except BaseException as exc:  # a bug, or somebody cancels every task of the loop
             await self._tell_when_returned(order, exc)
             if not isinstance(exc, Exception):

@@ -22,11 +22,11 @@ from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING
 
-from asynckv.edges.torch import TensorPart
+from asynckv.edges.torch import TensorPart, as_bytes
 from asynckv.geometry.layout import ITEMSIZE, TOKEN
 
 if TYPE_CHECKING:
-    import torch
+    from asynckv.edges.torch import Dtype, Tensor
 
 __all__ = [
     "Array",
@@ -87,7 +87,7 @@ class Attention:
     tokens_per_entry: Fraction = Fraction(1)
     is_by_token: bool = True
 
-    def kernel_tokens(self, tensor: torch.Tensor) -> int:
+    def kernel_tokens(self, tensor: Tensor) -> int:
         """Tokens in a kernel block of this layer's tensor."""
         return int(tensor.shape[2] * self.tokens_per_entry)
 
@@ -108,7 +108,7 @@ class Array:
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: Dtype
     offset: int
     shape: tuple[int, ...]
     dims: tuple[str, ...]
@@ -160,7 +160,7 @@ def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
 
 
 def parts(
-    layer: str, kind: Attention | States | Opaque, tensor: torch.Tensor, group: int, place: Place
+    layer: str, kind: Attention | States | Opaque, tensor: Tensor, group: int, place: Place
 ) -> Iterator[TensorPart]:
     """Cut a layer's tensor into the parts that are declared."""
     match kind:
@@ -173,7 +173,7 @@ def parts(
             yield _opaque(layer, kind, tensor, group, place)
 
 
-def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) -> TensorPart:
+def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> TensorPart:
     tensor, content = _known_dtype(tensor, kind.content)
     each, order = kind.tokens_per_entry, ["block", "head", TOKEN if kind.is_by_token else "slot", "dim"]
     if not kind.is_by_token:
@@ -187,7 +187,7 @@ def _attention(layer: str, kind: Attention, tensor: torch.Tensor, group: int) ->
     return _part(layer, content, tensor, order, group, "head", kind.heads, int(each))
 
 
-def _array(layer: str, array: Array, pages: torch.Tensor, group: int) -> TensorPart:
+def _array(layer: str, array: Array, pages: Tensor, group: int) -> TensorPart:
     num_bytes = prod(array.shape) * array.dtype.itemsize
     page = pages[:, 0, 0, array.offset : array.offset + num_bytes].view(array.dtype)
     tensor = page.unflatten(1, array.shape)  # type: ignore[no-untyped-call]
@@ -197,12 +197,10 @@ def _array(layer: str, array: Array, pages: torch.Tensor, group: int) -> TensorP
     return _part(layer, name, tensor, ("block", *array.dims), group, array.axis, array.held)
 
 
-def _opaque(layer: str, kind: Opaque, tensor: torch.Tensor, group: int, place: Place) -> TensorPart:
+def _opaque(layer: str, kind: Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
     held = None if kind.is_replicated else place.share(1)
     if tensor.shape[1:3] == (1, 1):
-        import torch
-
-        content = tensor[:, 0].view(torch.uint8)[..., : kind.num_bytes]
+        content = as_bytes(tensor[:, 0])[..., : kind.num_bytes]
         return _part(layer, kind.content, content, ("block", "rank", "byte"), group, "rank", held)
     tensor, content_name = _known_dtype(tensor, kind.content)
     return _part(layer, content_name, tensor.unsqueeze(1), ("block", "rank", "row", "slot", "dim"), group, "rank", held)
@@ -211,7 +209,7 @@ def _opaque(layer: str, kind: Opaque, tensor: torch.Tensor, group: int, place: P
 def _part(
     layer: str,
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     order: Sequence[str],
     group: int,
     axis: str,
@@ -235,20 +233,16 @@ def _part(
     )
 
 
-def _known_dtype(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, str]:
+def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
     """See elements of a kind that layouts have no name for as bytes; the part's name says what they are."""
-    import torch
-
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return (tensor, name) if dtype in ITEMSIZE else (tensor.view(torch.uint8), f"{name} {dtype}")
+    return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
 
 
 # -- states whose inner structure is known --------------------------------------------------------------------
 
 
-def mamba1(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, is_dim_first: bool, place: Place
-) -> States:
+def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:
     """Describe Mamba-1: a convolution's state over channels, and a state per channel."""
     channels = _conv(shapes[0], is_dim_first)[0]
     _check("Mamba-1", channels == shapes[1][0], shapes)
@@ -258,7 +252,7 @@ def mamba1(
 
 def mamba2(
     shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[Dtype],
     *,
     is_dim_first: bool,
     place: Place,
@@ -287,7 +281,7 @@ def mamba2(
 
 
 def delta_net(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *, is_dim_first: bool, place: Place
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place
 ) -> States:
     """Describe a gated delta net: a convolution's state over q, k and v, and a state per value head."""
     heads, value_dim, _ = shapes[1]
@@ -305,9 +299,7 @@ def _conv(shape: tuple[int, ...], is_dim_first: bool) -> tuple[int, int]:
     return (shape[0], shape[1]) if is_dim_first else (shape[1], shape[0])
 
 
-def _conv_slices(
-    *slices: tuple[str, int, Range], conv: tuple[tuple[int, ...], torch.dtype], first: bool
-) -> Iterator[Array]:
+def _conv_slices(*slices: tuple[str, int, Range], conv: tuple[tuple[int, ...], Dtype], first: bool) -> Iterator[Array]:
     shape, dtype = conv
     dims, at = (("channel", "column") if first else ("column", "channel")), 0
     for name, size, held in slices:
@@ -317,9 +309,7 @@ def _conv_slices(
         at += size
 
 
-def _state(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], dims: tuple[str, ...], place: Place
-) -> Array:
+def _state(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], dims: tuple[str, ...], place: Place) -> Array:
     return Array(
         name="state",
         dtype=dtypes[1],

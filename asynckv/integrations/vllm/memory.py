@@ -56,7 +56,7 @@ from asynckv.integrations.vllm.caches import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from asynckv.edges.torch import Tensor
 
 __all__ = ["NULL_BLOCK", "ModelFacts", "Tails", "check_supported", "describe", "place_of", "register"]
 
@@ -217,9 +217,7 @@ def _specs(group: Any) -> Mapping[str, KVCacheSpec]:
     return dict.fromkeys(group.layer_names, spec)
 
 
-def register(
-    config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], place: Place, facts: ModelFacts
-) -> Registration:
+def register(config: KVCacheConfig, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
     """Declare a worker's KV caches.
 
     Args:
@@ -297,7 +295,7 @@ def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
     return Group(name, block_size, num_blocks, ratio, kind=kind, window=window, null_block=NULL_BLOCK)  # type: ignore[arg-type]
 
 
-def _tensor_of(layer: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _tensor_of(layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
     tensor = tensors.get(layer)
     if tensor is None:
         raise ConfigError(f"layer {layer!r} is in the KV cache's configuration, but vLLM registered no tensor for it")
@@ -364,7 +362,7 @@ def _states(layer: str, spec: MambaSpec, place: Place, facts: ModelFacts) -> Sta
     )
 
 
-def _ratio(layer: str, spec: KVCacheSpec, kind: Attention | States | Opaque, tensor: torch.Tensor) -> int:
+def _ratio(layer: str, spec: KVCacheSpec, kind: Attention | States | Opaque, tensor: Tensor) -> int:
     """Kernel blocks per block."""
     if isinstance(kind, States) or isinstance(spec, MambaSpec | CircularBufferSpec):
         return 1
@@ -377,12 +375,12 @@ def _ratio(layer: str, spec: KVCacheSpec, kind: Attention | States | Opaque, ten
     return int(entries // tensor.shape[2])
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+def _identity(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _aliases(
-    tensors: Mapping[str, torch.Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
+    tensors: Mapping[str, Tensor], known: Iterable[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
     """Layers that are in no group: they use the cache of one that is."""
     aliases = {}
@@ -408,13 +406,13 @@ class Tails:
             that an entry covers; 0 if entries are in an order of the kernel's own, which came whole.
     """
 
-    def __init__(self, tensors: Mapping[int, Sequence[tuple[torch.Tensor, Fraction]]] = MappingProxyType({})) -> None:
+    def __init__(self, tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = MappingProxyType({})) -> None:
         self._tensors = tensors
 
     @classmethod
-    def of(cls, config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], facts: ModelFacts) -> Tails:
+    def of(cls, config: KVCacheConfig, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
         """Find the tensors of every group of tokens, if the model relies on zeroed blocks."""
-        found: dict[int, list[tuple[torch.Tensor, Fraction]]] = {}
+        found: dict[int, list[tuple[Tensor, Fraction]]] = {}
         if not config.needs_kv_cache_zeroing:
             return cls()
         for index, group in enumerate(config.transfer_groups):

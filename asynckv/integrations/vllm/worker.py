@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +33,10 @@ from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported,
 from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from asynckv.edges.torch import Tensor
     from asynckv.integrations.vllm.options import Options
 
 __all__ = ["WorkerHalf"]
@@ -45,11 +44,14 @@ __all__ = ["WorkerHalf"]
 START_S = 120.0
 """Until the engine listens: registering much memory takes its time."""
 
-SLEEP_S = 20.0
-"""Until reads and lends are cut short and the memory is let go, or taken up again. vLLM sleeps when it is idle."""
+DRAIN_S = 2.0
+"""Before sleep, until what is under way is cut short. vLLM sleeps when it is idle, so that nothing should be."""
 
-PROMISES_S, CLOSE_S = 2.0, 4.0
-"""Until readers that were promised blocks have them, and until all has ended: vLLM kills a worker after 5 s."""
+LET_GO_S = 30.0
+"""Besides, until the memory is let go; what was promised to readers (`lease.grant_s`) comes on top."""
+
+CLOSE_S = 3.5
+"""Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
 
 log = logging.getLogger("vllm.asynckv")
 
@@ -77,13 +79,11 @@ class WorkerHalf:
         self._is_suspended = False
         self._pulling: set[str] = set()
         self._lent: set[str] = set()
-        self._failed: set[str] = set()
-        """Pulls that failed and whose blocks may still be written."""
         self._tally = Tally()
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
         """Declare the memory and start the engine; returns when it listens.
 
         Raises:
@@ -106,7 +106,8 @@ class WorkerHalf:
     def unregister_kv_caches(self) -> None:
         """Let go of the memory, before vLLM gives it away: nothing reads or writes it any more. Does nothing twice."""
         if self._thread is not None and not self._is_suspended:
-            self._thread.call(self._thread.engine.suspend(timeout_s=SLEEP_S / 2), SLEEP_S)
+            timeout_s = DRAIN_S + self._config.lease.grant_s + LET_GO_S
+            self._thread.call(self._thread.engine.suspend(timeout_s=DRAIN_S), timeout_s)
             self._is_suspended = True
 
     def restore_kv_caches(self) -> None:
@@ -171,12 +172,9 @@ class WorkerHalf:
             self._received(result.request_id, results)
         for failed in finished.failed:
             self._tally.failed(failed.error)
-            if failed.is_held:
-                self._failed.add(failed.request_id)
-            else:
+            if not failed.is_held:  # else it follows in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:
-            self._failed.discard(request_id)
             self._received(request_id, results, is_failed=True)
 
     def _received(self, request_id: str, results: KVConnectorTransferResults, is_failed: bool = False) -> None:
@@ -202,11 +200,9 @@ class WorkerHalf:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        until = time.monotonic() + CLOSE_S
         try:
             # Promises that run longer are cut short, and their readers told: a worker that ends writes nothing.
-            thread.call(thread.engine.aclose(timeout_s=PROMISES_S), CLOSE_S)
-            thread.close(max(until - time.monotonic(), 0.1))
+            thread.close(CLOSE_S)
         except Exception as exc:
             # Nobody is left who could do anything about it, and the process ends it.
             log.warning("the engine did not end in order within %g s: %s", CLOSE_S, exc)

@@ -1,7 +1,8 @@
-"""The manifests in docs/deploy.md can be read, fit together, and configure engines that start."""
+"""The manifests in docs/deploy.md can be read and fit together, and what they and docs/vllm.md configure is taken."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from asynckv import EngineConfig
-from asynckv.config import KeysConfig
+from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, Options
 
-PAGE = Path(__file__).parent.parent / "docs" / "deploy.md"
-SECTIONS = {"lease", "pull", "nixl", "log", "limits"}
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "deploy.md"
+VLLM = (DOCS / "vllm.md").read_text()
 
 
 def manifests() -> list[dict[str, Any]]:
@@ -80,8 +81,18 @@ def test_the_connector_is_configured(name: str) -> None:
     transfer = json.loads(given.replace("$(POD_IP)", "10.0.0.1"))
     assert option == "--kv-transfer-config"
     assert transfer["kv_connector_module_path"] == "asynckv.integrations.vllm"
-    extra = transfer["kv_connector_extra_config"]
-    keys = KeysConfig(**extra.pop("keys"))
-    assert not extra.keys() & SECTIONS  # or they would have to be made here as well
-    config = EngineConfig(engine_id=name, keys=keys, **extra)
-    assert config.advertise == "tcp://10.0.0.1:0"
+    options = Options.parse(transfer["kv_connector_extra_config"])
+    assert options.keys is not None
+    assert options.engine_config(name).advertise == "tcp://10.0.0.1:0"
+
+
+def test_the_first_steps_behind_vllm_are_taken() -> None:
+    before, after = (json.loads(given) for given in re.findall(r"--kv-transfer-config '(\{.*?\})'\n", VLLM, re.DOTALL))
+    assert after.keys() > before.keys()
+    assert Options.parse(after["kv_connector_extra_config"]).advertise == "tcp://10.0.0.1:0"
+
+
+def test_every_option_behind_vllm_is_in_the_docs() -> None:
+    (table,) = re.findall(r"^## Options\n(.*?)^## ", VLLM, re.DOTALL | re.MULTILINE)
+    for name in (*OF_NIXL_CONNECTOR, *(each.name for each in dataclasses.fields(Options))):
+        assert re.search(rf"`{name}\b", table), name
