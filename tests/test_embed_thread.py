@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
+import asynckv.embed.thread
 from asynckv import (
     BackendError,
     EngineClosed,
@@ -31,6 +32,7 @@ from asynckv import (
 )
 from asynckv.edges.nixl import NixlPlane
 from asynckv.embed import Announce, Cancel, EnginePump, EngineThread, Finished, Lend, Pull
+from asynckv.embed.bell import Bell
 from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
 from tests.engines import memory
@@ -168,6 +170,20 @@ def test_whoever_waits_is_woken(thread: EngineThread) -> None:
         waiting = [pool.submit(thread.wait, PATIENCE_S)]
         thread.close(PATIENCE_S)
         assert waiting[0].result(PATIENCE_S) is False
+
+
+def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[int] = []
+
+    class Made(Bell):
+        def __init__(self) -> None:
+            super().__init__()
+            monkeypatch.undo()
+            others.append(thread.fileno())  # somebody else asks just now
+
+    monkeypatch.setattr(asynckv.embed.thread, "Bell", Made)
+    asked = thread.fileno()
+    assert others in ([], [asked])
 
 
 # -- the start -------------------------------------------------------------------------------------------

@@ -86,8 +86,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
         """Wakes the loop."""
+        self._bell_for_news = Bell()
         self._news_bell: Bell | None = None
-        """Wakes whoever waits for news, if anybody does."""
+        """Wakes whoever waits for news; and the same if anybody does."""
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -293,8 +294,8 @@ class EngineThread:
                 self._fail(future)
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            if future.done():  # it is the coroutine's own
-                raise
+            if future.done():  # just now, or it is the coroutine's own
+                return future.result()
             where = self._whereabouts()
             name = getattr(work, "__qualname__", "it")
             raise TimeoutError(f"{name} did not end within {timeout_s:g} s{where}") from None
@@ -343,7 +344,7 @@ class EngineThread:
 
     def _listening(self) -> Bell:
         if self._news_bell is None:
-            self._news_bell = Bell()
+            self._news_bell = self._bell_for_news  # the same for all who ask first at once
             if self._has_news or self._is_over:
                 self._news_bell.ring()
         return self._news_bell
@@ -507,7 +508,7 @@ class EngineThread:
         """This is the child of a fork, which has no such thread."""
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = True
         self._cause = "the process was forked, and its threads stayed with the parent"
-        self._news_bell, self._loop = None, None
+        self._bell_for_news, self._news_bell, self._loop = Bell(), None, None
         self._untold.clear()
         self._desk.forget()
 
