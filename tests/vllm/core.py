@@ -128,6 +128,8 @@ def make_config(setup: Setup, folder: Path) -> Any:
     vllm_config.cache_config.kv_cache_layout = setup.layout
     vllm_config.cache_config.block_size = model.block_size
     vllm_config.parallel_config.worker_cls = "tests.vllm.rank.Rank"
+    # On CPUs vLLM switches this off, whatever was asked for.
+    vllm_config.scheduler_config.async_scheduling = setup.async_scheduling
     return vllm_config
 
 

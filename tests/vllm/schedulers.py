@@ -190,6 +190,8 @@ class Side:
             device_config=DeviceConfig("cpu"),
             speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=drafts) if drafts else None,
         )
+        # On CPUs vLLM switches this off, whatever was asked for.
+        self.config.scheduler_config.async_scheduling = asynchronous
         cache.block_size = specs[0].block_size
         cache.num_gpu_blocks = num_blocks
         layers = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]

@@ -95,15 +95,16 @@ def test_a_client_leaves_while_its_prompt_is_computed(
     server: Server, connector: Connector, name: str, steps: int
 ) -> None:
     pair = start(server, connector, name, max_num_batched_tokens=64)
+    tokens = pair.prompt(200)
     pair.prefill.ask("hold")
-    pair.prefill.add("p-left", pair.prompt(200), 1, ASKED)
+    pair.prefill.add("p-left", tokens, 1, ASKED)
     pair.prefill.ask("step", steps)
     pair.prefill.ask("abort", ["p-left"])
     pair.prefill.ask("go")
     # What has been prefilled by then is lent, until nobody asks for it.
     reply = pair.prefill.replies["p-left"]
     if reply.params:
-        pair.decode.finish(pair.ask(pair.prompt(200), reply.params))
+        pair.decode.finish(pair.ask(tokens, reply.params))
     pair.settle(within_s=60.0)
 
 

@@ -51,9 +51,9 @@ def test_ranks_share_the_work(server: Server, name: str, tp: int, pp: int) -> No
 def test_a_wrong_byte_is_found(server: Server) -> None:
     (engine,) = server.start(Setup("alone", MODELS["dense"], None))
     tokens = prompt(random.Random(7), 70)
-    reply = engine.add("r", tokens, 20)
     engine.ask("hold")
-    engine.ask("step", 2)
+    reply = engine.add("r", tokens, 20)
+    engine.ask("step", 1)
     engine.ask("scribble")
     engine.ask("go")
     engine.finish(reply)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Discharge, Lend, Pull
@@ -88,6 +90,29 @@ def test_a_prompt_of_one_token_is_computed_whole(groups: tuple[Group, ...]) -> N
     assert Side(groups).prefill("a", prompt_of(1))["asynckv"]["num_tokens"] == 1
 
 
+@FORGETFUL
+def test_prompts_of_embeddings_are_shortened_in_all_their_parts(groups: tuple[Group, ...]) -> None:
+    side = Side(groups)
+    both = Request("a", prompt_of(40), SamplingParams(max_tokens=1), None, prompt_embeds=torch.zeros(40, 8))
+    both.prompt_is_token_ids = [i < 20 for i in range(40)]
+    alone = Request("b", None, SamplingParams(max_tokens=1), None, prompt_embeds=torch.zeros(40, 8))
+    for request in (both, alone):
+        request.kv_transfer_params = {"do_remote_decode": True}
+        side.scheduler.add_request(request)
+        assert len(request.prompt_embeds) == request.num_tokens == request.num_prompt_tokens == 39
+    assert len(both.prompt_token_ids) == len(both.prompt_is_token_ids) == 39
+
+
+def test_completions_that_share_a_prompt_are_shortened_once_each() -> None:
+    side, ids = Side(WINDOW), prompt_of(40)
+    for name in ("a", "b"):
+        request = Request(name, ids, SamplingParams(max_tokens=1), None)
+        request.kv_transfer_params = {"do_remote_decode": True}
+        side.scheduler.add_request(request)
+        assert request.num_prompt_tokens == 39
+    assert len(ids) == 40
+
+
 @pytest.mark.parametrize("most", [1, 5])
 def test_prompts_whose_log_probabilities_are_asked_for_are_not_shortened(most: int) -> None:
     side = Side(WINDOW)
@@ -152,6 +177,19 @@ def test_the_role_makes_no_difference(role: str) -> None:
     params = Side(role=role, name="prefill").prefill("a", prompt)
     side = Side(role=role)
     side.add("b", prompt, params, 2)
+    assert num_read(side.step().only(Pull)) == 7
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_producer", "kv_both"])
+def test_blocks_that_a_step_under_way_may_write_are_not_loaded_into(role: str) -> None:
+    prompt, side = prompt_of(100), Side(role=role, asynchronous=True, num_blocks=12)
+    side.add("x", prompt_of(100), None, 50)
+    first, second = side.scheduler.schedule(), side.scheduler.schedule()
+    side.finish(first)
+    side.abort("x")  # in the middle of the second step
+    side.add("y", prompt, brought(prompt), 2)
+    assert [type(order) for order in side.scheduler.schedule().kv_connector_metadata.orders] == [Announce]
+    side.finish(second)
     assert num_read(side.step().only(Pull)) == 7
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from asynckv.errors import PeerLost
 from asynckv.integrations.vllm.stats import MAX_SAMPLES, AsyncKVPromMetrics, AsyncKVStats, Tally
@@ -44,7 +47,10 @@ def test_nothing_is_told_of_nothing_and_once_a_second_otherwise() -> None:
     assert tally.take() is None
     clock.now = 6.0
     assert tally.take() is not None
+    assert tally.take(at_once=True) is None
+    tally.received(result())
     assert tally.take() is None
+    assert tally.take(at_once=True) is not None
 
 
 def test_what_is_sent_is_plain_and_adds_up() -> None:
@@ -80,6 +86,27 @@ def test_an_interval_without_end_does_not_grow() -> None:
     for _ in range(MAX_SAMPLES + 10):
         tally.received(result())
     assert len(tally._stats.data["bytes"]) == MAX_SAMPLES
+
+
+def test_multi_connector_finds_the_class_where_it_logs() -> None:
+    child = {"kv_connector": "AsyncKVConnector", "kv_connector_module_path": "asynckv.integrations.vllm"}
+    config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [{**child, "kv_role": "kv_both"}]},
+    )
+    assert KVConnectorFactory.supports_hma_config(config)  # vLLM asks this of every configuration
+    logging, lines = KVConnectorLogging(config), []
+    tally = Tally(clock := Clock())
+    tally.received(result())
+    clock.now = 5.0
+    stats = tally.take()
+    assert stats is not None
+    for _ in range(2):
+        logging.observe({"AsyncKVConnector": stats.to_dict()})
+    assert len(stats.data["bytes"]) == 1
+    logging.log(lambda *line: lines.append(line))
+    assert "'Num pulls': 2" in lines[0][1]
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -36,6 +38,10 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Any = None
         if role is KVConnectorRole.SCHEDULER:
             check_supported(vllm_config, kv_cache_config)
+            if not self._kv_transfer_config.is_kv_consumer:
+                # Where steps overlap, the scheduler keeps freed blocks from a load until no step under way writes
+                # them, but a consumer's only. Any of our engines may read.
+                self._kv_transfer_config.kv_role = "kv_both"
             self._scheduler = SchedulerHalf(options, vllm_config, kv_cache_config)
         else:
             self._worker = WorkerHalf(options, vllm_config, kv_cache_config)
@@ -149,3 +155,11 @@ class AsyncKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+
+
+# MultiConnector looks a child's class up by its name, where the statistics are logged: an exception there ends the API
+# server's part in all requests.
+with contextlib.suppress(ValueError):  # somebody has registered it already
+    KVConnectorFactory.register_connector(
+        AsyncKVConnector.__name__, "asynckv.integrations.vllm", AsyncKVConnector.__name__
+    )

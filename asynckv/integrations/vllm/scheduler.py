@@ -131,12 +131,11 @@ class SchedulerHalf:
             return
         if request.skip_reading_prefix_cache:
             return  # the other engine computes the whole prompt as well
-        if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-fewer:]
-        elif request.prompt_embeds is not None:
-            request.prompt_embeds = request.prompt_embeds[:-fewer]
-        else:
-            return
+        # A prompt may come as ids, as embeddings, or as both; vLLM's workers end if these differ in length. The ids are
+        # not ours to shorten: without a process between, all completions of a prompt share one list.
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            if (given := getattr(request, name)) is not None:
+                setattr(request, name, given[:-fewer])
         del request._all_token_ids[-fewer:]
         request.num_prompt_tokens -= fewer
         request.max_tokens = 1

@@ -33,7 +33,8 @@ class AsyncKVStats(KVConnectorStats):
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {})
+        # Copied: what one logger adds up, others of the process are given as well.
+        super().__init__(data={name: value.copy() for name, value in (data or {}).items()})
         if not self.data:
             self.reset()
 
@@ -111,9 +112,13 @@ class Tally:
         counts = self._stats.data[kind]
         counts[cause] = counts.get(cause, 0) + 1
 
-    def take(self) -> AsyncKVStats | None:
-        """Give away what was counted; None if there is nothing, or it was asked less than a second ago."""
-        if self._is_empty or (now := self._clock()) - self._taken_at < EVERY_S:
+    def take(self, at_once: bool = False) -> AsyncKVStats | None:
+        """Give away what was counted; None if there is nothing, or it was asked less than a second ago.
+
+        Args:
+            at_once: However long ago that was: nobody may ask again for long.
+        """
+        if self._is_empty or ((now := self._clock()) - self._taken_at < EVERY_S and not at_once):
             return None
         stats, self._stats = self._stats, AsyncKVStats()
         self._is_empty, self._taken_at = True, now

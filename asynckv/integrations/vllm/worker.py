@@ -190,8 +190,11 @@ class WorkerHalf:
             results.finished_sending.add(request_id)
 
     def statistics(self) -> AsyncKVStats | None:
-        """Say what has happened since the last time, at most once a second."""
-        return self._tally.take()
+        """Say what has happened since the last time, at most once a second while something is under way.
+
+        When nothing is, this may be the last step for long.
+        """
+        return self._tally.take(at_once=not (self._pulling or self._lent))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
