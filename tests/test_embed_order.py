@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from asynckv import Engine, EngineConfig, PrefillGroup
-from asynckv.embed import Announce, Cancel, EngineDesk, Pull
+from asynckv import Engine, EngineConfig, PrefillGroup, WrongThread
+from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from tests.engines import memory, until
 
 
@@ -37,5 +37,21 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
             (failed,) = desk.take_finished().failed
             assert str(getattr(failed.error, "reason", "")) == "cancelled"
             assert (await lent.wait_released()).cause == "released"
+
+    asyncio.run(run())
+
+
+@pytest.mark.nixl
+def test_who_hands_over_from_another_thread_is_refused_and_keeps_nobody_else_from_it() -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine)
+            with pytest.raises(WrongThread, match=r"desk\.submit was called from thread"):
+                await asyncio.to_thread(desk.submit, [Lend({"from": "elsewhere"})])
+            desk.submit([Lend({"from": "here"})])
+            await until(lambda: desk.has_news)
+            (refused,) = desk.take_finished().refused
+            assert isinstance(refused.order, Lend)
+            assert refused.order.params == {"from": "here"}
 
     asyncio.run(run())

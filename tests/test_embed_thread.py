@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import select
 import socket
@@ -12,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
 
+import asynckv.embed.thread
 from asynckv import (
     BackendError,
     EngineClosed,
@@ -30,9 +32,11 @@ from asynckv import (
 )
 from asynckv.edges.nixl import NixlPlane
 from asynckv.embed import Announce, Cancel, EnginePump, EngineThread, Finished, Lend, Pull
+from asynckv.embed.bell import Bell
+from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
 from tests.engines import memory
-from tests.ways import PATIENCE_S
+from tests.ways import PATIENCE_S, Held
 
 pytestmark = pytest.mark.nixl
 
@@ -168,6 +172,20 @@ def test_whoever_waits_is_woken(thread: EngineThread) -> None:
         assert waiting[0].result(PATIENCE_S) is False
 
 
+def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    others: list[int] = []
+
+    class Made(Bell):
+        def __init__(self) -> None:
+            super().__init__()
+            monkeypatch.undo()
+            others.append(thread.fileno())  # somebody else asks just now
+
+    monkeypatch.setattr(asynckv.embed.thread, "Bell", Made)
+    asked = thread.fileno()
+    assert others in ([], [asked])
+
+
 # -- the start -------------------------------------------------------------------------------------------
 
 
@@ -231,6 +249,23 @@ def test_whoever_closes_while_it_starts_ends_the_start(made: EngineThread) -> No
         plane.go.set()
         closing.result(PATIENCE_S)
         assert isinstance(starting.exception(PATIENCE_S), EngineClosed)
+    assert not made._thread.is_alive()
+
+
+def test_whoever_closes_as_the_thread_begins_waits_for_its_end(
+    made: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = made._thread.start
+
+    def begin_and_close() -> None:
+        begin()
+        made._started.result(PATIENCE_S)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(made.close, PATIENCE_S).result(PATIENCE_S)
+
+    monkeypatch.setattr(made._thread, "start", begin_and_close)
+    with pytest.raises(EngineClosed, match="closed while it started"):
+        made.start(PATIENCE_S)
     assert not made._thread.is_alive()
 
 
@@ -327,6 +362,61 @@ def test_closing_a_stuck_loop_is_bounded_and_can_be_tried_again(thread: EngineTh
     thread.close(PATIENCE_S)
     assert [end.request_id for end in thread.take_finished().sent] == ["r"]
     assert not thread._thread.is_alive()
+
+
+def test_whoever_closes_has_what_was_handed_over_before_carried_out(thread: EngineThread) -> None:
+    names = [f"r{i}" for i in range(20)]
+    with Stuck(thread):
+        for block, name in enumerate(names):
+            # A pull has its turn before what follows it.
+            thread.submit([Pull(request_id=name, groups=[], params={}), Lend(params_of(thread, name, block))])
+        with pytest.raises(TimeoutError):
+            thread.close(0.0)
+    thread.close(PATIENCE_S)
+    told = thread.take_finished()
+    assert [end.request_id for end in told.sent] == [failed.request_id for failed in told.failed] == names
+    assert not told.refused
+
+
+def test_of_those_who_close_at_once_the_one_with_least_time_is_heard(thread: EngineThread) -> None:
+    with Stuck(thread):
+        for timeout_s in (60.0, 0.25, 30.0):
+            thread._ask_to_end(timeout_s)
+    thread._thread.join(PATIENCE_S)
+    assert thread._close_s == 0.25
+
+
+def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
+    prefill = EngineThread(CONFIG, memory(1)[0]).start(PATIENCE_S)
+    decode = EngineThread(dataclasses.replace(CONFIG, engine_id="decode"), memory(2)[0])
+    plane = decode.engine._driver.data = Held(cast(NixlPlane, decode.engine._driver.data))
+    decode.start(PATIENCE_S)
+    plane.is_holding = True
+    every = {name: params_of(prefill, name, i) for i, name in enumerate(("held", "reading", "waiting"))}
+    prefill.submit([Lend(every["held"]), Lend(every["reading"])])
+    decode.submit([Pull(request_id=name, groups=[(0, [i])], params=every[name]) for i, name in enumerate(every)])
+    told, deadline = Finished(), time.monotonic() + PATIENCE_S
+    while plane.running < 2:
+        assert time.monotonic() < deadline
+        decode.wait(0.01)
+    decode.submit([Cancel("held")])
+    while not told.failed:
+        assert decode.wait(PATIENCE_S)
+        told = decode.take_finished()
+    assert told.failed[0].is_held
+
+    def end() -> None:
+        raise SystemExit("enough")
+
+    for _ in range(MAX_CRASHES):
+        on_loop(decode, end)
+    decode._thread.join(PATIENCE_S)
+    with pytest.raises(SystemExit, match="enough"):
+        decode.take_finished()
+    last = decode.take_finished()
+    assert [(f.request_id, f.is_held) for f in told.failed + last.failed] == [(name, True) for name in every]
+    assert (last.retired, last.returned, last.received) == (list(every), [], [])
+    prefill.close(PATIENCE_S)
 
 
 def test_many_may_close_at_once_and_again(thread: EngineThread) -> None:
@@ -453,6 +543,44 @@ def test_the_child_of_a_fork_has_no_engine_and_the_parent_keeps_its_own() -> Non
         "prefill.close(); decode.close()\n"
         "print('good')\n"
     )
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
+
+
+PUMPS = """
+import os, sys
+from asynckv import *
+from tests.engines import memory
+
+prefill, decode = (EnginePump(EngineConfig(engine_id=name), memory(1)[0]).start() for name in ("prefill", "decode"))
+group = PrefillGroup("prefill", [prefill.engine.endpoint])
+
+def move(name):
+    params = group.make_params(name, [(0, [1])], 16, written=True)
+    prefill.submit([Lend(params)])
+    decode.submit([Pull(request_id=name, groups=[(0, [2])], params=params)])
+    while not (finished := decode.take_finished()):
+        prefill.pump(), decode.pump()
+    assert finished.received, finished
+
+move("before")
+pid = os.fork()
+if not pid:
+    for ask in (prefill.pump, lambda: decode.submit([Cancel("r")])):
+        try: ask()
+        except EngineClosed as exc: assert "forked" in str(exc)
+        else: os._exit(1)
+    decode.close(), prefill.close()
+    sys.exit()  # in the usual way, which destroys what is left
+assert os.waitpid(pid, 0)[1] == 0
+move("after")
+decode.close(), prefill.close()
+print("good")
+"""
+
+
+@pytest.mark.slow
+def test_the_child_of_a_fork_ends_without_breaking_its_parents_pumps() -> None:
+    done = subprocess.run([sys.executable, "-c", PUMPS], capture_output=True, text=True, timeout=40, check=False)
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 
 

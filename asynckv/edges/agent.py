@@ -18,6 +18,7 @@ exception of NIXL's leaves this module, not even as a cause, and `close` looks w
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import select
@@ -50,6 +51,21 @@ MAX_LISTS = 1024
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
+
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Keep agents for ever in the child of a fork: they share UCX's descriptors with the parent's.
+
+    A child that ends in the usual way would destroy them, and take the parent's sockets out of the parent's epolls:
+    UCX ends the parent when it finds out.
+    """
+    for agent in tuple(_agents):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _descriptors() -> set[str]:
@@ -173,6 +189,7 @@ class Agent:
         """Handles of transfers that have ended, which NIXL did not let go of yet."""
         self.done_in_post = 0
         self.notifications = 0
+        _agents.add(self)
 
     # -- memory and remote agents ------------------------------------------------------------------
 

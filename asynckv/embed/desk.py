@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from typing import Any
 
 from asynckv.arguments import number, shown
@@ -26,6 +27,9 @@ __all__ = ["EngineDesk", "checked"]
 
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
+
+FINISH_S = 0.25
+"""How long an engine that ends goes on carrying out what was handed over before."""
 
 
 def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
@@ -46,8 +50,8 @@ def checked(work: Coroutine[Any, Any, Any], timeout_s: float) -> float:
 class EngineDesk:
     """Carries out orders on an engine's loop, and keeps what has ended until somebody takes it.
 
-    On the loop, `submit` may be called as it is. From elsewhere, whoever owns the loop sees to it that `carry_out`
-    runs on it afterwards. `take_finished` may be called from any thread.
+    On the loop, `submit` may be called as it is. From elsewhere, whoever owns the loop gives a `wake`, which sees to it
+    that `carry_out` runs on it afterwards. `take_finished` may be called from any thread.
 
     Args:
         engine: Started and closed by its owner.
@@ -62,7 +66,7 @@ class EngineDesk:
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
-        self._wake, self._on_news = wake or self._soon, on_news
+        self._wake, self._on_news = wake, on_news
         self._handed: deque[tuple[Order, ...]] = deque()
         self._left: deque[Order] = deque()
         """What the loop has taken over, and not carried out yet."""
@@ -71,8 +75,10 @@ class EngineDesk:
         """What waits for the end of which order."""
         self._unbegun: set[asyncio.Task[None]] = set()
         """Pulls whose task has not had its first turn."""
+        self._failed: set[asyncio.Task[None]] = set()
+        """Pulls that were told in `failed`, and whose blocks may still be written."""
         self._news: deque[tuple[str, Any]] = deque()
-        self._is_shut = False
+        self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
     def submit(self, orders: Iterable[Order]) -> None:
@@ -81,7 +87,10 @@ class EngineDesk:
         Raises:
             EngineClosed: No more are taken; none of these will be carried out.
             LocalProtocolError: This is no list.
+            WrongThread: This is not the engine's loop, and there is no `wake`.
         """
+        if self._wake is None:
+            self.engine._home.here(self.submit, is_first=True)
         if not isinstance(orders, Iterable):
             raise LocalProtocolError(f"orders is {shown(orders)}; give a list of orders")
         handed = tuple(orders)
@@ -89,8 +98,11 @@ class EngineDesk:
             raise EngineClosed("the engine was closed; none of these orders is carried out")
         if handed:
             self._handed.append(handed)
-            self._wake()
-            if self._is_shut:  # just now: whoever shut the desk may have looked before
+            if self._wake is None:
+                self._soon()
+            else:
+                self._wake()
+            if self._is_over:  # just now: nobody looks any more
                 self.refuse_all()
 
     def take_finished(self) -> Finished:
@@ -112,11 +124,12 @@ class EngineDesk:
     # -- ending ------------------------------------------------------------------------------------
 
     def shut(self) -> None:
-        """Take no more orders."""
+        """Take no more orders; those that were handed over before may still be carried out."""
         self._is_shut = True
 
     def refuse_all(self) -> None:
-        """Tell of every order that was handed over and not carried out that it will not be."""
+        """Carry out nothing any more, and tell so of every order that was handed over and not carried out."""
+        self._is_shut = self._is_over = True
         while self._handed or self._left:
             try:
                 orders = (self._left or self._handed).popleft()
@@ -127,29 +140,38 @@ class EngineDesk:
 
     def forget(self) -> None:
         """Know of nothing any more: all of it is another process's."""
-        self.shut()
+        self._is_shut = self._is_over = True
         for each in (self._handed, self._left, self._news):
             each.clear()
 
+    async def finish(self, timeout_s: float = FINISH_S) -> None:
+        """Take no more orders, and carry out what was handed over in time: it may be what others wait for."""
+        self.shut()
+        until = time.monotonic() + timeout_s
+        while (self._handed or self._left or self._unbegun) and time.monotonic() < until:
+            self.carry_out()
+            await asyncio.sleep(0)
+
     async def settle(self) -> None:
         """Wait until all that was carried out has ended, after the engine was closed; refuse the rest."""
-        self.shut()
         self.refuse_all()
         if self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
     def abandon(self, cause: BaseException) -> None:
         """Tell of all that has not ended that nobody will ever know more; the loop runs no longer."""
-        self.shut()
         self.refuse_all()
-        for order in self._tasks.values():
-            if isinstance(order, Pull):
-                self._tell("failed", Failed(order.request_id, _held(order, cause)))
+        tasks, self._tasks = self._tasks, {}  # what they say from here on is not told: this was the last word
+        for task, order in tasks.items():
+            if task in self._unbegun:
+                self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
+            elif isinstance(order, Pull):
+                if task not in self._failed:
+                    self._tell("failed", Failed(order.request_id, _held(order, cause)))
                 self._tell("retired", order.request_id)
             elif isinstance(order, Lend):
                 request_id = decode_params(order.params).request_id
                 self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
-        self._tasks.clear()
 
     # -- on the loop -------------------------------------------------------------------------------
 
@@ -161,6 +183,8 @@ class EngineDesk:
     def carry_out(self) -> None:
         """Carry out what was handed over, for a slice of the loop's time; what is left has its turn soon."""
         self._is_due = False
+        if self._is_over:
+            return
         left, until = self._left, time.monotonic() + SLICE_S
         while True:
             if not left:
@@ -189,8 +213,7 @@ class EngineDesk:
             case Announce():
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
-                self._unbegun.add(task := self._go(self._pull(order), order))
-                task.add_done_callback(self._unbegun.discard)
+                self._unbegun.add(self._go(self._pull(order), order))
             case Discharge():
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
@@ -213,12 +236,21 @@ class EngineDesk:
     def _go(self, work: Coroutine[Any, Any, None], order: Order) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = order
-        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(self._has_ended)
         return task
 
-    async def _pull(self, order: Pull) -> None:
-        if (task := asyncio.current_task()) is not None:
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        order = self._tasks.pop(task, None)
+        self._failed.discard(task)
+        if task in self._unbegun:  # somebody cancelled every task of the loop
             self._unbegun.discard(task)
+            if order is not None:
+                self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
+
+    async def _pull(self, order: Pull) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._unbegun.discard(task)
         try:
             result = await self.engine.pull(
                 order.request_id,
@@ -233,14 +265,15 @@ class EngineDesk:
                 retries=order.retries,
             )
         except AsyncKVError as exc:
-            self._tell("failed", Failed(order.request_id, exc))
+            self._report("failed", Failed(order.request_id, exc))
             if isinstance(exc, PullError) and exc.held:
+                self._failed.add(task)
                 try:
                     await exc.returned()
                 except BlocksRetired:
-                    self._tell("retired", order.request_id)
+                    self._report("retired", order.request_id)
                 else:
-                    self._tell("returned", order.request_id)
+                    self._report("returned", order.request_id)
         except GeneratorExit:  # the loop is gone, and nobody is left to be told
             raise
         except BaseException as exc:  # a bug, or somebody cancels every task of the loop
@@ -248,7 +281,7 @@ class EngineDesk:
             if not isinstance(exc, Exception):
                 raise
         else:
-            self._tell("received", result)
+            self._report("received", result)
 
     async def _tell_when_returned(self, order: Pull, exc: BaseException) -> None:
         """Tell of a pull that ended in a way that says nothing of its blocks."""
@@ -261,17 +294,22 @@ class EngineDesk:
         finally:
             if is_returned:
                 error = exc if isinstance(exc, Exception) else PullCancelled(f"request {order.request_id!r}: {exc!r}")
-                self._tell("failed", Failed(order.request_id, error))
+                self._report("failed", Failed(order.request_id, error))
             else:
-                self._tell("failed", Failed(order.request_id, _held(order, exc)))
-                self._tell("retired", order.request_id)
+                self._report("failed", Failed(order.request_id, _held(order, exc)))
+                self._report("retired", order.request_id)
 
     async def _sent(self, lent: LentRequest) -> None:
         try:
-            self._tell("sent", await lent.wait_released())
+            self._report("sent", await lent.wait_released())
         except asyncio.CancelledError:
-            self._tell("sent", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
+            self._report("sent", LeaseEnd(lent.request_id, "closed", {}, lent.owed(), 0.0))
             raise
+
+    def _report(self, kind: str, value: object) -> None:
+        """Tell what became of an order that was carried out, unless its last word has been said (`abandon`)."""
+        if asyncio.current_task() in self._tasks:
+            self._tell(kind, value)
 
     def _tell(self, kind: str, value: object) -> None:
         self._news.append((kind, value))
@@ -280,11 +318,14 @@ class EngineDesk:
 
 def _held(order: Pull, cause: BaseException) -> PullCancelled:
     """Return the error of a pull whose blocks may still be written, for all that is known."""
+    held: dict[int, tuple[int, ...]] = {}
+    with suppress(TypeError, ValueError):  # what is no list of blocks was never pulled into
+        held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}
     error = PullCancelled(
         f"request {order.request_id!r}: nobody waits for it any more ({cause!r})",
         request_id=order.request_id,
         reason="cancelled",
-        held={i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)},
+        held=held,
     )
     error.__cause__ = cause
     return error

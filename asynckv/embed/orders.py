@@ -108,7 +108,8 @@ class Finished:
     """What has ended since it was last asked; each thing is told once.
 
     Attributes:
-        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`).
+        sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`); but for those that
+            `close` says were cut short, which nobody may write before the process ends.
         received: Pulls whose bytes are in place.
         failed: Pulls that ended badly.
         returned: Ids of failed pulls whose held blocks nothing can write any more.

@@ -10,10 +10,13 @@ one. `docs/embedding.md` says how long that takes and when not to do it.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import dataclasses
+import os
 import selectors
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
@@ -34,6 +37,8 @@ __all__ = ["EnginePump"]
 T = TypeVar("T")
 
 CLOSE_S, LAST_S = 15.0, 1.0
+
+_PUMPS: weakref.WeakSet[EnginePump] = weakref.WeakSet()
 
 
 class _Selector(selectors.EpollSelector):
@@ -87,7 +92,7 @@ class EnginePump:
         self._selector: _Selector
         self._home = 0
         self._num_turns = 0
-        self._is_closed = False
+        self._is_closed = self._is_forked = False
         self._snapshot: tuple[float, Statistics] | None = None
 
     # -- life --------------------------------------------------------------------------------------
@@ -109,6 +114,7 @@ class EnginePump:
         self._loop = _Loop(self._selector)
         self._loop.set_default_executor(InPlace())
         self._selector.stop = self._loop.stop
+        _PUMPS.add(self)
         try:
             self._wait(self.engine.start(), timeout_s)
         except BaseException:
@@ -220,6 +226,8 @@ class EnginePump:
 
     @property
     def _cause(self) -> str:
+        if self._is_forked:
+            return "the process was forked, and the engine is its parent's"
         return "it was closed" if self._is_closed else "it is not started; call start()"
 
     def _running(self, name: str) -> asyncio.AbstractEventLoop:
@@ -266,8 +274,7 @@ class EnginePump:
         self._loop.run_forever()
 
     async def _end(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
-        self._desk.carry_out()
-        self._desk.shut()
+        await self._desk.finish()
         cut_short = await self.engine.aclose(timeout_s)
         await self._desk.settle()
         if self._snapshot is not None:
@@ -286,3 +293,17 @@ class EnginePump:
         }
         snapshot = dataclasses.replace(statistics, counters={**statistics.counters, **own})
         self._snapshot = time.monotonic(), snapshot
+
+    def _forked(self) -> None:
+        """This is the child of a fork: what is closed here, its parent's epoll forgets."""
+        self._is_closed = self._is_forked = True
+        self._desk.forget()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # for ever: else the interpreter's end closes them
+
+
+def _after_fork() -> None:
+    for pump in tuple(_PUMPS):
+        pump._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -86,8 +86,9 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
         self._bell, self._is_rung = Bell(), False
         """Wakes the loop."""
+        self._bell_for_news = Bell()
         self._news_bell: Bell | None = None
-        """Wakes whoever waits for news, if anybody does."""
+        """Wakes whoever waits for news; and the same if anybody does."""
         self._desk = EngineDesk(self.engine, self._wake, self._on_news)
         self._num_wakeups = 0
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -124,8 +125,12 @@ class EngineThread:
         if self._is_closing:
             raise EngineClosed("the engine was closed; make a new one")
         until = time.monotonic() + timeout_s
-        self._thread.start()
-        self._is_asked_for = True
+        self._is_asked_for = True  # first: whoever closes meanwhile has to wait for it
+        try:
+            self._thread.start()
+        except BaseException:
+            self._is_asked_for = False
+            raise
         _THREADS.add(self)
         try:
             self._started.result(timeout_s)
@@ -239,7 +244,7 @@ class EngineThread:
             elif (left := until - time.monotonic()) <= 0:
                 break
             else:
-                poll.poll(1e3 * left)
+                poll.poll(1e3 * min(left, 3600.0))  # no more milliseconds than fit into an integer
         return self._has_news
 
     def statistics(self, max_age_s: float = 1.0) -> Statistics:
@@ -289,8 +294,8 @@ class EngineThread:
                 self._fail(future)
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            if future.done():  # it is the coroutine's own
-                raise
+            if future.done():  # just now, or it is the coroutine's own
+                return future.result()
             where = self._whereabouts()
             name = getattr(work, "__qualname__", "it")
             raise TimeoutError(f"{name} did not end within {timeout_s:g} s{where}") from None
@@ -339,7 +344,7 @@ class EngineThread:
 
     def _listening(self) -> Bell:
         if self._news_bell is None:
-            self._news_bell = Bell()
+            self._news_bell = self._bell_for_news  # the same for all who ask first at once
             if self._has_news or self._is_over:
                 self._news_bell.ring()
         return self._news_bell
@@ -438,13 +443,11 @@ class EngineThread:
 
     async def _end(self) -> bool:
         """End the engine and all orders; False if something is still inside NIXL."""
-        # What was handed over in time is tried: it may be a discharge that others wait for.
-        self._desk.carry_out()
-        self._desk.shut()
+        self._is_ending = True
+        await self._desk.finish()
         closers = len(self._closers)
         # When the interpreter exits, no other executor takes anything any more.
         asyncio.get_running_loop().set_default_executor(InPlace())
-        self._is_ending = True
         try:
             self._cut_short = await self.engine.aclose(self._close_s)
         except Exception as exc:
@@ -469,7 +472,7 @@ class EngineThread:
             # Whoever has less time than those who asked before is heard.
             self._hurrying = asyncio.get_running_loop().create_task(self._hurry(timeout_s))
         else:
-            self._close_s = timeout_s
+            self._close_s = min(self._close_s, timeout_s) if self._ask.is_set() else timeout_s
             self._ask.set()
 
     async def _hurry(self, timeout_s: float) -> None:
@@ -505,7 +508,7 @@ class EngineThread:
         """This is the child of a fork, which has no such thread."""
         self._is_asked_for = self._is_closing = self._is_over = self._has_crashed = True
         self._cause = "the process was forked, and its threads stayed with the parent"
-        self._news_bell, self._loop = None, None
+        self._bell_for_news, self._news_bell, self._loop = Bell(), None, None
         self._untold.clear()
         self._desk.forget()
 

@@ -376,7 +376,7 @@ class Engine:
             cohort_id: As for `pull`.
 
         Raises:
-            EngineClosed: The engine is closed or draining.
+            EngineClosed: The engine is closed; or it drains, and this was not announced before.
             LocalProtocolError: The request is being pulled already, or was announced with other params or another
                 cohort_id.
             PlanRefused: The params do not list a whole group of ranks, or list this very rank.

@@ -18,7 +18,7 @@ __all__ = ["Home"]
 
 NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 
-OWNERS = {"LentRequest": "lent", "PullError": "error"}
+OWNERS = {"EngineDesk": "desk", "LentRequest": "lent", "PullError": "error"}
 """What callers may call their objects; everything else is the engine's."""
 
 
