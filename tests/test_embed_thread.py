@@ -408,8 +408,9 @@ def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
     def end() -> None:
         raise SystemExit("enough")
 
-    for _ in range(MAX_CRASHES):
-        on_loop(decode, end)
+    with Stuck(decode):  # so that nothing is ended between them
+        for _ in range(MAX_CRASHES):
+            on_loop(decode, end)
     decode._thread.join(PATIENCE_S)
     with pytest.raises(SystemExit, match="enough"):
         decode.take_finished()
