@@ -214,6 +214,20 @@ def test_what_fails_is_told_as_received_and_failed(make: Make) -> None:
     assert (stats := decode.half.statistics()) is None or stats.data["failed"]
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_load_that_is_refused_before_it_begins_keeps_nothing_lent(make: Make, announced: bool) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [1, 2])
+    prefill.step(Lend(params))
+    if announced:
+        decode.step(Announce("d", params))
+        decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
+    decode.step(Pull(request_id="d", groups=[(0, [NUM_BLOCKS + 7, 3])], params=params))
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.failed == ["d"]
+    prefill.until(lambda: prefill.sent == ["p"])  # long before the lease or the announcement ends
+
+
 def test_a_load_that_is_given_up_is_told_once(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     params = group_params(prefill, "p", [1])  # not lent: the pull waits
@@ -343,7 +357,7 @@ def half(tmp_path: Path) -> WorkerHalf:
     config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
     (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
     half = WorkerHalf(Options(), config, planned.config)
-    half._pulling |= {"a", "b"}
+    half._pulling |= {name: Pull(request_id=name, groups=[], params={}) for name in "ab"}
     half._lent |= {"a"}
     return half
 

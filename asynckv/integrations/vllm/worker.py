@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from asynckv.embed import EngineThread, Finished, Lend, Pull
-from asynckv.errors import BlocksRetired, LocalProtocolError
+from asynckv.embed import Discharge, EngineThread, Finished, Lend, Pull
+from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError, Overloaded, PlanRefused
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, place_of, register
@@ -53,6 +53,9 @@ LET_GO_S = 30.0
 CLOSE_S = 3.5
 """Until all has ended. vLLM kills a worker 5 s after it asked it to end."""
 
+NEVER_BEGUN = (PlanRefused, Overloaded, LocalProtocolError)
+"""Pulls that the engine refuses before it does anything: the prefill side hears nothing of them."""
+
 log = logging.getLogger("vllm.asynckv")
 
 
@@ -77,7 +80,7 @@ class WorkerHalf:
         self._registration: Registration | None = None
         self._tails = Tails()
         self._is_suspended = False
-        self._pulling: set[str] = set()
+        self._pulling: dict[str, Pull] = {}
         self._lent: set[str] = set()
         self._tally = Tally()
 
@@ -135,7 +138,7 @@ class WorkerHalf:
             raise LocalProtocolError("orders came, but no KV caches are registered (register_kv_caches)")
         for order in step.orders:
             if isinstance(order, Pull):
-                self._pulling.add(order.request_id)
+                self._pulling[order.request_id] = order
             elif isinstance(order, Lend):
                 self._lent.add(_request_id(order))
         self._thread.submit(step.orders)
@@ -170,16 +173,23 @@ class WorkerHalf:
             self._tails.clear(result.padding)
             self._tally.received(result)
             self._received(result.request_id, results)
+        unread = []
         for failed in finished.failed:
             self._tally.failed(failed.error)
+            order = self._pulling.get(failed.request_id)
+            if order is not None and isinstance(failed.error, NEVER_BEGUN):
+                # Its announcement goes on, and would be renewed for as long as a request may wait in a queue.
+                unread.append(Discharge(order.request_id, order.params, order.cohort_id))
             if not failed.is_held:  # else it follows in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:
             self._received(request_id, results, is_failed=True)
+        if unread and self._thread is not None:
+            with contextlib.suppress(EngineClosed):
+                self._thread.submit(unread)
 
     def _received(self, request_id: str, results: KVConnectorTransferResults, is_failed: bool = False) -> None:
-        if request_id in self._pulling:
-            self._pulling.discard(request_id)
+        if self._pulling.pop(request_id, None) is not None:
             results.finished_recving.add(request_id)
             if is_failed:
                 results.failed_recving.add(request_id)
