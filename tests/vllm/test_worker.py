@@ -245,6 +245,18 @@ def test_a_refused_lend_is_told(make: Make) -> None:
     prefill.until(lambda: prefill.sent == ["p"])
 
 
+def test_whoever_waits_for_a_lend_that_was_refused_hears_of_it_at_once(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [3, 3])
+    began = time.monotonic()
+    decode.step(Pull(request_id="d", groups=[(0, [1, 2])], params=params))
+    prefill.step(Lend(params))
+    prefill.until(lambda: prefill.sent == ["p"])
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.failed == ["d"]
+    assert time.monotonic() - began < Options().pull.timeout_s / 2
+
+
 def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     lost = group_params(prefill, "lost", [1])

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from asynckv.embed import Discharge, EngineThread, Finished, Lend, Pull
+from asynckv.embed import Discharge, EngineThread, Finished, Lend, Order, Pull, Withdraw
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError, Overloaded, PlanRefused
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
@@ -161,6 +161,7 @@ class WorkerHalf:
                 f"s (pull.held_s) after their reads failed, and vLLM cannot set blocks aside; this worker has to be "
                 f"started again"
             )
+        more: list[Order] = []
         for end in finished.sent:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
@@ -169,24 +170,24 @@ class WorkerHalf:
             if isinstance(refused.order, Lend):
                 self._tally.lease("refused")
                 self._sent(_request_id(refused.order), results)
+                more.append(Withdraw(refused.order.params))  # or its reader would wait until its deadline
         for result in finished.received:
             self._tails.clear(result.padding)
             self._tally.received(result)
             self._received(result.request_id, results)
-        unread = []
         for failed in finished.failed:
             self._tally.failed(failed.error)
             order = self._pulling.get(failed.request_id)
             if order is not None and isinstance(failed.error, NEVER_BEGUN):
                 # Its announcement goes on, and would be renewed for as long as a request may wait in a queue.
-                unread.append(Discharge(order.request_id, order.params, order.cohort_id))
+                more.append(Discharge(order.request_id, order.params, order.cohort_id))
             if not failed.is_held:  # else it follows in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:
             self._received(request_id, results, is_failed=True)
-        if unread and self._thread is not None:
+        if more and self._thread is not None:
             with contextlib.suppress(EngineClosed):
-                self._thread.submit(unread)
+                self._thread.submit(more)
 
     def _received(self, request_id: str, results: KVConnectorTransferResults, is_failed: bool = False) -> None:
         if self._pulling.pop(request_id, None) is not None:
