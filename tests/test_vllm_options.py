@@ -67,7 +67,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pull": {"retries": -1}}, r"extra_config\.pull: retries"),
     ({"nixl": {"params": [1]}}, r"nixl\.params"),
     ({"nixl": {"process": "maybe"}}, "process is 'maybe'"),
-    ({"keys": {"secret": "a"}}, r"extra_config\.keys: .*authorized"),
+    ({"keys": {"secret": "a"}}, r"extra_config\.keys lacks authorized; it takes secret, authorized"),
     ({"keys": {"secret": "a", "authorized": "b"}, "allow_insecure": True}, "contradict"),
     ({"bind": "10.0.0.1"}, "not an address"),
     ({"bind": 3}, "bind is 3"),
@@ -95,6 +95,17 @@ ADDRESSES = [
 def test_what_could_not_listen_is_refused_before_a_model_is_loaded(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Options.parse(given).check_addresses()
+
+
+def test_a_port_is_the_first_workers_and_the_others_have_those_that_follow() -> None:
+    options = Options.parse({"bind": "tcp://127.0.0.1:5600", "advertise": "tcp://127.0.0.1:7000"})
+    first, third = options.engine_config("e"), options.engine_config("e", 2)
+    assert (first.bind, first.advertise) == ("tcp://127.0.0.1:5600", "tcp://127.0.0.1:7000")
+    assert (third.bind, third.advertise) == ("tcp://127.0.0.1:5602", "tcp://127.0.0.1:7002")
+    free = Options.parse({"bind": "tcp://[::1]:0"}).engine_config("e", 2)
+    assert (free.bind, free.advertise) == ("tcp://[::1]:0", "")
+    with pytest.raises(ConfigError, match="worker 6 would listen on port 65536; lower it"):
+        Options.parse({"bind": "tcp://127.0.0.1:65530"}).engine_config("e", 6)
 
 
 def test_what_can_listen_is_taken() -> None:

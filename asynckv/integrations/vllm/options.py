@@ -8,7 +8,7 @@ its options are called here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -76,7 +76,8 @@ class Options:
     """`kv_connector_extra_config`, checked: `EngineConfig` without the engine's id, and what is the connector's own.
 
     Attributes:
-        bind: Where each worker's control plane listens; port 0 lets the system choose.
+        bind: Where the first worker's control plane listens, and the others on the ports that follow; port 0 lets the
+            system choose for each.
         advertise: What the other engines are told, if it differs from the bound address.
         allow_insecure: Listen on other than loopback addresses without keys.
         keys: Authenticate and encrypt the control plane.
@@ -132,9 +133,21 @@ class Options:
         options: Options = _made(WHERE, cls, values)
         return options
 
-    def engine_config(self, engine_id: str) -> EngineConfig:
-        """What every rank of an engine is configured with."""
-        return EngineConfig(engine_id=engine_id, **{name: getattr(self, name) for name in _ENGINE})
+    def engine_config(self, engine_id: str, number: int = 0) -> EngineConfig:
+        """What a worker's engine is configured with.
+
+        Args:
+            engine_id: vLLM's.
+            number: The worker's, among those that got the same options. All may be on one host, so a port that is
+                given is the first worker's, and the others have those that follow.
+
+        Raises:
+            ConfigError: There is no such port.
+        """
+        values = {name: getattr(self, name) for name in _ENGINE}
+        for name in ("bind", "advertise") if number else ():
+            values[name] = _port_of(name, values[name], number)
+        return EngineConfig(engine_id=engine_id, **values)
 
     def check_addresses(self) -> None:
         """Refuse before a model is loaded what could not listen after it; reads the files of keys.
@@ -169,6 +182,16 @@ def remarks(options: Options, version: str, environment: Mapping[str, str]) -> l
     return out
 
 
+def _port_of(name: str, address: str, number: int) -> str:
+    """The address of a worker, from the first one's."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) == 0:
+        return address
+    if int(port) + number > 65535:
+        raise ConfigError(f"{name} {address!r}: worker {number} would listen on port {int(port) + number}; lower it")
+    return f"{host}:{int(port) + number}"
+
+
 def _mapping(where: str, given: object) -> Mapping[str, Any]:
     if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
         return given
@@ -190,4 +213,7 @@ def _made(where: str, kind: type[Any], values: Mapping[str, Any]) -> Any:
     except ConfigError as exc:
         raise ConfigError(f"{where}: {exc}") from exc
     except TypeError as exc:  # a field without a default is missing
-        raise ConfigError(f"{where}: {exc}; it takes {', '.join(f.name for f in fields(kind))}") from exc
+        missing = [f.name for f in fields(kind) if f.name not in values and f.default is f.default_factory is MISSING]
+        raise ConfigError(
+            f"{where} lacks {' and '.join(missing) or exc}; it takes {', '.join(f.name for f in fields(kind))}"
+        ) from exc

@@ -74,7 +74,9 @@ class WorkerHalf:
     def __init__(self, options: Options, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
-        self._config = options.engine_config(vllm_config.kv_transfer_config.engine_id)
+        place, replica = place_of(vllm_config), vllm_config.parallel_config.data_parallel_index
+        number = (replica * place.pp_size + place.pp_stage) * place.tp_size + place.tp_rank
+        self._config = options.engine_config(str(vllm_config.kv_transfer_config.engine_id), number)
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._thread: EngineThread | None = None
         self._registration: Registration | None = None
