@@ -93,7 +93,7 @@ class Home:
             )
             where = (
                 f"from thread {threading.current_thread().name!r} or another event loop than the one that the engine "
-                f"was started on; nothing was changed: use {remedy}, where loop is the engine's; beside an EngineThread its own "
-                f"submit, call and statistics"
+                f"was started on; nothing was changed: use {remedy}, where loop is the engine's; "
+                f"beside an EngineThread its own submit, call and statistics"
             )
         return WrongThread(f"{what} was called {where}")
