@@ -64,6 +64,7 @@ async def serve(prefill: int, decode: int, host: str, port: int) -> None:
             await until_told()
             count = router.num_in_flight
             print(f"stopping: {count} requests under way, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
+        print(f"ending {len(started)} engines, which takes some seconds", file=sys.stderr, flush=True)
         await asyncio.gather(*(process.end() for process in started), return_exceptions=True)
 
 

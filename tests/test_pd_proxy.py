@@ -950,8 +950,10 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
     command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1")
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(START_S):
             while b"curl" not in (line := await process.stdout.readline()):
@@ -962,6 +964,10 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+        told = (await process.stderr.read()).decode()
+        for name in ("prefill0", "decode0"):
+            assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
+        assert "stopping: 0 requests under way" in told
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
