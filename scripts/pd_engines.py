@@ -113,10 +113,11 @@ class Engine:
 
     def refusal(self, status: int, data: bytes) -> Refused:
         """Say what an answer other than 200 means."""
+        said, error = data[:1000].decode(errors="replace"), _error_in(data) or {}
         if 400 <= status < 500 and status != 429:
-            return Refused(status, f"{self} refused it with status {status}", body=data)
-        said = data[:1000].decode(errors="replace")
-        if (_error_in(data) or {}).get("type") == "kv_transfer_error":
+            reason = str(error.get("message", said))[:300]  # for the log; the client gets the answer itself
+            return Refused(status, f"{self} refused it with status {status}: {reason}", body=data)
+        if error.get("type") == "kv_transfer_error":
             return self.fault("kv_transfer_error", f"could not fetch the KV cache: {said}")
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
         return self.fault(why, f"answered with status {status}: {said}")
@@ -145,7 +146,7 @@ class Engine:
                 yield piece
         except (aiohttp.ClientError, TimeoutError) as exc:
             why = "timeout" if isinstance(exc, TimeoutError) else "lost"
-            yield b"\n\ndata: " + self.fault(why, f"stopped before its end: {exc or why}").body + b"\n\n"
+            yield self.fault(why, f"stopped before its end: {exc or why}").event()
 
 
 class Engines:

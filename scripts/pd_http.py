@@ -33,6 +33,10 @@ class Refused(Exception):
         error = {"message": text, "type": kind, "param": None, "code": status}
         self.status, self.body = status, body or msgspec.json.encode({"error": error})
 
+    def event(self) -> bytes:
+        """Say it as the last event of a stream, wherever that was cut."""
+        return b"\n\ndata: " + self.body + b"\n\n"
+
     def response(self) -> web.Response:
         """Say it as an answer."""
         headers = {"Retry-After": "1"} if self.status == 503 else None
@@ -58,8 +62,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 @contextlib.asynccontextmanager
 async def serving(app: web.Application, host: str, port: int, drain_s: float) -> AsyncIterator[str]:
     """Serve an application; the value is its URL. At the end it takes nothing new, and finishes what it has begun."""
-    # A client that leaves cancels its handler.
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=drain_s, access_log=None)
+    # A client that leaves cancels its handler. At the end aiohttp waits for handlers twice before it cancels them.
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=drain_s / 2, access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

@@ -13,6 +13,7 @@ The router keeps nothing but counts. What can go wrong is settled in one loop, `
 - After the first piece, the client hears of an error as the last event of its stream.
 - A client that leaves cancels its handler. That closes the connection to the engine that works for it, which is how
   engines are told; a decode engine that is told gives the KV cache back to the prefill engine.
+- When the router is stopped, what is under way has some time to end, and then ends in an error in the same way.
 
 An engine that embeds asynckv need not fail when a prefill engine is lost: it asks the router for other params
 (`X-Prefill-Again`, and `renew_params` of `Engine.pull`), and keeps its blocks and its place meanwhile.
@@ -45,6 +46,8 @@ from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, log_as_json, s
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
 """What a request may say of its generation that does not go with one token in one piece."""
 AGAIN = "/prefill_again/"
+GRACE_S = 0.5
+"""After the drain, for writing the errors in which it ends; what is no completion (/metrics) has no longer either."""
 
 log = structlog.get_logger()
 
@@ -61,11 +64,16 @@ class Job:
             the prompt prefilled once more.
         lender: The prefill engine whose params are in use.
         avoid: Engines that have failed it.
+        task: What handles it, until its answer is written.
+        limit: When the router ends it; never, as long as the router runs.
+        stream: What the client is reading, once that has begun.
         notes: For the log.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, ends: float | None = None) -> None:
         self.request, self.path, self.began = request, request.path, time.monotonic()
+        self.task, self.limit = asyncio.current_task(), asyncio.timeout_at(ends)
+        self.stream: web.StreamResponse | None = None
         self.body: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self.lender: Engine | None = None
@@ -91,6 +99,7 @@ class Router:
         attempts: How often a request is tried.
         max_requests: More at a time are refused.
         max_body_mib: A larger body is refused.
+        drain_s: How long requests may go on when it is stopped.
     """
 
     def __init__(
@@ -102,8 +111,9 @@ class Router:
         attempts: int = 3,
         max_requests: int = 1024,
         max_body_mib: float = 16.0,
+        drain_s: float = 30.0,
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits, self._drain_s = limits or Limits(), drain_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
         self._registry = prometheus.CollectorRegistry()
         self.engines = Engines(prefill, decode, self._limits, self._registry)
@@ -113,6 +123,12 @@ class Router:
         self._seconds = prometheus.Histogram("pd_proxy_seconds", "Until prefill, first event, end.", ["until"], **at)
         self._in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests under way.", **at)
         self._jobs: dict[str, Job] = {}
+        self._ends: float | None = None
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests under way."""
+        return len(self._jobs)
 
     def app(self) -> web.Application:
         """Make the application, for `serving`."""
@@ -124,11 +140,20 @@ class Router:
         app.router.add_get("/health/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
         app.cleanup_ctx.append(self._life)
+        app.on_shutdown.append(self._drain)
         return app
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self.engines:
             yield
+
+    async def _drain(self, app: web.Application) -> None:
+        """Wait for what is under way, and end what takes too long; nothing new arrives any more."""
+        self._ends = asyncio.get_running_loop().time() + self._drain_s
+        for job in self._jobs.values():
+            job.limit.reschedule(self._ends)
+        if tasks := [job.task for job in self._jobs.values() if job.task is not None]:
+            await asyncio.wait(tasks, timeout=self._drain_s + GRACE_S)
 
     async def _models(self, request: web.Request) -> web.Response:
         job, engine = Job(request), self.engines.choose("decode", set())
@@ -149,19 +174,24 @@ class Router:
         return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        job, status = Job(request), 500
+        job, status = Job(request, self._ends), 500
         self._jobs[job.token] = job
         with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
             try:
                 if len(self._jobs) > self._max_requests:
                     raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
-                job.body = await self._read(request)
-                response = await self._route(job)
+                async with job.limit:
+                    job.body = await self._read(request)
+                    response = await self._route(job)
                 status = response.status
                 return response
-            except Refused as exc:
-                status, job.notes["error"] = exc.status, str(exc)
-                response = exc.response()
+            except (Refused, TimeoutError) as exc:
+                refused = exc if isinstance(exc, Refused) else Refused(503, "the router is stopping", "stopping")
+                status, job.notes["error"] = refused.status, str(refused)
+                if job.stream is not None:
+                    await job.stream.write(refused.event())
+                    return job.stream
+                response = refused.response()
                 response.headers["X-Request-Id"] = job.id
                 return response
             except (asyncio.CancelledError, ClientLeft):
@@ -258,6 +288,7 @@ class Router:
             response = web.StreamResponse(headers=headers)
             try:
                 await response.prepare(job.request)
+                job.stream = response
                 await response.write(first)
                 async for piece in engine.pieces(answer.content):
                     await response.write(piece)
@@ -273,10 +304,10 @@ class Router:
 
 
 async def _serve(router: Router, host: str, port: int, drain_s: float) -> None:
-    async with serving(router.app(), host, port, drain_s) as url:
+    async with serving(router.app(), host, port, GRACE_S) as url:
         log.info("listening", url=url)
         await until_told()
-        log.info("stopping", drain_s=drain_s)
+        log.info("stopping", in_flight=router.num_in_flight, drain_s=drain_s)
 
 
 Urls = Annotated[list[str], typer.Option(metavar="URL", help="An engine, such as http://10.0.0.7:8100; repeat it.")]
@@ -305,7 +336,8 @@ def proxy(
     for name, value in {**vars(limits), "drain_s": drain_s, "max_body_mib": max_body_mib}.items():
         command.check(0 < value < 1e6, f"--{name.replace('_', '-')} {value} is outside 0 ... 1000000")
     log_as_json()
-    router = Router(prefill, decode, limits, attempts=attempts, max_requests=max_requests, max_body_mib=max_body_mib)
+    bounds: dict[str, Any] = {"max_requests": max_requests, "max_body_mib": max_body_mib, "drain_s": drain_s}
+    router = Router(prefill, decode, limits, attempts=attempts, **bounds)
     asyncio.run(_serve(router, host, port, drain_s))
     return 0
 
@@ -319,8 +351,8 @@ EPILOG = """
 
 [bold]Errors[/bold]  are JSON in OpenAI's form
 
-  502: engines failed; 503: none is up, or all are busy; 504: one did not answer in time; 499, in log and metrics: the
-  client left
+  502: engines failed; 503: none is up, all are busy, or the router is stopping; 504: one did not answer in time; 499,
+  in log and metrics: the client left
 
 [bold]Examples[/bold]
 

@@ -7,18 +7,19 @@ and says what to try. Ctrl-C ends everything.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from typing import Annotated
 
 import typer
+from aiohttp import web
 
 from asynckv.testing.fleet import Failure, Fleet, Process
 from scripts import command
 from scripts.pd_http import log_as_json, serving, until_told
-from scripts.pd_proxy import Router
+from scripts.pd_proxy import GRACE_S, Router
 
 START_S = 300.0
+DRAIN_S = 5.0
 
 TRY = """
 {prefill} prefill and {decode} decode engines behind one router: {url}
@@ -28,12 +29,16 @@ Try
   curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
   curl {url}/health/ready
   curl {url}/metrics
+  kill -9 PROCESS   # of an engine, as listed above
 
 Its weights are random, and so is what it says. Ctrl-C ends all.
 """
 
 
-async def _serve(prefill: int, decode: int, host: str, port: int) -> None:
+async def serve(prefill: int, decode: int, host: str, port: int) -> None:
+    """Start it all, and serve until told to stop."""
+    async with serving(web.Application(), host, port, GRACE_S):
+        pass  # else one would hear that the port is taken only when all engines have started
     names = [f"{role}{i}" for role, count in (("prefill", prefill), ("decode", decode)) for i in range(count)]
     print(
         f"starting {len(names)} engines, each of which loads torch and transformers first", file=sys.stderr, flush=True
@@ -41,7 +46,7 @@ async def _serve(prefill: int, decode: int, host: str, port: int) -> None:
 
     async def address(name: str, process: Process) -> str:
         url: str = await process.ask("address", START_S)
-        print(f"{name} listens on {url}", file=sys.stderr, flush=True)
+        print(f"{name}, process {process.pid}, listens on {url}", file=sys.stderr, flush=True)
         return url
 
     async with Fleet() as fleet:
@@ -53,13 +58,14 @@ async def _serve(prefill: int, decode: int, host: str, port: int) -> None:
             urls = await asyncio.gather(*map(address, names, started))
         except Failure as exc:
             raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
-        app = Router(urls[:prefill], urls[prefill:]).app()
-        async with serving(app, host, port, drain_s=5) as url:
+        router = Router(urls[:prefill], urls[prefill:], drain_s=DRAIN_S)
+        async with serving(router.app(), host, port, GRACE_S) as url:
             print(TRY.format(prefill=prefill, decode=decode, url=url), flush=True)
             await until_told()
-        for process in started:
-            with contextlib.suppress(Failure):
-                await process.end()
+            count = router.num_in_flight
+            print(f"stopping: {count} requests under way, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
+        print(f"ending {len(started)} engines, which takes some seconds", file=sys.stderr, flush=True)
+        await asyncio.gather(*(process.end() for process in started), return_exceptions=True)
 
 
 def service(
@@ -74,7 +80,7 @@ def service(
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     log_as_json()
     try:
-        asyncio.run(_serve(prefill, decode, host, port))
+        asyncio.run(serve(prefill, decode, host, port))
     except Failure as exc:
         print(f"pd_service: {exc}", file=sys.stderr)
         return 1
@@ -82,7 +88,7 @@ def service(
 
 
 EPILOG = """
-[bold]Exit status[/bold]  0 stopped by Ctrl-C or SIGTERM, 1 an engine did not start, 2 bad input
+[bold]Exit status[/bold]  0 stopped by Ctrl-C or SIGTERM, 1 an engine did not start, 2 bad input, or the port is taken
 """
 main = command.script(service, "pd_service", EPILOG)
 

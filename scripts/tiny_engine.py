@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import secrets
 import sys
 import time
@@ -33,7 +34,7 @@ from aiohttp import web
 
 from asynckv import Engine, EngineConfig, PrefillGroup, PullConfig, configure_logging
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
-from scripts import command
+from scripts import command, tiny_request
 from scripts.disagg_generate import Pages, Subject, gather, load, store
 from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, serving, until_told
 
@@ -150,20 +151,11 @@ class TinyEngine:
     # -- requests ----------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        try:
-            body = await request.json()
-            is_chat = request.path == COMPLETIONS[1]
-            text = "".join(f"{m['role']}: {m['content']}\n" for m in body["messages"]) if is_chat else body["prompt"]
-            prompt = encode(text)
-            count = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
-            params = body.get("kv_transfer_params") or {}
-            is_prefill, lent = params.get("do_remote_decode"), params.get("asynckv")
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
-            raise Refused(400, f"this is no request: {exc!r}") from None
-        if not text or not 1 <= count <= 4096:
-            raise Refused(400, "the prompt is empty, or max_tokens outside 1 ... 4096")
+        text, count, is_stream, params = tiny_request.read(await request.read(), request.path)
+        prompt, is_chat = encode(text), request.path == COMPLETIONS[1]
+        is_prefill, lent = params.get("do_remote_decode"), params.get("asynckv")
         request_id = f"{request.headers.get('X-Request-Id', 'request')}-{next(self._numbers)}"
-        answer = Answer(request, f"cmpl-{request_id}", is_chat, bool(body.get("stream")), len(prompt))
+        answer = Answer(request, f"cmpl-{request_id}", is_chat, is_stream, len(prompt))
         with self._counted("running"):
             if is_prefill:
                 found = await self._prefill(request_id, prompt)
@@ -316,7 +308,7 @@ class Answer:
 
 async def _run(**setup: Any) -> None:
     async with TinyEngine(**setup) as engine:
-        print(json.dumps({"name": engine.name, "url": engine.url}), flush=True)
+        print(json.dumps({"name": engine.name, "url": engine.url, "pid": os.getpid()}), flush=True)
         await until_told()
 
 

@@ -10,20 +10,28 @@ import asyncio
 import contextlib
 import io
 import json
+import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
+from asynckv.errors import ConfigError
+from scripts import pd_service, tiny_request
 from scripts.pd_engines import Limits
-from scripts.pd_http import COMPLETIONS, serving
-from scripts.pd_proxy import Router
+from scripts.pd_http import COMPLETIONS, Refused, serving
+from scripts.pd_proxy import GRACE_S, Router
 
 pytestmark = pytest.mark.anyio
 
@@ -33,6 +41,8 @@ IMPATIENT = {
     "decode": Limits(connect_s=5, prefill_s=30, silence_s=0.2, health_s=5),
 }
 HEAR_S = 30.0
+SLACK_S = 10.0
+"""What a busy machine may add to a time; far less than `HEAR_S`."""
 START_S = 300.0
 """Processes import much, and a busy machine takes long for it."""
 PARAMS = {"do_remote_prefill": True, "remote": [1, 2, 3]}
@@ -191,9 +201,8 @@ async def routed(
             if isinstance(fake, Fake):
                 await stack.enter_async_context(fake.running())
         urls = [[x.url if isinstance(x, Fake) else x for x in side] for side in (prefill, decode)]
-        url = await stack.enter_async_context(
-            serving(Router(urls[0], urls[1], limits, **options).app(), "127.0.0.1", 0, 5)
-        )
+        router = Router(urls[0], urls[1], limits, **options)
+        url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEAR_S)))
         yield Client(url, session)
 
@@ -295,8 +304,11 @@ async def test_what_an_engine_refuses_is_passed_on_as_it_said_it() -> None:
     refusal = error("BadRequestError", 400)
     for prefill, decode in ((Fake(says(refusal, 400)), decodes()), (prefills(), Fake(says(refusal, 400)))):
         async with routed([prefill], [decode]) as client:
-            assert await client.ask() == (400, refusal)
+            with capture_logs() as events:
+                assert await client.ask() == (400, refusal)
         assert len(prefill.asked) == 1
+        (ended,) = [event for event in events if event["event"] == "request"]
+        assert "refused it with status 400: no luck no luck" in ended["error"]
 
 
 @pytest.mark.parametrize(
@@ -548,7 +560,8 @@ async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> Non
     decode, prefill = Fake(later), prefills()
     async with prefill.running(), decode.running(), aiohttp.ClientSession() as session:
         life = contextlib.AsyncExitStack()
-        url = await life.enter_async_context(serving(Router([prefill.url], [decode.url]).app(), "127.0.0.1", 0, HEAR_S))
+        router = Router([prefill.url], [decode.url], drain_s=HEAR_S)
+        url = await life.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
         asked = asyncio.create_task(Client(url, session).ask())
         await asyncio.wait_for(decode.busy.wait(), HEAR_S)
         closing = asyncio.create_task(life.aclose())
@@ -564,6 +577,48 @@ async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> Non
         decode.go_on.set()
         assert await asked == (200, {"choices": []})
         await closing
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode", "stream", "full"])
+async def test_what_takes_too_long_when_the_router_is_stopped_ends_in_an_error(at: str) -> None:
+    async def floods(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: {}\n\n" * 10_000)
+
+    head = b"data: {}\n\n"
+    is_stream = at in ("stream", "full")
+    prefill = Fake(hangs) if at == "prefill" else prefills()
+    decode = Fake({"stream": streams(head), "full": floods}.get(at, hangs))
+    async with prefill.running(), decode.running(), aiohttp.ClientSession() as session:
+        router, life = Router([prefill.url], [decode.url], drain_s=0.1), contextlib.AsyncExitStack()
+        url = await life.enter_async_context(serving(router.app(), "127.0.0.1", 0, GRACE_S))
+
+        async def ask() -> aiohttp.ClientResponse:
+            return await session.post(url + COMPLETIONS[0], json={**ASK, "stream": is_stream})
+
+        asked = asyncio.create_task(ask())
+        engine = prefill if at == "prefill" else decode
+        await asyncio.wait_for(engine.busy.wait(), HEAR_S)
+        if is_stream:
+            answer = await asked
+            assert await answer.content.readexactly(len(head)) == head
+        assert router.num_in_flight == 1
+        with capture_logs() as events:
+            began = asyncio.get_running_loop().time()
+            await life.aclose()
+            # Who does not even read what it is sent cannot hold up the end: nothing but two graces is left to it.
+            assert 0.09 < asyncio.get_running_loop().time() - began < 0.1 + 2 * GRACE_S + SLACK_S
+        await asyncio.wait_for(engine.left.wait(), HEAR_S)
+        if at != "full":
+            answer = await asked
+            assert answer.status == (200 if is_stream else 503)
+            told = json.loads((await answer.read()).strip().removeprefix(b"data: "))["error"]
+            assert (told["code"], told["type"], told["message"]) == (503, "stopping", "the router is stopping")
+        answer.close()
+        (ended,) = [event for event in events if event["event"] == "request"]
+        assert (ended["status"], ended["error"]) == (503, "the router is stopping")
 
 
 # -- what is seen of it ------------------------------------------------------------------------------------------
@@ -634,7 +689,76 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
             await process.wait()
         assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
         assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
-        assert stopping["event"] == "stopping"
+        assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
+
+
+# -- what tiny engines are asked ------------------------------------------------------------------------------------
+
+
+def test_a_tiny_engine_reads_what_it_is_asked() -> None:
+    params = {"do_remote_decode": True}
+    body = {"prompt": "one", "max_tokens": 3, "stream": True, "kv_transfer_params": params, "top_p": 1}
+    assert tiny_request.read(msgspec.json.encode(body), COMPLETIONS[0]) == ("one", 3, True, params)
+    chat = {"messages": [{"role": "user", "content": "two"}], "max_tokens": 3, "max_completion_tokens": 4}
+    assert tiny_request.read(msgspec.json.encode(chat), COMPLETIONS[1]) == ("user: two\n", 4, False, {})
+    assert tiny_request.read(b'{"prompt": "one", "max_tokens": null}', COMPLETIONS[0]) == ("one", 16, False, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "the body is no request: Input data was truncated"),
+        (b"[" * 100_000, "the body is no request: "),
+        (b"[]", "the body is no request: Expected `object`, got `array`"),
+        (b"{}", "prompt is missing or empty"),
+        (b'{"prompt": ""}', "prompt is missing or empty"),
+        (b'{"prompt": 5}', "Expected `str | null`, got `int` - at `$.prompt`"),
+        (b'{"prompt": "\\ud800"}', "the body is no request: "),
+        (b'{"prompt": "a", "max_tokens": 0}', "max_tokens 0 is outside 1 ... 4096"),
+        (b'{"prompt": "a", "max_tokens": -1}', "max_tokens -1 is outside 1 ... 4096"),
+        (b'{"prompt": "a", "max_tokens": 100000000}', "max_tokens 100000000 is outside 1 ... 4096"),
+        (b'{"prompt": "a", "max_tokens": "5"}', "at `$.max_tokens`"),
+        (b'{"prompt": "a", "max_completion_tokens": 0}', "max_completion_tokens 0 is outside 1 ... 4096"),
+        (b'{"prompt": "a", "kv_transfer_params": 5}', "at `$.kv_transfer_params`"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_tiny_engine_says_what_is_wrong(body: bytes, text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        tiny_request.read(body, COMPLETIONS[0])
+    assert refused.value.status == 400
+    assert text in str(refused.value)
+
+
+def test_a_tiny_engine_says_what_is_wrong_with_a_chat() -> None:
+    for body, text in (
+        (b'{"prompt": "a"}', "messages is missing or empty"),
+        (b'{"messages": [{"role": "user"}]}', "missing required field `content` - at `$.messages[0]`"),
+    ):
+        with pytest.raises(Refused, match=re.escape(text)):
+            tiny_request.read(body, COMPLETIONS[1])
+
+
+# -- one command for all --------------------------------------------------------------------------------------------
+
+
+async def test_a_taken_port_is_said_before_any_engine_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port}: "):
+            await pd_service.serve(1, 1, "127.0.0.1", port)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_documented_installation_brings_what_the_router_needs() -> None:
+    root = Path(__file__).parents[1]
+    command = next(
+        line for line in (root / "docs/service.md").read_text().splitlines() if line.startswith(".venv/bin/pip install")
+    )
+    named = {re.split("[>=<]", word)[0] for word in shlex.split(command)}
+    needed = tomllib.loads((root / "pyproject.toml").read_text())["dependency-groups"]["proxy"]
+    assert {re.split("[>=<]", word)[0] for word in needed} | {"transformers"} <= named
+    assert "--group" not in command  # pip knows it since 25.1, and Python 3.11 brings 24.0 or older
 
 
 # -- tiny engines, with real KV caches between them -----------------------------------------------------------------
@@ -826,8 +950,10 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
     command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1")
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
+    assert process.stderr is not None
     try:
         async with asyncio.timeout(START_S):
             while b"curl" not in (line := await process.stdout.readline()):
@@ -838,6 +964,10 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
+        told = (await process.stderr.read()).decode()
+        for name in ("prefill0", "decode0"):
+            assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
+        assert "stopping: 0 requests under way" in told
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
