@@ -257,6 +257,6 @@ def test_the_invariants_hold_over_many_more_orders() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=1000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=600, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
