@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -435,7 +437,8 @@ def test_a_ring_moves_like_a_state(tmp_path: Path) -> None:
     assert part.axis == ""
     assert {dim.name: dim.size for dim in part.dims} == {"rank": 1, "row": 1, "slot": 12, "dim": 32}
     shape = Shape.of(vllm_config(tmp_path / "model"), planned.config)
-    assert shape.missing([[5] if i == view.group else [1, 2] for i in range(2)], 0, 30)[view.group] == (0, [5])
+    lists = tuple([KVCacheBlock(id) for id in ([5] if i == view.group else [1, 2])] for i in range(2))
+    assert shape.missing(KVCacheBlocks(lists), 0, 30)[view.group] == (0, [5])
 
 
 def test_a_wrong_number_of_groups_is_refused_to_unequal_ranks(tmp_path: Path) -> None:
