@@ -208,7 +208,7 @@ def threaded(
     config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None], wait_s: float = 0.0
 ) -> Run:
     run = Run()
-    with EngineThread(config, pool.registration) as engine:
+    with EngineThread(config, pool.registration, switch_interval_s=None) as engine:  # `--switch-interval` says
         for orders in run.steps(plan):
             run.ask(orders)
             began, cpu = time.perf_counter(), time.thread_time()
@@ -357,7 +357,7 @@ def bench(
         list[str] | None, typer.Argument(metavar="CASE", help="What to measure; everything if left out.")
     ] = None,
     rounds: Annotated[str, typer.Option(metavar="N", help="How often, in turns.")] = "3",
-    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, microseconds.")] = "5000",
+    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, microseconds.")] = "500",
     json: command.Json = "-",
 ) -> int:
     """Measure what each way to embed an engine costs the worker's thread, in turns and as ratios to native asyncio."""

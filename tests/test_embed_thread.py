@@ -21,6 +21,7 @@ import uvloop
 import asynckv.embed.thread
 from asynckv import (
     BackendError,
+    ConfigError,
     EngineClosed,
     EngineConfig,
     LeaseConfig,
@@ -660,3 +661,21 @@ def test_a_pump_that_fails_to_start_leaves_nothing() -> None:
         with pytest.raises(BackendError):
             pump.start()
         assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "after"), [(0.0005, 0.005, 0.0005), (0.0005, 0.0001, 0.0001), (None, 0.005, 0.005)]
+)
+def test_the_switch_interval_is_lowered_where_it_is_longer(given: float | None, before: float, after: float) -> None:
+    was = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(before)
+        with EngineThread(CONFIG, memory(1)[0], switch_interval_s=given):
+            assert sys.getswitchinterval() == pytest.approx(after)
+    finally:
+        sys.setswitchinterval(was)
+
+
+def test_a_switch_interval_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="switch_interval_s is 0"):
+        EngineThread(CONFIG, memory(1)[0], switch_interval_s=0)

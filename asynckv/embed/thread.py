@@ -6,7 +6,7 @@ it out.
 
 Two threads share Python's lock. The caller's gives it away in none of these calls (`bell`), so that a hand-over costs
 microseconds however much the engine has to do. The engine's thread is given it when the caller's computes outside of
-Python, sleeps, or has had it for the switch interval (`sys.setswitchinterval`, 5 ms).
+Python, sleeps, or has had it for the switch interval, which `start` therefore lowers from 5 ms to 0.5.
 
 However the thread ends, it ends the engine first: what was promised to readers is kept, and whatever was under way is
 told in `Finished`. It is a daemon, for a loop that is stuck must not keep the process; and when the interpreter exits
@@ -30,7 +30,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from asynckv.arguments import number
+from asynckv.arguments import number, seconds
 from asynckv.config import EngineConfig
 from asynckv.core.inspect import HeldBlocks
 from asynckv.embed.bell import Bell
@@ -38,7 +38,7 @@ from asynckv.embed.desk import EngineDesk, checked
 from asynckv.embed.in_place import InPlace
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
-from asynckv.errors import EngineClosed, LocalProtocolError, WrongThread
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, WrongThread
 from asynckv.geometry.check import Registration
 from asynckv.results import Statistics
 
@@ -62,6 +62,11 @@ MAX_CRASHES = 3
 _THREADS: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
+SWITCH_INTERVAL_S = 0.0005
+"""A turn of the loop gives Python's lock away some ten times, and beside a thread that computes in Python it waits this
+long for it each time. With Python's own 5 ms an engine falls behind by seconds (docs/performance.md)."""
+
+
 class EngineThread:
     """An engine on a thread of its own.
 
@@ -69,6 +74,11 @@ class EngineThread:
         config: As for `Engine`.
         registration: As for `Engine`.
         loop_factory: Makes the thread's event loop (`uvloop.new_event_loop`).
+        switch_interval_s: `start` lowers the interpreter's switch interval (`sys.setswitchinterval`) to this, for all
+            threads of the process and for good; None leaves it.
+
+    Raises:
+        ConfigError: An argument is out of range.
 
     Attributes:
         engine: For `call`. What may be read from any thread (`endpoint`, `memory_epoch`, ...) may be read here too.
@@ -80,7 +90,11 @@ class EngineThread:
         registration: Registration,
         *,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+        switch_interval_s: float | None = SWITCH_INTERVAL_S,
     ) -> None:
+        if switch_interval_s is not None:
+            switch_interval_s = seconds("switch_interval_s", switch_interval_s, ConfigError)
+        self._switch_interval_s = switch_interval_s
         self.engine = Engine(config, registration)
         self._loop_factory = loop_factory
         self._thread = threading.Thread(target=self._run, name=f"asynckv-{config.engine_id}", daemon=True)
@@ -125,6 +139,8 @@ class EngineThread:
         if self._is_closing:
             raise EngineClosed("the engine was closed; make a new one")
         until = time.monotonic() + timeout_s
+        if self._switch_interval_s is not None and sys.getswitchinterval() > self._switch_interval_s:
+            sys.setswitchinterval(self._switch_interval_s)
         self._is_asked_for = True  # first: whoever closes meanwhile has to wait for it
         try:
             self._thread.start()
