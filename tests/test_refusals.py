@@ -33,7 +33,7 @@ async def pair(tmp_path: Path, *, there: bool = True, here: bool = True) -> Asyn
         (tmp_path / name).mkdir()
         for each in listed:
             (tmp_path / name / f"{each}.key").write_bytes((tmp_path / "secret" / f"{each}.key").read_bytes())
-    quick = PullConfig(handshake_s=1.0)
+    quick = PullConfig(handshake_s=3.0)
     sides = [
         Bench(True).side(
             name,
@@ -84,8 +84,8 @@ async def test_a_reader_that_is_not_listed_there_is_named_by_both(
 ) -> None:
     caplog.set_level(logging.WARNING, "asynckv")
     async with pair(tmp_path, there=False) as (prefill, decode):
-        with pytest.raises(PeerUnreachable, match="did not answer within 1 s; it seems to turn our connection away"):
-            await decode.engine.pull("d", [(0, [6])], params(prefill), timeout_s=4.0)
+        with pytest.raises(PeerUnreachable, match="did not answer within 3 s; it seems to turn our connection away"):
+            await decode.engine.pull("d", [(0, [6])], params(prefill), timeout_s=12.0)
         key = decode.engine.endpoint.address.partition("#")[2]
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
     assert any("unlisted_key" in line and key in line and "engine_id=prefill" in line for line in said)
