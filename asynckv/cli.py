@@ -12,6 +12,7 @@ import typer
 
 from asynckv.bench import options as o
 from asynckv.bench.cli import bench_app, taking_options
+from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.observe.output import columns, write, write_json
 
@@ -41,6 +42,11 @@ MOST_WRITTEN = 1 << 17
 GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
 app.add_typer(bench_app, name="bench")
+app.command(epilog=inspect_cli.EPILOG)(inspect_cli.inspect)
+app.command(epilog=leaks_cli.EPILOG)(leaks_cli.leaks)
+app.command(epilog=timeline_cli.EPILOG)(timeline_cli.timeline)
+app.command(epilog=report_cli.EPILOG)(report_cli.report)
+app.command(epilog=doctor_cli.EPILOG)(doctor_cli.doctor)
 
 
 LAYOUT_EPILOG = """

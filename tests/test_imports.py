@@ -100,6 +100,7 @@ ORDER = (
     "tools",
     "testing",
     "bench",
+    "diagnose",
     "cli",
     "__main__",
 )
