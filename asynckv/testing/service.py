@@ -34,6 +34,7 @@ from asynckv.geometry.match import owed_readers
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
+from asynckv.testing.logs import Logs
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import (
     AFTER_FAILURE,
@@ -189,16 +190,17 @@ class _Rank:
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
         doors = self.service.doors(process)
-        self.engine = doors.engine(
-            Engine(
-                doors.config(self.config()),
-                Registration(self.layout),
-                data=doors.data(data),
-                control=doors.control(WorldControl(process, f"sim://{self.name}")),
-                clock=doors.clock(WorldClock(process)),
-                token_hex=doors.token_hex(world.token(name)),
-            )
+        engine = Engine(
+            doors.config(self.config()),
+            Registration(self.layout),
+            data=doors.data(data),
+            control=doors.control(WorldControl(process, f"sim://{self.name}")),
+            clock=doors.clock(WorldClock(process)),
+            token_hex=doors.token_hex(world.token(name)),
         )
+        if self.service.logs is not None:
+            self.service.logs.listen(process, engine)
+        self.engine = doors.engine(engine)
         process.spawn(self.engine.start)
         world.note(self.name, "started", name)
 
@@ -307,10 +309,11 @@ class Service:
     Args:
         script: What is asked of them, and what goes wrong.
         doors: What every rank is connected by, each time its process starts.
+        logs: Where processes write what they log; nowhere if left out.
     """
 
-    def __init__(self, script: Script, doors: Callable[[Process], Doors] = Doors) -> None:
-        self.script, self.doors = script, doors
+    def __init__(self, script: Script, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> None:
+        self.script, self.doors, self.logs = script, doors, logs
         self.world = World(script.seed)
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
