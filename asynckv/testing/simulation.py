@@ -101,7 +101,7 @@ def _silent() -> Iterator[None]:
 def play(script: Script, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> Outcome:
     """Run one script, with other ranks than honest ones if their doors say so, and keep what they log if asked."""
     with _silent():
-        service = Service(script, doors, logs)
+        service = Service(script, doors, [logs] if logs is not None else [])
         service.run()
     world = service.world
     return Outcome(script, world.violation, service.outcomes + world.counts, world.trace)
