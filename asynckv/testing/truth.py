@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -25,13 +26,25 @@ import msgspec
 from asynckv.core.outbox import BlocksRetired, BlocksReturned, Command, LeaseEnded, PullEnded
 from asynckv.core.pull import Pull
 from asynckv.core.types import Key, Outcome, Reason, rank_name
-from asynckv.core.wire import Claim, Granted, Hello, Message, Refused, Release, Renew, Unwelcome, Welcome, decode_packet
+from asynckv.core.wire import (
+    Ack,
+    Claim,
+    Granted,
+    Hello,
+    Message,
+    Refused,
+    Release,
+    Renew,
+    Unwelcome,
+    Welcome,
+    decode_packet,
+)
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError
 from asynckv.geometry.match import owed_readers
 from asynckv.testing.logs import Logs
 from asynckv.testing.script import Script
-from asynckv.testing.service import Attempt, Service
+from asynckv.testing.service import LEASE, Attempt, Service
 from asynckv.testing.world import Process
 
 __all__ = ["WHY", "LateLease", "LatePull", "Owed", "Witness", "watch"]
@@ -41,6 +54,9 @@ AWAY_S = 1.0
 
 AT_ONCE_S = 0.01
 """What arrives so shortly before an end may have been taken after it: a loop that comes back finds both."""
+
+LONG_S = 8.0
+"""A pull may have begun so long before."""
 
 WHY = {
     "never_handed": "its reader was never given the params, or not before the lease had ended",
@@ -64,10 +80,24 @@ WHY = {
     "owner_away": "the owner's loop was",
     "packets_lost": "packets between the two were lost",
     "rank_dead": "its reader was dead when the params came",
+    "silent": "nothing of its reader had arrived",
+    "spoke": "something of its reader had arrived",
+    "claimed": "a claim of its reader had arrived",
+    "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
+    "asked_late": "its reader asked for it when the lease had ended",
+    "asked": "its reader had asked for it, by a pull, an announcement or a discharge",
+    "stale": "its reader was told that the process, or the memory, is another now",
+    "reader_closed": "its reader's engine was closed or suspended",
+    "max_lease": "it had been lent for as long as any may be",
+    "released_early": "its reader's release came before it was lent",
+    "owner_died": "the process that lent it died",
+    "owner_closed": "the engine that lent it was closed",
+    "agent_died": "the data plane of its reader or of the owner had died",
     # of pulls
     "transfer_running": "a transfer of it had not ended when its outcome was told",
     "transfer_doubt": "a transfer of it had failed and might still have written",
     "peer_died": "the process that it read from had died",
+    "peer_lost": "its reader took the process that it read from for lost",
     "cancelled": "it was cancelled while it read",
 }
 
@@ -107,11 +137,13 @@ class LateLease:
     state: str
     is_sure: bool
     owed: list[Owed]
+    gone: set[str]
+    """How its engine ended while it was lent, of `WHY`."""
 
     @property
     def whys(self) -> set[str]:
         """All that is true of any of its readers."""
-        return set().union(*(owed.whys for owed in self.owed))
+        return self.gone.union(*(owed.whys for owed in self.owed))
 
 
 @dataclass(slots=True)
@@ -130,6 +162,18 @@ class LatePull:
     is_sure: bool
     is_returned: bool
     whys: set[str]
+
+
+@dataclass(slots=True)
+class Forgotten:
+    """An announcement that nobody followed up, until its time was up."""
+
+    ask: int
+    reader: str
+    request_id: str
+    engine_id: str
+    sequence: int
+    pull_id: str
 
 
 @dataclass(slots=True)
@@ -172,6 +216,7 @@ class Witness:
         self._starts: dict[str, dict[str, None]] = defaultdict(dict)
         """Of each process, its incarnations (another after each sleep), in order."""
         self._pulled: dict[tuple[str, str], _Pulled] = {}
+        self._forgotten: list[tuple[Process, Pull]] = []
         self._ended: set[int] = set()
         self._sent: dict[str, list[_Said]] = defaultdict(list)
         """By token: what readers said."""
@@ -180,6 +225,8 @@ class Witness:
         self._greeted: list[_Said] = []
         self._welcomed: list[_Said] = []
         self._lost: list[tuple[float, str, str]] = []
+        self._noted: dict[tuple[str, str], list[float]] = defaultdict(list)
+        """When a process lost its agent, or began to close or to fall asleep."""
 
     # -- while it runs -------------------------------------------------------------------------------------------------
 
@@ -195,6 +242,17 @@ class Witness:
             execute(command, now)
 
         driver._execute = watched  # type: ignore[method-assign]
+        for name in ("aclose", "suspend"):
+            self._wrap(process, engine, name)
+
+    def _wrap(self, process: Process, engine: Engine, name: str) -> None:
+        call = getattr(engine, name)
+
+        async def ends(*args: Any, **options: Any) -> Any:
+            self._noted[process.name, "ends"].append(process.now)
+            return await call(*args, **options)
+
+        setattr(engine, name, ends)
 
     def attend(self, service: Service) -> None:
         """See what is sent in a service that is about to begin."""
@@ -230,6 +288,9 @@ class Witness:
 
     def _command(self, process: Process, command: Command) -> None:
         match command:
+            case PullEnded(pull) if pull.lists is None and not pull.is_discharge:
+                if pull.reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET):
+                    self._forgotten.append((process, pull))
             case PullEnded(pull) if pull.lists is not None:
                 whys = {
                     *(["transfer_running"] if any(x.running for x in pull.sources) else []),
@@ -251,12 +312,14 @@ class Witness:
     def conclude(self) -> None:
         """Read the world's own trace of what arrived."""
         for at, who, what, packet in self.service.world.trace:
+            if what == "loses its agent":
+                self._noted[who, "agent"].append(at)
             if what != "received" or not isinstance(packet, bytes):
                 continue
             sender, _, messages = _opened(packet)
             for message in messages:
                 said = _Said(at, who, "", sender, message)
-                if isinstance(message, Claim | Renew | Release | Granted | Refused):
+                if isinstance(message, Claim | Renew | Release | Granted | Refused | Ack):
                     self._heard[message.key.token].append(said)
                 elif isinstance(message, Welcome | Unwelcome):
                     self._welcomed.append(said)
@@ -266,6 +329,37 @@ class Witness:
         return [x for x in map(self._lease, self.service.leases) if x is not None], [
             x for x in map(self._pull, self._pulled.values()) if x is not None
         ]
+
+    def forgotten(self) -> list[Forgotten]:
+        """Say which announcements ended by themselves."""
+        return [
+            Forgotten(
+                int(pull.request_id[1:]),
+                self._name(self.service.ranks[process.name.partition("#")[0]], pull.pull_id.partition("-")[0]),
+                pull.request_id,
+                pull.params.engine_id,
+                pull.params.key.sequence,
+                pull.pull_id,
+            )
+            for process, pull in self._forgotten
+        ]
+
+    def is_unanswered(self, token: str, reader: str) -> bool:
+        """Whether a reader said a last release that some owner never acknowledged to it."""
+        sent = {
+            (s.other, s.message.pull_id)
+            for s in self._sent[token]
+            if s.process.startswith(f"{reader}#") and isinstance(s.message, Release)
+        }
+        heard = {
+            (self._rank_of(s.target), s.message.pull_id)
+            for s in self._heard[token]
+            if isinstance(s.message, Ack) and s.process.startswith(f"{reader}#")
+        }
+        return bool(sent - heard)
+
+    def _rank_of(self, incarnation: str) -> str:
+        return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
 
     def requests(self) -> dict[tuple[str, int, str], int]:
         """All requests that were lent anywhere: prefill engine, sequence and request id, and the script's number."""
@@ -283,15 +377,15 @@ class Witness:
         rank, process, holder = entry
         lease = holder.handle._lease
         state = lease.state.value
-        if state == "released" or state == "revoked" or holder.ended == "closed":
+        if state in ("released", "revoked"):
             return None
         world_at = (lease.ended_at - process.epoch) / process.rate if lease.is_over else math.inf
         lent_at = (lease.lent_at - process.epoch) / process.rate
         end = min(world_at, process.died_at, self.service.world.now)
-        if state == "lent" and end < (lease.expires_at - process.epoch) / process.rate:
-            return None
-        # Whoever died before it could say that a lease had expired took the blocks along.
+        # What ended with its engine or its process is late to some, if they know that it was lent.
         is_sure = state == "expired" and id(lease) in self._ended
+        gone = {"owner_died"} if process.died_at <= end else set()
+        gone |= {"owner_closed"} if holder.ended == "closed" or self._is_closed(process, lent_at, end) else set()
         key, incarnation = lease.lent.key, self._incarnation_at(process, lent_at)
         owed = []
         size = self.service.script
@@ -310,6 +404,7 @@ class Witness:
             state,
             is_sure,
             owed,
+            gone,
         )
 
     def _incarnation_at(self, process: Process, at: float) -> str:
@@ -317,6 +412,13 @@ class Witness:
         engine = self._engines[process.name]
         known = list(self._starts[process.name])
         return known[0] if len(known) == 1 else engine.incarnation
+
+    def _is_closed(self, process: Process, since: float, end: float) -> bool:
+        """Whether an engine began to close, or to fall asleep, within this time."""
+        return any(since <= at <= end for at in self._noted[process.name, "ends"])
+
+    def _agent_died(self, processes: Iterable[Process], since: float, end: float) -> bool:
+        return any(since <= at <= end for p in processes for at in self._noted[p.name, "agent"])
 
     def _of(self, said: _Said, reader: Any) -> bool:
         return bool(said.process.partition("#")[0] == reader.name)
@@ -359,6 +461,27 @@ class Witness:
                 if reason := self._was_refused(token, pull_id, reader, owner):
                     whys.add("refused")
                     found.reasons.add(reason)
+        spoke = [s for s in arrived if s.at <= end]
+        whys.add("spoke" if spoke else "silent")
+        if any(isinstance(s.message, Claim) for s in spoke):
+            whys.add("claimed")
+        if any(_is_last(s.message) and s.at < lent_at for s in arrived):
+            whys.add("released_early")
+        siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
+        if any(s.process.partition("#")[0] in siblings and s.at <= end for s in self._sent[token]):
+            whys.add("siblings_spoke")
+        if not any(s.at <= end for s in self._sent[token] if self._of(s, reader)) and any(a.called for a in attempts):
+            whys.add("asked_late")
+        if any(a.called for a in attempts):
+            whys.add("asked")
+        if found.reasons & {"restarted", "stale_memory"}:
+            whys.add("stale")
+        if any(self._is_closed(a.process, lent_at - LONG_S, end) for a in attempts):
+            whys.add("reader_closed")
+        if end - lent_at >= LEASE.max_lease_s * 0.99:
+            whys.add("max_lease")
+        if self._agent_died([owner, *(a.process for a in attempts)], lent_at - LONG_S, end):
+            whys.add("agent_died")
         request_id = holder.lent.params["request_id"]
         if any(s.message.request_id != request_id for s in arrived if isinstance(s.message, Claim | Release)):
             whys.add("other_id")
@@ -439,6 +562,17 @@ class Witness:
                 whys.add("peer_died")
         if pull.reason is Reason.CANCELLED:
             whys.add("cancelled")
+        if pull.reason in (Reason.PEER_LOST, Reason.RESTARTED):
+            whys.add("peer_lost")
+        processes = [
+            p
+            for p in self.service.world.processes.values()
+            if p is process or any(s.incarnation in self._starts[p.name] for s in pull.sources)
+        ]
+        if self._agent_died(processes, pulled.ended_at - LONG_S, pulled.ended_at):
+            whys.add("agent_died")
+        if any(_overlap(p.away, pulled.ended_at - LONG_S, min(pulled.returned_at, 1e9)) for p in processes):
+            whys.add("owner_away")
         is_over = pulled.returned_at < math.inf or pulled.retired_at < math.inf
         return LatePull(
             ask,
