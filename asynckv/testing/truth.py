@@ -171,6 +171,7 @@ class Forgotten:
     ask: int
     reader: str
     request_id: str
+    prefill_request_id: str
     engine_id: str
     sequence: int
     pull_id: str
@@ -289,7 +290,7 @@ class Witness:
     def _command(self, process: Process, command: Command) -> None:
         match command:
             case PullEnded(pull) if pull.lists is None and not pull.is_discharge:
-                if pull.reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET):
+                if pull.reason is Reason.TIMEOUT:
                     self._forgotten.append((process, pull))
             case PullEnded(pull) if pull.lists is not None:
                 whys = {
@@ -337,6 +338,7 @@ class Witness:
                 int(pull.request_id[1:]),
                 self._name(self.service.ranks[process.name.partition("#")[0]], pull.pull_id.partition("-")[0]),
                 pull.request_id,
+                pull.params.request_id,
                 pull.params.engine_id,
                 pull.params.key.sequence,
                 pull.pull_id,
@@ -344,19 +346,22 @@ class Witness:
             for process, pull in self._forgotten
         ]
 
-    def is_unanswered(self, token: str, reader: str) -> bool:
-        """Whether a reader said a last release that some owner never acknowledged to it."""
-        sent = {
-            (s.other, s.message.pull_id)
-            for s in self._sent[token]
-            if s.process.startswith(f"{reader}#") and isinstance(s.message, Release)
+    def is_unanswered(self, engine_id: str, sequence: int, request_id: str) -> bool:
+        """Whether some reader said that it was done with a request to a rank of which it never heard an answer."""
+        tokens = {
+            key.token
+            for _, _, holder in self.service.leases
+            if (key := msgspec.convert(holder.lent.params["key"], Key)).sequence == sequence
+            and (holder.lent.params["engine_id"], holder.lent.params["request_id"]) == (engine_id, request_id)
         }
-        heard = {
-            (self._rank_of(s.target), s.message.pull_id)
-            for s in self._heard[token]
-            if isinstance(s.message, Ack) and s.process.startswith(f"{reader}#")
-        }
-        return bool(sent - heard)
+        for token in tokens:
+            sent = {(s.other, s.message.pull_id) for s in self._sent[token] if isinstance(s.message, Release)}
+            heard = {
+                (self._rank_of(s.target), s.message.pull_id) for s in self._heard[token] if isinstance(s.message, Ack)
+            }
+            if sent - heard:
+                return True
+        return False
 
     def _rank_of(self, incarnation: str) -> str:
         return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
