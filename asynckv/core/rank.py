@@ -394,7 +394,7 @@ class RankCore:
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
         for lease in list(self.prefill.leases.values()):
-            self.prefill.revoke(lease, now)
+            self.prefill.revoke(lease, now, how)
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell everyone who shook hands; `how` is for people."""
@@ -532,4 +532,4 @@ class RankCore:
             self.decode.foreign_version(Address(origin), detail, now)
         else:
             # Whatever it was, the answer's first field tells its sender which version is spoken here.
-            self.outbox.send(ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))
+            self.readers.refuse("", "hello", ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))

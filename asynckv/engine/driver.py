@@ -37,6 +37,10 @@ from asynckv.core.outbox import (
     PeerDraining,
     PullEnded,
     PullOver,
+    ReaderMet,
+    ReaderRefused,
+    ReleaseRefused,
+    ReleaseUnanswered,
     RemovePeer,
     SlowGeometry,
     TableRefused,
@@ -50,6 +54,7 @@ from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, PullError
 from asynckv.errors import BlocksRetired as Retired
+from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 
@@ -117,6 +122,7 @@ class Driver:
         waiting: Who waits for a pull that is not over.
         lent: Leases that are not over, and who waits for that.
         turned: Set by every turn, for whoever waits for something to be over.
+        began_at: When it was given its first core.
         release_s: How long the last releases took in the background.
         lag: How late the timer fired.
     """
@@ -140,6 +146,7 @@ class Driver:
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = LoopLag(away_s)
+        self.began_at = math.inf
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
@@ -173,8 +180,9 @@ class Driver:
 
     def begin(self, core: RankCore) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
-        self.core, self._is_serving = core, False
-        self._beat_at = self.clock.now() + IDLE_BEAT_S
+        self.core, self._is_serving, now = core, False, self.clock.now()
+        self.began_at = min(self.began_at, now)
+        self._beat_at = now + IDLE_BEAT_S
         core.outbox.trace = self.recorder.is_tracing
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
@@ -205,8 +213,10 @@ class Driver:
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
             waiting.returned.set()
-        for ended in self.lent.values():
+        now = self.clock.now()
+        for lease, ended in self.lent.items():
             ended.set()
+            self.recorder.lease_ended(lease, now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()
@@ -245,12 +255,12 @@ class Driver:
                 case AgentLost():
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
-                        self.recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
+                        self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
                     self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
                     self.recorder.event(
                         "warning",
-                        "data_plane_restarted",
+                        EVENT.DATA_PLANE_RESTARTED,
                         cause=news.cause,
                         agent=news.agent.name,
                         seconds=round(news.seconds, 6),
@@ -427,6 +437,14 @@ class Driver:
                 recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
                 recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
+            case ReleaseUnanswered(pull, ranks, cause, detail):
+                recorder.release_unanswered(pull, ranks, cause, detail, now)
+            case ReleaseRefused(pull, rank, cause, detail):
+                recorder.release_refused(pull, rank, cause, detail)
+            case ReaderMet(name, incarnation, minor):
+                recorder.reader_met(name, incarnation, minor, now)
+            case ReaderRefused(name, what, cause, detail):
+                recorder.reader_refused(name, what, cause, detail, now)
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()
@@ -436,9 +454,9 @@ class Driver:
                 self._loading.add(task)
                 task.add_done_callback(self._loading.discard)
             case TableRefused(peer, cause):
-                recorder.event("error", "table_refused", peer=peer.name, detail=cause)
+                recorder.event("error", EVENT.TABLE_REFUSED, peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
-                recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
+                recorder.event("warning", EVENT.SLOW_GEOMETRY, peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
@@ -446,7 +464,7 @@ class Driver:
             case PeerChanged(peer, before, after):
                 recorder.peer_changed(peer, before, after)
             case PeerDraining(peer):
-                recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
+                recorder.event("info", EVENT.PEER_DRAINING, peer=peer.name, address=peer.address)
             case Traced(subject, entries):
                 recorder.traced(subject, entries)
             case _:

@@ -34,7 +34,8 @@ from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.observe.log import Recorder
+from asynckv.observe.events import EVENT
+from asynckv.observe.log import Recorder, started
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
@@ -146,10 +147,11 @@ class Engine:
             raise
         self._recorder.event(
             "info",
-            "engine_started",
+            EVENT.ENGINE_STARTED,
             address=driver.control.address,
             layout=fingerprint(self.registration.layout),
             bytes=sum(m.length for m in self.registration.layout.memories),
+            **started(self.config),
             **planes,
         )
         driver.soon()
@@ -162,7 +164,7 @@ class Engine:
         place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
         plane, warning = choose_plane(config, layout.memories, place)
         if warning:
-            self._recorder.event("warning", "data_plane_in_process", detail=warning)
+            self._recorder.event("warning", EVENT.DATA_PLANE_IN_PROCESS, detail=warning)
         return plane
 
     def _begin(self, memory_epoch: int = 0) -> None:
@@ -280,7 +282,7 @@ class Engine:
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)
         self._recorder.event(
-            "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
+            "info", EVENT.ENGINE_RESUMED, memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
         )
         driver.soon()
 
