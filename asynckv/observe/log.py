@@ -32,9 +32,10 @@ from asynckv.core.limits import Limiter
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Params, PullId, Reason
+from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
+from asynckv.observe.sampling import Rate, Sampler
 
 __all__ = ["Recorder", "configure", "phases", "started"]
 
@@ -156,11 +157,6 @@ def phases(pull: Pull) -> dict[str, float]:
     }
 
 
-def _each_second(rate: float) -> Limiter:
-    """A rate, with bursts of one second's worth."""
-    return Limiter(rate, max(rate, 1.0) if rate else 0.0)
-
-
 def started(config: EngineConfig) -> dict[str, Any]:
     """What a reader of logs needs to know of a process: where it runs, and how long things last there."""
     lease, pull = config.lease, config.pull
@@ -177,39 +173,22 @@ def started(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-class _Rate:
-    """How often something may be logged that others can bring about; what is left out is counted in the next line."""
-
-    def __init__(self, rate: float, burst: float) -> None:
-        self._limit, self._skipped = Limiter(rate, burst), 0
-
-    def take(self, now: float) -> bool:
-        """Whether this one is logged."""
-        may = self._limit.take("", now)
-        self._skipped += not may
-        return may
-
-    def left_out(self) -> dict[str, int]:
-        """How many were not, since the last one that was."""
-        skipped, self._skipped = self._skipped, 0
-        return {"not_logged": skipped} if skipped else {}
-
-
 class Recorder:
     """Turns what ended into events."""
 
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._level = _logger(**bound)
-        self._successes, self._slow = _each_second(config.successes_per_s), _each_second(config.slow_per_s)
+        self._successes = Sampler(config.successes_per_s)
+        self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
         self.num_failed = 0
         """Events that the application's logging raised at."""
-        self._refusals, self._turned_down = _Rate(1.0, MAX_REFUSALS), _Rate(1.0, MAX_REFUSALS)
-        self._met = _Rate(MET_PER_S, MAX_MET)
+        self._refusals, self._turned_down = Rate(1.0, MAX_REFUSALS), Rate(1.0, MAX_REFUSALS)
+        self._met = Rate(MET_PER_S, MAX_MET)
         self._failure: tuple[Reason | None, str] = (None, "")
         self._failed_at, self._failed_as = 0.0, ""
-        self._away, self._away_s = _Rate(AWAY_PER_S, 1.0), 0.0
+        self._away, self._away_s = Rate(AWAY_PER_S, 1.0), 0.0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
@@ -234,7 +213,7 @@ class Recorder:
         is_discharge = pull.reason is Reason.DISCHARGED
         good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
         slow = took > self._config.slow_s and not is_discharge  # nobody waited for that
-        if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
+        if self._level > logging.WARNING or (good and not self._may_log(pull.params.key, now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources)}
         if not good and (like := self._same_as(pull, now)):
@@ -417,7 +396,7 @@ class Recorder:
 
     def lease_lent(self, lease: Lease, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
-        if not self._may_log(now):
+        if not self._may_log(lease.lent.key, now):
             return
         lease.sample()
         self.event(
@@ -491,12 +470,11 @@ class Recorder:
         for at, text in entries:
             self.event("debug", kind, to=str(text), at_s=round(at - start, 6), **names)
 
-    def _may_log(self, now: float, is_slow: bool = False) -> bool:
+    def _may_log(self, key: Key, now: float, is_slow: bool = False) -> bool:
         """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        limit = self._slow if is_slow else self._successes
-        if not limit.take("", now):
+        if not (self._slow.take("", now) if is_slow else self._successes.take(key.token, now)):
             self._skipped += 1
             return False
         return True
