@@ -25,6 +25,7 @@ from asynckv import (
     Engine,
     EngineConfig,
     Group,
+    InspectConfig,
     KeysConfig,
     Layout,
     LayoutError,
@@ -88,6 +89,7 @@ CODE = {"data", "control", "clock", "token_hex"}
 
 CLASSES = {
     "EngineConfig",
+    "InspectConfig",
     "KeysConfig",
     "LeaseConfig",
     "LimitsConfig",
@@ -153,6 +155,7 @@ CONFIGS: list[tuple[type, dict[str, Any]]] = [
     (LimitsConfig, {}),
     (NixlConfig, {}),
     (LogConfig, {}),
+    (InspectConfig, {}),
     (KeysConfig, {"secret": "s", "authorized": "a"}),
     (EngineConfig, {"engine_id": "e"}),
 ]

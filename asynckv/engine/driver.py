@@ -50,6 +50,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.types import Address, PullId, ReplyTo
+from asynckv.core.wire import Status, StatusRequest
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, PullError
@@ -237,6 +238,11 @@ class Driver:
             self._internal_error(exc)
         self.soon()
 
+    def on_question(self, who: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
+        """Take a question that came by another way than the control plane's."""
+        self._safely(self.core.survey.ask, who, asked, answer, self.clock.now())
+        self.soon()
+
     def on_refused(self, cause: str, who: str) -> None:
         """The control plane let somebody not in, or may not talk to somebody."""
         self.recorder.refused(cause, who, self.clock.now())
@@ -331,7 +337,7 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, self._beat_at)
+        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, core.survey.next_at, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 
