@@ -78,8 +78,7 @@ def test_a_clock_that_was_set_is_found_and_never_silently_wrong(seed: int, by: f
     (step,) = found.steps
     assert step.names == ("a", "b")
     assert step.seconds == pytest.approx(-sign * by, abs=0.3)
-    shown = sorted((clocks["a"](when), step.after, step.before))
-    assert step.after - 0.2 <= clocks["a"](when) <= step.before + 0.2, shown
+    assert step.after <= clocks["a"](when) <= step.before
     for at in (*range(0, 100, 3), when - 0.01, when + 0.01):
         offset = found.offset("b", clocks["b"](at))
         assert abs(true_offset(clocks, "b", "a", at) - offset.seconds) <= offset.within_s + 1e-6

@@ -244,7 +244,7 @@ def _split(rows: Sequence[Row]) -> _Edge:
     """
     runs: list[_Bounds] = []
     run: list[Row] = []
-    low, high, then, since = -math.inf, math.inf, -math.inf, -math.inf
+    low, high, then, since, first = -math.inf, math.inf, -math.inf, -math.inf, 0.0
     for i, (at, bound, is_upper) in enumerate(rows):
         if run:
             low, high = low - DRIFT * (at - then), high + DRIFT * (at - then)
@@ -256,22 +256,34 @@ def _split(rows: Sequence[Row]) -> _Edge:
                 run.append(rows[i])  # of these two, neither will be believed
                 continue
             sign = 1 if is_upper else -1
-            told = (t for t, b, u in run if u is not is_upper and sign * (bound - b) + DRIFT * (at - t) < 0)
-            until = max(told, default=run[-1][0])
-            runs.append(_bounds([r for r in run if r[0] <= until], since, until))
-            run, low, high, since = [], -math.inf, math.inf, at
+            told = [r for r in run if r[2] is not is_upper and sign * (bound - r[1]) + DRIFT * (at - r[0]) < 0]
+            until, last, _ = max(told, default=run[-1])
+            runs.append(_bounds([r for r in run if r[0] <= until], since, first, until, last))
+            run, low, high, since, first = [], -math.inf, math.inf, at, bound
         run.append(rows[i])
         if is_upper:
             high = min(high, bound)
         else:
             low = max(low, bound)
-    runs.append(_bounds(run, since, math.inf))
+    runs.append(_bounds(run, since, first, math.inf, 0.0))
     return _Edge(runs)
 
 
-def _bounds(run: Sequence[Row], since: float, until: float) -> _Bounds:
+def _bounds(run: Sequence[Row], since: float, first: float, until: float, last: float) -> _Bounds:
+    """Put a run together that is known to hold from its first bound to its last.
+
+    A cause and its effect are not at one moment, and the step may have been in between: such a bound is as far from the
+    others as the exchange took.
+    """
     lower, upper = (np.array([r[:2] for r in run if r[2] is x], np.float64).reshape(-1, 2) for x in (False, True))
-    return _Bounds(lower, upper, since, until)
+    whole = _Bounds(lower, upper)
+
+    def took(at: float, bound: float) -> float:
+        return (
+            max((abs(bound - x) for x in whole.at(at) if math.isfinite(x)), default=0.0) if math.isfinite(at) else 0.0
+        )
+
+    return _Bounds(lower, upper, since + took(since, first), until - took(until, last))
 
 
 # -- all of them -------------------------------------------------------------------------------------
