@@ -26,6 +26,7 @@ from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
 from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
+from asynckv.observe.observer import Observer
 
 __all__ = ["Ending"]
 
@@ -179,6 +180,8 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", "engine_stopped")
+            if driver.observers:
+                driver.tell(Observer.engine_stopped)
         return left
 
     async def _end_work(self, how: str) -> tuple[HeldBlocks, ...]:

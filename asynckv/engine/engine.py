@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import msgspec
@@ -29,17 +29,20 @@ from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
+from asynckv.engine.reading import read
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder
+from asynckv.observe.observer import Observer, Reading
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
 
+T = TypeVar("T")
 Groups = Sequence[tuple[int, BlockIds]]
 
 
@@ -337,6 +340,8 @@ class Engine:
         now = self._clock.now()
         lease = driver.core.lend(wanted, readers, now)
         self._recorder.lease_lent(lease, now)
+        if driver.observers:
+            driver.tell(Observer.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
     def withdraw(self, params: Params | Mapping[str, Any]) -> None:
@@ -566,14 +571,8 @@ class Engine:
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
         self._home.asked(self.statistics)
-        core, driver = self._core, self._driver
-        counters = dict(core.outbox.counters)
-        counters |= {f"control.{k}": v for k, v in driver.control.statistics().items()}
-        counters |= {f"data.{k}": v for k, v in driver.data.statistics().items()}
-        counters["loop.was_away"] = (lag := driver.lag).num_away
-        counters["keys.given_up"] = core.prefill.spent.num_given_up
-        counters["keys.forgotten"] = core.prefill.spent.num_forgotten
-        counters["log.failed"] = self._recorder.num_failed
+        core, driver, lag = self._core, self._driver, self._driver.lag
+        counters = driver.counters()
         return Statistics(
             counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
         )
@@ -608,6 +607,34 @@ class Engine:
         self._home.asked(self.check_integrity)
         if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
+
+    # -- for metrics and traces ----------------------------------------------------------------------
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer what happens from now on (`Metrics`, `Tracing`); from any thread, started or not."""
+        if not isinstance(observer, Observer):
+            raise LocalProtocolError(f"observer is {shown(observer)}; give Metrics, Tracing or another Observer")
+        self._driver.observers = (*self._driver.observers, observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it nothing any more; harmless if it was not told."""
+        self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
+
+    def reading(self) -> Reading:
+        """Say how things stand, in plain values: what `Metrics` shows."""
+        self._home.asked(self.reading)
+        return read(
+            self._driver, self.config, self.incarnation, len(self._retrying)
+        )
+
+    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
+        """Ask something on the engine's loop, from whatever thread: `engine.ask(engine.holds, 1.0)`.
+
+        Raises:
+            TimeoutError: The loop did not come to it in time, or is not pumped.
+            EngineClosed: The engine was not started.
+        """
+        return self._home.ask(question, number("timeout_s", timeout_s, 0))
 
     def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
         return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)
