@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import anyio
 import msgspec
@@ -29,20 +29,19 @@ from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
-from asynckv.engine.reading import read
+from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.log import Recorder
-from asynckv.observe.observer import Observer, Reading
+from asynckv.observe.observer import Observer
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
 __all__ = ["Engine"]
 
-T = TypeVar("T")
 Groups = Sequence[tuple[int, BlockIds]]
 
 
@@ -52,7 +51,7 @@ class Engine:
     Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop that `start` ran on:
     every method raises `WrongThread` elsewhere, with nothing changed. `statistics`, `holds` and the other questions
     may be asked on that loop's thread whatever runs there. `config`, `registration`, `incarnation`, `endpoint` and
-    `memory_epoch` may be read from any thread.
+    `memory_epoch` may be read from any thread; so may `observation`, which is for metrics and traces.
 
     Args:
         config: Checked configuration.
@@ -105,6 +104,7 @@ class Engine:
         self._retrying: dict[str, Retries] = {}
         """Requests whose attempts follow each other."""
         self._ending = Ending(self._driver, config, self._retrying)
+        self.observation = Observation(self._driver, config, registration.layout, self._retrying)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -607,34 +607,6 @@ class Engine:
         self._home.asked(self.check_integrity)
         if wrong := self._core.inspect.check_integrity():
             raise AsyncKVError("integrity: " + "; ".join(wrong))
-
-    # -- for metrics and traces ----------------------------------------------------------------------
-
-    def observe(self, observer: Observer) -> None:
-        """Tell an observer what happens from now on (`Metrics`, `Tracing`); from any thread, started or not."""
-        if not isinstance(observer, Observer):
-            raise LocalProtocolError(f"observer is {shown(observer)}; give Metrics, Tracing or another Observer")
-        self._driver.observers = (*self._driver.observers, observer)
-
-    def unobserve(self, observer: Observer) -> None:
-        """Tell it nothing any more; harmless if it was not told."""
-        self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
-
-    def reading(self) -> Reading:
-        """Say how things stand, in plain values: what `Metrics` shows."""
-        self._home.asked(self.reading)
-        return read(
-            self._driver, self.config, self.incarnation, len(self._retrying)
-        )
-
-    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
-        """Ask something on the engine's loop, from whatever thread: `engine.ask(engine.holds, 1.0)`.
-
-        Raises:
-            TimeoutError: The loop did not come to it in time, or is not pumped.
-            EngineClosed: The engine was not started.
-        """
-        return self._home.ask(question, number("timeout_s", timeout_s, 0))
 
     def _between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
         return self._core.inspect.between_attempts((retrying.request for retrying in self._retrying.values()), now)

@@ -1,13 +1,12 @@
 """Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
 
-`Metrics` is a collector that an application registers where it registers its own (`REGISTRY.register(Metrics(engine))`);
-several engines of one process go into one, side by side. The table `FAMILIES` says all that there is, and
-`docs/metrics.md` is made from it.
+`Metrics` is a collector that an application registers beside its own (`REGISTRY.register(Metrics(engine))`); several
+engines of one process go into one. The table `FAMILIES` says all that there is, and `docs/metrics.md` is made from it.
 
 Whoever scrapes does so on a thread of its own, while an engine is changed on its loop and nowhere else. So a reading is
-taken *on* the loop, between two turns, and waited for, for a quarter of a second at most; when the loop does not come to
-it, the last reading is shown, and `asynckv_reading_age_seconds` says how old that is. On the loop's own thread nothing
-is waited for.
+taken *on* the loop, between two turns, and waited for, for a quarter of a second at most; when the loop does not come
+to it, the last reading is shown, and `asynckv_reading_age_seconds` says how old that is. On the loop's own thread
+nothing is waited for.
 
 A label never holds a request's id or an address, and takes few values: causes and states are enumerations, and of
 engines that are read from the first 32 have a name, the others are `other`.
@@ -15,24 +14,30 @@ engines that are read from the first 32 have a name, the others are `other`.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+except ImportError as exc:
+    raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import number
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
-from asynckv.core.types import Reason, rank_name
+from asynckv.core.types import Reason
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, Durations, Tally
-from asynckv.observe.observer import Observed, Reading
+from asynckv.observe.observer import Observed, Reading, observation_of
 
 __all__ = ["FAMILIES", "Metrics"]
 
@@ -113,8 +118,12 @@ FAMILIES: Mapping[str, Family] = {
     "late_releases": Family("counter", "Releases of leases that had ended already."),
     "parked_messages": Family("gauge", "Claims and releases that came before their request was lent."),
     "parked_messages_limit": Family("gauge", "Most that are kept (max_parked)."),
-    "parked_messages_dropped": Family("counter", "Those that were not kept: no room, or not lent in time.", ("reason",)),
-    "keys_overtaken": Family("counter", "Keys given up or forgotten since too many were minted and not lent.", ("how",)),
+    "parked_messages_dropped": Family(
+        "counter", "Those that were not kept: no room, or not lent in time.", ("reason",)
+    ),
+    "keys_overtaken": Family(
+        "counter", "Keys given up or forgotten since too many were minted and not lent.", ("how",)
+    ),
     # -- messages
     "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
     "messages_dropped": Family("counter", "Messages that were not taken, or could not be sent.", ("reason",)),
@@ -210,20 +219,18 @@ class Metrics(Collector):
 
     @property
     def engines(self) -> tuple[Observed, ...]:
-        """What is shown."""
+        """What is shown, as its observers see it."""
         return tuple(shown.engine for shown in self._shown)
 
     def add(self, engine: Any) -> None:
         """Show another engine; harmless if it is shown already."""
-        found = getattr(engine, "engine", engine)
-        if not callable(getattr(found, "observe", None)):
-            raise ConfigError(f"{type(engine).__name__} is no engine; give an Engine, EngineThread or EnginePump")
+        found = observation_of(engine)
         if all(shown.engine is not found for shown in self._shown):
             self._shown = (*self._shown, _Shown(found))
 
     def remove(self, engine: Any) -> None:
         """Show it no more."""
-        found = getattr(engine, "engine", engine)
+        found = observation_of(engine)
         for shown in self._shown:
             if shown.engine is found:
                 shown.engine.unobserve(shown.tally)
@@ -247,18 +254,15 @@ class _Shown:
     """One engine that is shown."""
 
     def __init__(self, engine: Observed) -> None:
-        layout = engine.registration.layout
         self.engine, self.tally = engine, Tally()
-        self.names = (engine.config.engine_id, rank_name("", layout.tp_rank, layout.pp_stage).lstrip("/"))
+        self.names = engine.engine_id, engine.rank
         self._last: tuple[float, Reading, Tally] | None = None
         engine.observe(self.tally)
 
     def refresh(self, wait_s: float) -> None:
         """Take another reading, if its loop comes to it in time."""
-        try:
-            self._last = (*self.engine.ask(self._read, wait_s),)
-        except (TimeoutError, EngineClosed):
-            pass
+        with suppress(TimeoutError, EngineClosed):
+            self._last = self.engine.ask(self._read, wait_s)
 
     def _read(self) -> tuple[float, Reading, Tally]:
         return time.monotonic(), self.engine.reading(), self.tally.copy()
@@ -307,10 +311,13 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
 
 
-def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    from asynckv import __version__
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("asynckv")
 
-    facts = {"incarnation": reading.incarnation, "version": __version__}
+
+def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    facts = {"incarnation": reading.incarnation, "version": _version()}
     facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
     yield "engine_info", (), facts
 

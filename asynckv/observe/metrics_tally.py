@@ -20,9 +20,7 @@ from asynckv.observe.observer import Observer
 
 __all__ = ["BUCKETS_S", "Durations", "Tally"]
 
-BUCKETS_S = tuple(
-    m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)
-) + (100.0,)
+BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.0)
 """A small pull between two processes of one host takes some 300 us, one that fails its deadline 30 s and more."""
 
 MAX_PEERS = 32
@@ -85,8 +83,10 @@ class Tally(Observer):
         """Count its phases but for its release, and what it moved."""
         of = self.phases
         for name, seconds in phases(pull).items():
-            if name != "release":
-                of[name].add(seconds)
+            if name != "release":  # not `add`: a call costs more than all the rest of it
+                durations = of[name]
+                durations.counts[bisect_left(BUCKETS_S, seconds)] += 1
+                durations.total_s += seconds
         reason, num_bytes = pull.reason, 0
         if reason is Reason.COMPLETE:
             outcome, num_bytes = "complete", pull.num_bytes

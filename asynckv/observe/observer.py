@@ -1,9 +1,9 @@
 """Who else is told what happens in an engine: metrics, traces, or something of the application's own.
 
-The `Recorder` writes the log, and is always there. An `Observer` comes beside it (`Engine.observe`), and hears of the
-few things of which a log or a trace is made: a pull, a lease, a peer. It is told on the engine's loop, in the middle of
-a turn: it has to be quick, and may change nothing. What it raises is counted (`observers.failed`) and changes nothing.
-An engine that nobody observes makes no call for it.
+The `Recorder` writes the log, and is always there. An `Observer` comes beside it (`engine.observation.observe`), and
+hears of the few things of which a log or a trace is made: a pull, a lease, a peer. It is told on the engine's loop, in
+the middle of a turn: it has to be quick, and may change nothing. What it raises is counted (`observers.failed`) and
+changes nothing either. An engine that nobody observes makes no call for it.
 
 What is counted anyway need not be told: it is read, all at once, from whatever thread asks (`Observed.ask`), as a
 `Reading`, which is plain values of one moment.
@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from asynckv.config import EngineConfig
+from asynckv.arguments import shown
 from asynckv.core.lease import Lease
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Params
-from asynckv.geometry.check import Registration
+from asynckv.errors import ConfigError
 
-__all__ = ["Observed", "Observer", "Reading"]
+__all__ = ["Observed", "Observer", "Reading", "observation_of"]
 
 T = TypeVar("T")
 
@@ -98,16 +98,35 @@ class Reading:
 
 
 class Observed(Protocol):
-    """What metrics and traces want of an engine."""
+    """What metrics and traces want of an engine: its `observation`, which says more."""
 
-    config: EngineConfig
-    registration: Registration
+    engine_id: str
+    rank: str
 
-    def observe(self, observer: Any) -> None:
+    def observe(self, observer: Observer) -> None:
         """Tell an observer what happens from now on."""
 
-    def reading(self) -> Reading:
-        """Say how things stand; on the engine's loop, or when that is closed."""
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it nothing any more."""
 
     def ask(self, question: Callable[[], T], timeout_s: float) -> T:
         """Ask something on the engine's loop, from whatever thread."""
+
+    def condition(self) -> tuple[str, str]:
+        """Say what the engine is at, and why its data plane does not serve, if it does not; on its loop."""
+
+    def reading(self) -> Reading:
+        """Say how things stand; on its loop."""
+
+
+def observation_of(engine: Any) -> Observed:
+    """Return the observation of an engine, in whatever form it runs.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = getattr(getattr(engine, "engine", engine), "observation", None)
+    if found is None:
+        raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread, EnginePump or EngineDesk")
+    observed: Observed = found
+    return observed
