@@ -78,7 +78,11 @@ if TYPE_CHECKING:
         dense_part,
         shard,
     )
+    from asynckv.observe.endpoint import MetricsEndpoint
     from asynckv.observe.log import configure as configure_logging
+    from asynckv.observe.metrics import Metrics
+    from asynckv.observe.observer import Observer, Reading
+    from asynckv.observe.tracing import Tracing, trace_context
     from asynckv.results import LeaseEnd, PullResult, Statistics
     from asynckv.scheduler import PrefillGroup
 
@@ -101,7 +105,11 @@ _HOMES = {
         "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
         "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
+    "asynckv.observe.endpoint": "MetricsEndpoint",
     "asynckv.observe.log": "configure_logging",
+    "asynckv.observe.metrics": "Metrics",
+    "asynckv.observe.observer": "Observer Reading",
+    "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
     "asynckv.results": "LeaseEnd PullResult Statistics",
 }
@@ -144,8 +152,11 @@ __all__ = [
     "LocalProtocolError",
     "LogConfig",
     "Memory",
+    "Metrics",
+    "MetricsEndpoint",
     "NixlConfig",
     "NotLentYet",
+    "Observer",
     "Order",
     "Overloaded",
     "Params",
@@ -163,6 +174,7 @@ __all__ = [
     "PullTimeout",
     "RankStatus",
     "ReadFailed",
+    "Reading",
     "Refused",
     "Registration",
     "RemoteProtocolError",
@@ -170,6 +182,7 @@ __all__ = [
     "RequestStatus",
     "Statistics",
     "TensorPart",
+    "Tracing",
     "View",
     "Withdraw",
     "WrongThread",
@@ -181,6 +194,7 @@ __all__ = [
     "register_tensors",
     "shard",
     "shared_memory",
+    "trace_context",
     "written",
 ]
 

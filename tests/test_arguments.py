@@ -98,6 +98,9 @@ CLASSES = {
     "PullConfig",
     "Engine",
     "PrefillGroup",
+    "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
+    "MetricsEndpoint",
+    "Tracing",
 }
 FUNCTIONS = {
     "attention_view",
@@ -108,6 +111,7 @@ FUNCTIONS = {
     "register_tensors",
     "shard",
     "shared_memory",
+    "trace_context",
     "written",
 }
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
@@ -116,8 +120,10 @@ RESULTS = {
     "HeldBlocks",
     "LeaseEnd",
     "LentRequest",
+    "Observer",
     "PullResult",
     "RankStatus",
+    "Reading",
     "RequestStatus",
     "Statistics",
     "ONE_PER_REQUEST",

@@ -28,6 +28,7 @@ from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
 from asynckv.observe.events import EVENT
+from asynckv.observe.observer import Observer
 
 __all__ = ["Ending"]
 
@@ -192,6 +193,8 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
+            if driver.observers:
+                driver.tell(Observer.engine_stopped)
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lent import LentRequest
+from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
@@ -52,6 +53,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder, started
+from asynckv.observe.observer import Observer
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
@@ -69,7 +71,7 @@ class Engine:
     Use it as an async context manager, or call `start` and `aclose`. It belongs to the event loop that `start` ran on:
     every method raises `WrongThread` elsewhere, with nothing changed. `statistics`, `holds` and the other questions
     may be asked on that loop's thread whatever runs there. `config`, `registration`, `incarnation`, `endpoint` and
-    `memory_epoch` may be read from any thread.
+    `memory_epoch` may be read from any thread; so may `observation`, which is for metrics and traces.
 
     Args:
         config: Checked configuration.
@@ -123,6 +125,7 @@ class Engine:
         self._retrying: dict[str, Retries] = {}
         """Requests whose attempts follow each other."""
         self._ending = Ending(self._driver, config, self._retrying)
+        self.observation = Observation(self._driver, config, registration.layout, self._retrying)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -373,6 +376,8 @@ class Engine:
         now = self._clock.now()
         lease = driver.core.lend(wanted, readers, now)
         self._recorder.lease_lent(lease, now)
+        if driver.observers:
+            driver.tell(Observer.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
     def withdraw(self, params: Params | Mapping[str, Any]) -> None:
@@ -602,26 +607,15 @@ class Engine:
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
         self._home.asked(self.statistics)
-        lag = self._driver.lag
+        driver, lag = self._driver, self._driver.lag
         return Statistics(
-            self._counters(),
+            driver.counters(),
             self._core.inspect.gauges(),
-            tuple(self._driver.release_s),
+            tuple(driver.release_s),
             lag.last_s,
             lag.most_s,
             lag.counts(),
         )
-
-    def _counters(self) -> dict[str, int]:
-        core, driver = self._core, self._driver
-        counters = dict(core.outbox.counters)
-        counters |= {f"control.{k}": v for k, v in driver.control.statistics().items()}
-        counters |= {f"data.{k}": v for k, v in driver.data.statistics().items()}
-        counters["loop.was_away"] = driver.lag.num_away
-        counters["keys.given_up"] = core.prefill.spent.num_given_up
-        counters["keys.forgotten"] = core.prefill.spent.num_forgotten
-        counters["log.failed"] = self._recorder.num_failed
-        return counters
 
     def _facts(self) -> Facts:
         """Say what the core cannot know, for whoever inspects this engine."""
@@ -640,7 +634,7 @@ class Engine:
             life=self._life.state.value,
             uptime_s=now - self._started_at,
             planes=self._planes,
-            counters=self._counters(),
+            counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
             retrying=tuple(map(retry_status, some)),
             num_retrying=len(between),
