@@ -30,7 +30,7 @@ def make_leaky(seed: int) -> Script:
     prefill_engines, decode_engines = rng.choice([1, 1, 2]), rng.choice([1, 2, 2, 3])
     seconds, asks = rng.uniform(4.0, 8.0), []
     for number in range(rng.randint(6, 14)):
-        engines = (rng.randrange(decode_engines),)
+        engines: tuple[int, ...] = (rng.randrange(decode_engines),)
         if decode_engines > 1 and rng.random() < 0.15:
             engines = tuple(range(2))
         asks.append(
