@@ -182,6 +182,7 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
+            await self._recorder.aclose()
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:

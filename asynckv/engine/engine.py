@@ -144,6 +144,7 @@ class Engine:
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._ending.close_planes()
+                await self._recorder.aclose()
             raise
         self._recorder.event(
             "info",
@@ -576,6 +577,7 @@ class Engine:
         counters["keys.given_up"] = core.prefill.spent.num_given_up
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self._recorder.num_failed
+        counters["log.dropped"] = self._recorder.num_dropped
         return Statistics(
             counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
         )
