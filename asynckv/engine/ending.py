@@ -24,9 +24,11 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
+from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
 from asynckv.observe.events import EVENT
+from asynckv.observe.observer import Observer
 
 __all__ = ["Ending"]
 
@@ -61,6 +63,8 @@ class Ending:
         """What the last suspension did not wait for."""
         self.is_letting_go = False
         """A data plane is about to be closed."""
+        self.door: LocalDoor | None = None
+        """Where processes of this host ask."""
 
     @property
     def is_closing(self) -> bool:
@@ -113,6 +117,7 @@ class Ending:
         if self._life.takes(LifeEvent.SHUT):  # or what came up after all was closed is closed
             self._life.receive(LifeEvent.SHUT)
         try:
+            await self.close_door()
             await self._driver.control.aclose()
         finally:
             try:
@@ -123,6 +128,12 @@ class Ending:
                 raise
             if self._life.takes(LifeEvent.DESTROYED):
                 self._life.receive(LifeEvent.DESTROYED)
+
+    async def close_door(self) -> None:
+        """Take the socket for processes of this host away."""
+        if (door := self.door) is not None:
+            self.door = None
+            await door.close()
 
     async def close_data(self) -> None:
         """Let go of the data plane."""
@@ -182,6 +193,8 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
+            if driver.observers:
+                driver.tell(Observer.engine_stopped)
             await self._recorder.aclose()
         return left
 
