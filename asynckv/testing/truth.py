@@ -378,7 +378,9 @@ class Witness:
             }
             if sent - heard or (reached - {place for place, _ in heard}):
                 whys.add("unanswered")
-            said = [s.message for s in self._sent[token] if isinstance(s.message, Claim | Release)]
+            said = [
+                s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
+            ]
             if any(m.request_id != request_id for m in said):
                 whys.add("other_id")
             if any(isinstance(s.message, Refused) for s in self._heard[token]):
@@ -562,7 +564,8 @@ class Witness:
             whys.add("release_lost")
         if any(s.at > end - AT_ONCE_S for s in came) or any(s.at > end for s in final):
             whys.add("release_late")
-        if releases and not final and not died:
+        retried = [s.at for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
+        if (releases and not final and not died) or (retried and not any(s.at > max(retried) for s in claims)):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
         if attempt.called == "pulled" and not any(p.ended_at <= end for p in pulls):
