@@ -21,7 +21,7 @@ from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["COLORS", "PHASES", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
+__all__ = ["COLORS", "PHASES", "SUMS", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
 
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
@@ -60,7 +60,7 @@ COLORS: Mapping[str, str] = {
 """Seen on light and dark ground."""
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
-SUMS = "sums; the order is the protocol's"
+SUMS = "sums: how long is exact, and the order is the protocol's"
 MAX_MARKS = 400
 """Of one request."""
 WHOLE_S = 120.0
@@ -418,7 +418,7 @@ def _pull_bars(pull: Pull) -> Iterator[Bar]:
     for i, (name, seconds) in enumerate(known):
         # What is left is rounding.
         until = outcome if i == len(known) - 1 else min(at + seconds, outcome)
-        note = "part of it may have been after planning" if name == "queue" and sums.get("plan") else ""
+        note = "some of it may have been after planning" if name == "queue" and sums.get("plan") else ""
         yield Bar(name, at, until, SUMS, note, parts=inside if name == "read" else {})
         at = until
     if not known and outcome > begun:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from asynckv.diagnose.axis import Axis, shown_seconds
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Ground, Lane, Mark, Story
+from asynckv.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
 from asynckv.diagnose.timeline_text import clock_time
 from asynckv.observe.console import without_control
 
@@ -139,10 +139,12 @@ class _Writer:
     def _lane(self, lane: Lane) -> list[Any]:
         within = round(lane.within_s * 1e6) if math.isfinite(lane.within_s) else -1
         fields = [[self._text(k), self._text(v)] for k, v in lane.fields.items() if v]
+        if any(bar.derived == SUMS for bar in lane.bars):
+            fields.append([self._text("order of phases"), self._text(SUMS)])
         what = "" if lane.what in ("lease", "pull") else lane.what
         bars = []
         for bar in lane.bars:
-            notes = [x for x in (bar.note, bar.derived and f"from {bar.derived}" if "sums" in bar.derived else bar.derived) if x]
+            notes = [x for x in (bar.note, bar.derived if bar.derived != SUMS else "") if x]
             notes += [f"{name} {shown_seconds(x)}" for name, x in bar.parts.items()]
             start = self._us(bar.start)
             shown = [NAMES.index(bar.phase), start, self._us(bar.end) - start]
