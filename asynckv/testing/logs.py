@@ -96,7 +96,7 @@ class Logs:
         log = ProcessLog(process.name, engine.config.engine_id, tp_rank, host)
         self.processes.append(log)
         recorder = engine._recorder
-        recorder._level = self.level
+        recorder._level = recorder._log_level = self.level
         recorder._log = structlog.wrap_logger(
             structlog.WriteLogger(log.stream),
             processors=[
