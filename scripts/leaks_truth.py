@@ -272,7 +272,9 @@ class Judge:
         if mode != "both":
             return ""
         if CATALOGUE[leak.cause].is_class:
-            return "vague"
+            # Nobody said for whom it was: no log can tell whether that was the one that died.
+            is_untold = leak.cause is C.NEVER_CLAIMED and all("untold" in o.whys for x in leases for o in x.owed)
+            return "" if is_untold else "vague"
         mishap = self.mishaps.get(truth.ask, "")
         if mishap in BEST and not any(x.whys & MAJOR - BROUGHT[mishap] for x in leases):
             # Who reads nothing meets nobody, and only its release is lost.
