@@ -58,7 +58,8 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.STALE_PARAMS: _has("stale"),
     C.DIED_BEFORE_CLAIM: _has("died_before_claim", "rank_dead"),
     C.NEVER_HEARD_OF: _has("never_handed", "never_asked", "rank_dead"),
-    C.CAME_TOO_LATE: _has("asked_late"),
+    # Who reads nothing of a rank says nothing to it before he is done.
+    C.CAME_TOO_LATE: lambda whys: "asked_late" in whys or {"silent", "release_late"} <= whys,
     C.EXPIRED_WHILE_QUEUED: lambda whys: {"asked", "silent"} <= whys and "handed_late" not in whys,
     C.RANK_NEVER_SPOKE: lambda whys: {"silent", "siblings_spoke"} <= whys,
     C.NEVER_CLAIMED: lambda whys: "claimed" not in whys,

@@ -507,7 +507,8 @@ class Witness:
         siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
         if any(s.process.partition("#")[0] in siblings and s.at <= end for s in self._sent[token]):
             whys.add("siblings_spoke")
-        if not any(s.at <= end for s in self._sent[token] if self._of(s, reader)) and any(a.called for a in attempts):
+        has_asked = any(s.at <= end for s in self._sent[token] if self._of(s, reader))
+        if any(a.called for a in attempts) and (not has_asked or not in_time):
             whys.add("asked_late")
         if any(a.called for a in attempts):
             whys.add("asked")
@@ -554,7 +555,7 @@ class Witness:
         died = process.died_at <= end
         if died:
             whys.add("died_after_claim" if claims else "died_before_claim")
-        elif attempt.called == "" and not died:
+        elif attempt.called == "" or (attempt.is_turned_away and not mine):
             whys.add("never_asked")
         elif attempt.called == "announced":
             whys.add("announced_only")
