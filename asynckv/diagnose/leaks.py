@@ -31,6 +31,9 @@ __all__ = ["Leak", "When", "Word", "find_leaks"]
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
 
+HOST_S = 0.1
+"""How far apart the lines of one moment may be that processes of one host have written."""
+
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
 
@@ -156,12 +159,18 @@ def aligned(service: Service) -> When:
     """
     clocks = make_axis(service).clocks
     main = clocks.group(clocks.groups[0][0]) if clocks.groups else 0
+    # Who exchanged nothing with anybody has the clock of the others on its host.
+    on_host = {x.host: name for name, x in service.processes.items() if x.host and clocks.group(name) == main}
 
     def when(incarnation: str, at: float) -> tuple[float, float]:
-        if incarnation not in clocks.clock or clocks.group(incarnation) != main:
+        name, slack = incarnation, 0.0
+        if clocks.group(incarnation) != main:
+            name, slack = on_host.get(service.processes[incarnation].host, ""), HOST_S
+        if not name:
             return at - CLOCKS_S, at + CLOCKS_S
-        offset = clocks.offset(incarnation, at)
-        return at - offset.seconds - offset.within_s, at - offset.seconds + offset.within_s
+        offset = clocks.offset(name, at)
+        within_s = min(offset.within_s + slack, CLOCKS_S)
+        return at - offset.seconds - within_s, at - offset.seconds + within_s
 
     return when
 
@@ -531,7 +540,7 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
         if keys := self._keys(pull, lease):
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
-        if not self._shook_hands(pull.process, lease):
+        if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
             others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
         if away := self._excuse(lease, pull):
@@ -565,10 +574,17 @@ class _Judge:
         if self._shook_hands(pull.process, lease):
             return ""
         address = lease.process.started.text("address") if lease.process.started is not None else ""
+        return self._turned_away_at(pull, lease.process.rank, address)
+
+    def _turned_away_at(self, pull: Pull, rank: str, address: str = "") -> str:
+        """What a reader's log says of keys that a prefill rank did not take, or was not to take; empty if nothing."""
+        changed = [x for x in pull.process.of(EVENT.PEER_CHANGED) if start_of(x.text("peer")) == start_of(rank)]
+        known = {address, *(x.text("address") for x in changed)} - {""}
         for record in pull.process.of(EVENT.REFUSED):
-            if record.at <= pull.last_at + 1.0 and address in record.text("who"):
-                return f"{record.text('cause')}: {record.text('who')}"
-        return pull.detail if any(word in pull.detail for word in (" key", "turned away")) else ""
+            who = record.text("who")
+            if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
+                return f"{record.text('cause')}: {who}"
+        return pull.detail if any(word in pull.detail for word in (" key", "turned away", "turn our")) else ""
 
     # -- ... that was claimed --------------------------------------------------------------------------------------
 
@@ -594,6 +610,8 @@ class _Judge:
         names["why"] = fate.why
         if pull is not None and self._is_forgotten(pull):
             seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
+            if lease.seconds < seconds - 1.0 and (away := self._excuse(lease, pull)) is not None:
+                return away  # the promise was lost before the announcement's time was up
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names | {"seconds": _s(seconds)}, 0.0)
         if pull is None or pull.ended is None:
             return self._without_outcome(lease, name, process, pull, names, heard_s)
@@ -765,7 +783,13 @@ class _Judge:
             # What was closed in order has revoked it, and what was restarted holds it no more.
             waited_s = max((x.number("seconds", math.inf) for x in pull.unanswered), default=math.inf)
             is_over = causes & {"restarted", "peer_lost"} or self._is_gone(pull.process, rank) or waited_s < 1.0
-            return None if is_over else _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
+            if is_over:
+                return None
+            if pull.cause == "peer_unreachable":
+                keys = self._turned_away_at(pull, rank)
+                cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
+                return _Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
+            return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
         if fate.kind == "died" and pull.was_granted_by(rank):
             return _Story(C.PREFILL_DIED, names | {"why": fate.why})
