@@ -201,6 +201,7 @@ class Driver:
         counters["keys.given_up"] = core.prefill.spent.num_given_up
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self.recorder.num_failed
+        counters["log.dropped"] = self.recorder.num_dropped
         return counters
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:

@@ -169,6 +169,7 @@ class Engine:
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._ending.close_planes()
+                await self._recorder.aclose()
             raise
         self._recorder.event(
             "info",
