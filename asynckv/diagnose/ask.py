@@ -34,7 +34,7 @@ from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.edges.local import SUFFIX, is_left_behind, read_packet, write_packet
+from asynckv.edges.local import SUFFIX, is_left_behind, rank_of, read_packet, write_packet
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 
@@ -213,6 +213,8 @@ class Asker:
                 answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind)
             except TimeoutError:
                 answer = Answer(address=address, error=await self._why(address))
+            if answer.error and not is_network:
+                answer = replace(answer, account=Account(rank=rank_of(Path(address))))
             return replace(answer, took_s=loop.time() - began)
 
     # -- inside ------------------------------------------------------------------------------------
