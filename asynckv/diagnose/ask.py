@@ -53,8 +53,11 @@ MAX_AT_ONCE = 64
 MAX_SOCKETS = 4096
 """Sockets of one directory."""
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
-"""What every ZMTP 3 connection begins with (RFC 23)."""
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""How every connection of ZMTP 3 begins (RFC 23): who hears so much says the rest of its own greeting."""
+
+GREETING_BYTES = 64
+"""Its byte 12 and those that follow name the mechanism: NULL or CURVE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +260,10 @@ class Asker:
             raise _Vain(why)
         try:
             yield _NetworkLine(self._plane, address, self._name, self._asked)
-        finally:
+        except BaseException:
+            # ZMQ tries no more where it was once refused; whoever else asks there asks again.
             self._plane.disconnect(Address(address))
+            raise
 
     @asynccontextmanager
     async def _over_socket(self, address: str) -> AsyncIterator[_Line]:
@@ -309,7 +314,7 @@ class Asker:
         try:
             writer.write(GREETING)
             async with asyncio.timeout(PROBE_S):
-                greeting = await reader.readexactly(len(GREETING))
+                greeting = await reader.readexactly(GREETING_BYTES)
         except TimeoutError:
             return vain + "TCP connects, but nothing greets: its process is stopped, or it is no engine"
         except (OSError, EOFError):

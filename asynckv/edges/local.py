@@ -124,12 +124,14 @@ class LocalDoor:
             made.bind(os.fspath(hidden))
             made.listen(MAX_GUESTS)
             hidden.rename(path)
+            self.path = path
             self._server = await asyncio.start_unix_server(self._welcome, sock=made)
         except OSError as exc:
             made.close()
-            hidden.unlink(missing_ok=True)
+            self.path = None
+            for each in (hidden, path):
+                each.unlink(missing_ok=True)
             raise BackendError(f"the socket {str(path)!r} cannot be made: {exc.strerror or exc}") from exc
-        self.path = path
 
     async def close(self) -> None:
         """Take the socket away. Idempotent."""
@@ -168,7 +170,7 @@ class LocalDoor:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         guest = asyncio.current_task()
         assert guest is not None
-        if len(self._guests) >= MAX_GUESTS:
+        if len(self._guests) >= MAX_GUESTS or self.path is None:  # the door was closed behind it
             writer.close()
             return
         self._guests.add(guest)
