@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -230,7 +230,7 @@ def _engine(answer: Answer) -> dict[str, Any]:
         | {
             "gauges": dict(answer.gauges),
             "is_cut": answer.is_cut,
-            "requests": [asdict(each) for each in answer.requests],
-            "holds": [asdict(each) for each in answer.holds],
+            "requests": msgspec.to_builtins(answer.requests, str_keys=True),
+            "holds": msgspec.to_builtins(answer.holds, str_keys=True),
         }
     )

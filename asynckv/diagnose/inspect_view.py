@@ -88,7 +88,7 @@ def one_request(answers: Sequence[Answer], request_id: str) -> RenderableType:
         parts += [*_details(each), Text()]
     if not joined:
         asked = sum(not answer.error for answer in answers)
-        parts.append(Text(f"none of the {asked} that answered knows of {without_control(request_id[:MOST_LETTERS])!r}"))
+        parts.append(Text(f"none of the {asked} that answered knows of '{without_control(request_id[:MOST_LETTERS])}'"))
     return Group(*parts)
 
 
