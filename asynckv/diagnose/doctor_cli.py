@@ -2,13 +2,119 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from asynckv.errors import ConfigError
+from asynckv.observe.output import write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from asynckv.config import EngineConfig, KeysConfig
+    from asynckv.diagnose.doctor.facts import Facts
 
 __all__ = ["EPILOG", "doctor"]
 
-EPILOG = ""
+EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv doctor
+
+  asynckv doctor --quick --json - | jq '.findings[] | select(.level == "error")'
+
+  asynckv doctor --bind tcp://0.0.0.0:5555 --advertise tcp://10.0.0.1:5555 --secret a.key_secret --authorized keys
+
+[bold]Exit status[/bold]  0 nothing worse than a note, 1 a warning or an error was found, 2 bad input, 130 Ctrl-C
+"""
+
+ADDRESSES, KEYS, OUT = "Addresses", "Keys", "Output"
+MEASURE_S = 3.0
 
 
-def doctor() -> None:
-    """Not there yet."""
-    raise ConfigError("doctor is not there yet")
+def doctor(
+    bind: Annotated[
+        str, typer.Option(help="Where an engine would listen.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
+    ] = "",
+    advertise: Annotated[
+        str, typer.Option(help="What it would tell others.", rich_help_panel=ADDRESSES, metavar="ADDRESS")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Its whole EngineConfig, as JSON.", rich_help_panel=ADDRESSES, metavar="FILE"),
+    ] = None,
+    secret: Annotated[
+        Path | None, typer.Option(help="Our NAME.key_secret.", rich_help_panel=KEYS, metavar="FILE")
+    ] = None,
+    authorized: Annotated[
+        Path | None, typer.Option(help="Directory of the .key files of others.", rich_help_panel=KEYS, metavar="DIR")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
+    json: Annotated[
+        str | None,
+        typer.Option(help="Write facts and findings there; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+) -> None:
+    """Say what is wrong with this host, or with the way to another one, and what to do about it.
+
+    Two processes of doctor's own move bytes by NIXL, as two ranks would: what UCX chose is read from its log, and
+    latency and bandwidth are measured beside a copy within memory and a raw TCP connection. Limits, shared memory,
+    permissions, devices, addresses, keys and versions are looked at as well. Every finding comes with a remedy.
+    """
+    from rich.console import Console
+
+    from asynckv.diagnose.doctor.checks import examine, is_good
+    from asynckv.diagnose.doctor.show import as_json, show
+
+    began = time.monotonic()
+    if (secret is None) != (authorized is None):
+        raise ConfigError("--secret and --authorized belong together; give both, or none")
+    settings = _config(config, bind, advertise, secret, authorized)
+    errors = Console(stderr=True)
+    with errors.status("looking", spinner="line") as status:
+        # A spinner is for people; what is piped gets no progress lines.
+        facts = _gather(settings, config is not None or bool(bind or advertise), quick, status.update)
+    found = examine(facts)
+    write_json(json, as_json(facts, found, time.monotonic() - began))
+    show(facts, found, Console(stderr=json == "-"))
+    raise typer.Exit(0 if is_good(found) else 1)
+
+
+def _config(path: Path | None, bind: str, advertise: str, secret: Path | None, authorized: Path | None) -> EngineConfig:
+    from dataclasses import replace
+
+    from asynckv.config import EngineConfig, KeysConfig
+    from asynckv.diagnose.doctor.software import read_config
+
+    config = read_config(path) if path is not None else EngineConfig(engine_id="doctor")
+    if bind or advertise:
+        config = replace(config, bind=bind or config.bind, advertise=advertise or config.advertise)
+    if secret is not None and authorized is not None:
+        config = replace(config, keys=KeysConfig(secret=secret, authorized=authorized))
+    return config
+
+
+def _gather(config: EngineConfig, is_told: bool, quick: bool, note: Callable[[str], None]) -> Facts:
+    import os
+    from dataclasses import replace
+
+    from asynckv.diagnose.doctor import host, probing, software
+    from asynckv.diagnose.doctor.facts import Facts
+
+    has = software.software()
+    keys: KeysConfig | None = config.keys
+    ucx = None
+    if has.variant:
+        ucx = probing.probe_here(replace(config.nixl, posting_threads=0), 0.0 if quick else MEASURE_S, note)
+    return Facts(
+        machine=host.machine(),
+        network=host.network(),
+        gpu=host.gpu(),
+        software=has,
+        listening=software.listening(config) if is_told else None,
+        keys=None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized)),
+        ucx=ucx,
+    )
