@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from datetime import UTC, datetime
@@ -104,8 +105,7 @@ def report(
         raise ConfigError(logs.nothing)
     if names and not logs.records:
         errors.print(f"asynckv: {logs.nothing}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    logs = _between(logs, since, until)
-    summary = summarise(logs)
+    summary = summarise(logs, *_between(logs, since, until))
     summary.bench = [report_bench.read(value, name) for name, value in benches]
     write_json(json, summary)
     if target is None:
@@ -116,7 +116,7 @@ def report(
     size = f"{len(page.encode()) / 1e6:.1f} MB"
     if target != "-":
         errors.print(
-            f"{target}: {size}, {len(logs.records):,} events, drawn in {time.monotonic() - began:.1f} s",
+            f"{target}: {size}, {summary.read.events:,} events, drawn in {time.monotonic() - began:.1f} s",
             highlight=False,
             markup=False,
             soft_wrap=True,
@@ -176,25 +176,25 @@ def _read(names: list[str], errors: Any) -> Logs:
     shown = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
     with Progress(*shown, console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("reading", total=None)
-        return read_logs(names, lambda done, total: bar.update(task, completed=done, total=total or None))
-
-
-def _between(logs: Logs, since: str | None, until: str | None) -> Logs:
-    """Leave out what was earlier or later than asked for."""
-    import dataclasses
-
-    if not logs.records or (since is None and until is None):
-        return logs
-    last = logs.records[-1].at
-    least = _moment("--since", since, last) if since is not None else -1.0
-    most = _moment("--until", until, last) if until is not None else last
-    kept = [x for x in logs.records if least <= x.at <= most]
-    if not kept:
-        first, end = (
-            datetime.fromtimestamp(x.at, UTC).isoformat(" ", "seconds") for x in (logs.records[0], logs.records[-1])
+        # Every transition at debug level says again what the ends of requests say.
+        return read_logs(
+            names,
+            lambda done, total: bar.update(task, completed=done, total=total or None),
+            keep=lambda event: not event.endswith("_transition"),
         )
-        raise ConfigError(f"no event is between --since and --until; there are some from {first} to {end}")
-    return dataclasses.replace(logs, records=kept)
+
+
+def _between(logs: Logs, since: str | None, until: str | None) -> tuple[float, float]:
+    """Work out which times count."""
+    if not logs.records:
+        return -math.inf, math.inf
+    first, last = logs.records[0].at, logs.records[-1].at
+    least = _moment("--since", since, last) if since is not None else -math.inf
+    most = _moment("--until", until, last) if until is not None else math.inf
+    if not any(least <= x.at <= most for x in logs.records):
+        begin, end = (datetime.fromtimestamp(x, UTC).isoformat(" ", "seconds") for x in (first, last))
+        raise ConfigError(f"no event is between --since and --until; there are some from {begin} to {end}")
+    return least, most
 
 
 def _moment(option: str, text: str, last: float) -> float:

@@ -17,6 +17,9 @@ __all__ = ["make"]
 MOST_ROWS = 100
 """Of one table; the report as JSON has all."""
 
+MOST_LATE = 10
+"""Requests with late blocks that are told one by one."""
+
 UNKNOWN = "–"
 
 
@@ -115,6 +118,7 @@ def _sections(summary: Summary) -> Iterable[tuple[str, str, str]]:
         yield "pulls", "Throughput and latency", _pulls(summary)
         yield "phases", "Phases", _phases(summary)
         yield "failures", "Failures", _failures(summary)
+        yield "late", "Blocks that came back late", _late(summary)
         yield "blocks", "Blocks held", _blocks(summary)
         yield "peers", "Peers", _peers(summary)
         yield "loops", "Event loops", _loops(summary)
@@ -199,6 +203,41 @@ def _failures(summary: Summary) -> str:
         + frame.table(heads, rows, label="Failures", texts=("of a", "in phase", "what the first says", "where"))
         + _more(summary.failures)
     )
+
+
+def _late(summary: Summary) -> str:
+    late = summary.late
+    if not late.requests:
+        return _empty("No block came back late, as far as these logs say.")
+    rows = [
+        [
+            safe(x["title"], 120),
+            f"{x['requests']:,}",
+            UNKNOWN if x["blocks"] is None else f"{x['blocks']:,}",
+            UNKNOWN if x["longest_s"] is None else duration(x["longest_s"]),
+            safe(x.get("example", ""), 400),
+            safe(x["remedy"], 400),
+        ]
+        for x in late.causes.values()
+    ]
+    heads = ["cause", "requests", "blocks", "longest", "for example", "what to do"]
+    by_cause = frame.table(heads, rows, label="Late blocks by cause", texts=("for example", "what to do"))
+    rows = [
+        [
+            safe(x["request_id"], 80),
+            x["side"],
+            x["state"],
+            UNKNOWN if x["blocks"] is None else f"{x['blocks']:,}",
+            UNKNOWN if x["seconds"] is None else duration(x["seconds"]),
+            safe(x["sentence"], 400),
+            safe(", ".join(x["holders"]), 120),
+        ]
+        for x in late.worst[:MOST_LATE]
+    ]
+    heads = ["request", "side", "blocks were", "blocks", "held for", "why", "held by"]
+    one_by_one = frame.table(heads, rows, label="Late blocks", texts=("side", "blocks were", "why", "held by"))
+    text = f"The {len(rows)} that were held longest, of {late.requests:,}; asynckv leaks has the evidence for each."
+    return by_cause + _empty(text) + one_by_one
 
 
 def _blocks(summary: Summary) -> str:

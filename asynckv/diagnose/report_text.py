@@ -88,7 +88,14 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
         is_good = not pulls.failed
     else:
         said.append(f"No pull ended within {span}.")
-    if leases.lent and leases.ended_badly:
+    late = summary.late
+    if late.requests:
+        is_good = False
+        told = list(late.causes.values())
+        named = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
+        named += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
+        said.append(f"Blocks of {late.requests:,} requests came back late: {'; '.join(named)}.")
+    elif leases.lent and leases.ended_badly:
         is_good = False
         said.append(
             f"{leases.ended_badly:,} of {count_text(leases.lent)} leases ended without their release"

@@ -17,7 +17,10 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from asynckv.diagnose import leaks_page
 from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.join import join
+from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.records import Logs, Record
 from asynckv.diagnose.summary_time import Windows, quantiles
 from asynckv.observe.events import EVENT
@@ -33,6 +36,9 @@ COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
 
 MAX_STATES = 200
 """States of one peer that are kept."""
+
+MAX_LATE = 200
+"""Requests with late blocks that are told one by one."""
 
 MAX_TEXT = 300
 MAX_CAUSES = 200
@@ -167,7 +173,7 @@ class Pair(Struct, kw_only=True):
 
 
 class Away(Struct, kw_only=True):
-    """An event loop did not come to its engine."""
+    """An event loop did not come to its engine; `not_logged`: how often more, since that was last logged."""
 
     rank: str
     since: float
@@ -175,6 +181,8 @@ class Away(Struct, kw_only=True):
     seconds: float
     leases: int
     pulls: int
+    not_logged: int
+    not_logged_s: float
 
 
 class Held(Struct, kw_only=True):
@@ -238,6 +246,20 @@ class Read(Struct, kw_only=True):
     skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Late(Struct, kw_only=True):
+    """Blocks that came back late: what `asynckv leaks` finds.
+
+    Attributes:
+        requests: How many.
+        causes: By cause: its title, how many `requests` and `blocks`, the `longest_s`, an `example`, a `remedy`.
+        worst: Of those that were held longest: as in the report of `asynckv leaks`.
+    """
+
+    requests: int = 0
+    causes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    worst: list[dict[str, Any]] = field(default_factory=list)
+
+
 class Bench(Struct, kw_only=True):
     """A report of `asynckv bench`, as it is."""
 
@@ -264,6 +286,7 @@ class Summary(Struct, kw_only=True):
     leases: Leases = field(default_factory=Leases)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failures: list[Failure] = field(default_factory=list)
+    late: Late = field(default_factory=Late)
     peers: list[Pair] = field(default_factory=list)
     away: list[Away] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
@@ -272,9 +295,17 @@ class Summary(Struct, kw_only=True):
     bench: list[Bench] = field(default_factory=list)
 
 
-def summarise(logs: Logs) -> Summary:
-    """Sum up what logs say."""
+def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> Summary:
+    """Sum up what logs say.
+
+    Args:
+        logs: All of them: what a request's end means may depend on what was said long before.
+        since: Seconds since 1970: earlier events do not count.
+        until: Nor do later ones.
+    """
     records = logs.records
+    if since > -math.inf or until < math.inf:
+        records = [x for x in records if since <= x.at <= until]
     read = Read(
         files=len(logs.sources),
         lines=logs.num_lines,
@@ -308,6 +339,7 @@ def summarise(logs: Logs) -> Summary:
         leases=leases,
         quarantine=_quarantine(by_process, windows),
         failures=failures,
+        late=_late(logs, since, until),
         peers=_peers(by_process, weights),
         away=_away(records),
         held=_held(records),
@@ -557,6 +589,21 @@ def _failures(records: Iterable[Record], retried: set[tuple[str, str]], windows:
     return sorted(found.values(), key=lambda x: (-x.count, x.side, x.cause))
 
 
+def _late(logs: Logs, since: float, until: float) -> Late:
+    service = join(logs)
+    leaks = [
+        x
+        for x in find_leaks(service)
+        if math.isnan(x.since)
+        or (x.since <= until and x.since + (0.0 if math.isnan(x.seconds) else x.seconds) >= since)
+    ]
+    found = leaks_page.report(leaks, service, logs)
+    for entry in found["leaks"]:
+        found["causes"][entry["cause"]].setdefault("example", entry["sentence"])
+    worst = sorted(found["leaks"], key=lambda x: -(x["seconds"] or 0.0))
+    return Late(requests=len(leaks), causes=found["causes"], worst=worst[:MAX_LATE])
+
+
 # -- peers, loops, warnings, processes -------------------------------------------------------------------
 
 
@@ -615,6 +662,8 @@ def _away(records: Iterable[Record]) -> list[Away]:
             seconds=seconds,
             leases=record.integer("leases", 0),
             pulls=record.integer("pulls", 0),
+            not_logged=record.integer("not_logged", 0),
+            not_logged_s=record.number("not_logged_s", 0.0),
         )
         for record in records
         if record.event == EVENT.LOOP_WAS_AWAY and (seconds := record.number("seconds", 0.0)) > 0

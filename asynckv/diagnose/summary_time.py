@@ -10,7 +10,7 @@ __all__ = ["Windows", "quantiles"]
 LEAST, MOST = 24, 100
 """Windows, about: what a plot can show."""
 
-ENOUGH = 5
+ENOUGH = 3
 """Values in a window, on average."""
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0)
