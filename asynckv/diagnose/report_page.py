@@ -21,6 +21,7 @@ MOST_LATE = 10
 """Requests with late blocks that are told one by one."""
 
 UNKNOWN = "–"
+WORDS = {"lease": "lent", "pull": "pulled"}
 
 
 def make(summary: Summary, title: str) -> str:
@@ -253,7 +254,7 @@ def _blocks(summary: Summary) -> str:
     rows = [
         [
             safe(x.waits, 200),
-            {"lease": "lent", "pull": "pulled"}[x.side] + (f", {safe(x.state)}" if x.state else ""),
+            f"{WORDS[x.side]}{f', {safe(x.state)}' if x.state not in ('', WORDS[x.side]) else ''}",
             f"{x.most:,}",
             duration(x.oldest_s),
             time_text(x.first),

@@ -25,11 +25,17 @@ __all__ = [
 ]
 
 NONE = Colour("#8a94a0", "#7f8a97")
+THIN = {"gone": 0.2}
+"""A peer whose process died is gone for ever: that is not what to look at."""
+
 MOST_LINES = 30
 """Rows of a plot with a row for each process or peer."""
 
 MOST_CAUSES = 7
 """Colours that can be told apart."""
+
+FAR = 5.0
+"""So many times what is usual is not drawn whole."""
 
 FEW = 40
 """So few values are drawn with a mark each: a line through one is none."""
@@ -185,15 +191,23 @@ def phases(summary: Summary) -> str:
     means = summary.pulls.phases_s
     parts = {name: means[name].mean for name in PHASES if name in means and name != "release"}
     total = sum(parts.values())
+    columns = zip(*(x["y"] for x in traces), strict=True)
+    heights = sorted(height for column in columns if (height := sum(filter(None, column))))
+    axis, beyond = frame.axis("ms, mean per pull"), ""
+    if heights and heights[-1] > FAR * (usual := heights[int(0.9 * (len(heights) - 1))]):
+        # One slow start would press all others flat.
+        axis |= {"range": [0, 2 * usual]}
+        higher = sum(x > 2 * usual for x in heights)
+        beyond = f" {higher} of {len(heights)} values go beyond, up to {duration(heights[-1] / 1e3)}."
     said = ", ".join(f"{name} {share(mean, total)}" for name, mean in sorted(parts.items(), key=lambda x: -x[1])[:4])
     return _plot(
         summary,
         "Where the time of a pull that completed went, on average",
         f"{said}.",
         traces,
-        frame.axis("ms, mean per pull"),
+        axis,
         layout={"barmode": "stack"},
-        note=f"Over all: {said}. What is stacked adds up to the latency; release comes after it.",
+        note=f"Over all: {said}. What is stacked adds up to the latency; release comes after it.{beyond}",
     )
 
 
@@ -317,7 +331,7 @@ def _spans(
             "y": [row for row, *_ in found],
             "base": [_ms(since) for _, since, _, _ in found],
             "x": [_ms(max(until - since, least)) for _, since, until, _ in found],
-            "width": 0.7,
+            "width": THIN.get(name, 0.7),
             "marker": {"line": {"width": 0}},
             "meta": colours.get(name, list(NONE)),
             "customdata": [_label(text, 200) for *_, text in found],
@@ -325,7 +339,7 @@ def _spans(
         }
         for name, found in spans.items()
     ]
-    ticks = [_label(row, 34) for row in rows]
+    ticks = [_label(row, 44) for row in rows]
     yaxis = {
         "title": {"text": ""},
         "tickvals": list(range(len(rows))),
