@@ -16,6 +16,7 @@ from asynckv.tools import frame
 
 __all__ = ["cards", "compared", "read", "section", "verdict"]
 
+MOST_FAULTS = 50
 DAMAGES = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What a report raises that lacks something."""
 
@@ -28,10 +29,11 @@ def read(found: dict[str, Any], name: str) -> Bench:
     """
     sides.check(found, name)
     try:
-        bench.rows(found)
-        _phases(found)
-        _shares(found)
-        return Bench(name=name, is_good=bench.is_good(found), report=found)
+        one = Bench(name=name, is_good=bench.is_good(found), report=found)
+        for look in (bench.rows, _phases, _shares, _wrong):
+            look(found)
+        verdict(one)
+        return one
     except DAMAGES as exc:
         raise ConfigError(
             f"{name}: is damaged, or of another version of asynckv ({type(exc).__name__}: {exc})"
@@ -94,16 +96,20 @@ def section(one: Bench) -> str:
     ]
     if shares := _shares(found):
         figures.append(_floors(shares))
-    rows = {f"{i}": row for i, row in enumerate(bench.rows(found))}
-    said: dict[str, str] = {}
-    for name, text in rows.values():
-        said[name or "… by the call"] = safe(text, 600)
-    for name, value in found["environment"].items():
-        if isinstance(value, str | int | float):
-            said[str(name).replace("_", " ")] = safe(str(value), 200)
-    wrong = [*found["problems"], *(f"{n} × {cause}" for cause, n in found["errors"].items())]
-    table = frame.table(["what went wrong"], [[safe(str(x), 400)] for x in wrong[:50]], label="Faults") if wrong else ""
+    # Latency by another clock has no name of its own there.
+    said = {name or "latency of pulls": safe(text, 600) for name, text in bench.rows(found)}
+    said |= {
+        str(name).replace("_", " "): safe(str(value), 200)
+        for name, value in found["environment"].items()
+        if isinstance(value, str | int | float)
+    }
+    wrong = _wrong(found)
+    table = frame.table(["what went wrong"], [[x] for x in wrong[:MOST_FAULTS]], label="Faults") if wrong else ""
     return f'<div class="plots">\n{"".join(figures)}</div>\n{table}<div class="rows">{frame.facts(said)}</div>'
+
+
+def _wrong(found: Mapping[str, Any]) -> list[str]:
+    return [safe(str(x), 400) for x in (*found["problems"], *(f"{n} × {x}" for x, n in found["errors"].items()))]
 
 
 def _phases(found: Mapping[str, Any]) -> dict[str, Kind]:

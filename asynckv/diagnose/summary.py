@@ -524,7 +524,7 @@ def _sum_leases(
         leases.open += len(lent)
         for begun in lent.values():
             blocks = max(begun.integer("blocks", 0), 0)
-            windows.hold(leases.blocks, begun.at, records[-1].at, blocks)
+            windows.hold(leases.blocks, begun.at, records[-1].at, blocks * weights.get(id(begun), 1.0))
             windows.hold(leases.blocks_logged, begun.at, records[-1].at, blocks)
 
 
