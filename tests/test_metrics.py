@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -213,7 +214,7 @@ async def test_the_text_is_as_prometheus_wants_it(sim: Bench) -> None:
     engine = sim.side("other", 3).engine
     registry = CollectorRegistry()
     registry.register(Metrics(engine))
-    assert list(parse_openmetrics(generate_openmetrics(registry).decode()))
+    assert list(parse_openmetrics(generate_openmetrics(registry).decode()))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
@@ -244,7 +245,7 @@ def test_a_registry_refuses_two_collectors_and_one_takes_several_engines() -> No
 def test_arguments_are_taken_or_refused(what: str) -> None:
     given: Any = HOSTILE[what]
     engine = Bench(False).side("e", 1).engine
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: Metrics(given),
         lambda: Metrics(wait_s=given),
         lambda: MetricsEndpoint(given),
@@ -252,7 +253,8 @@ def test_arguments_are_taken_or_refused(what: str) -> None:
             lambda name=name: MetricsEndpoint(Metrics(engine), **{name: given})
             for name in ("host", "port", "wait_s", "allow_remote")
         ),
-    ):
+    ]
+    for call in calls:
         refused: ConfigError | None = None
         try:
             call()
@@ -293,6 +295,7 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(sim: Bench
 
 
 @pytest.mark.nixl
+@pytest.mark.slow
 async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
     bench = Bench(True)
     async with bench.pair() as (prefill, decode, group):
@@ -446,6 +449,7 @@ def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
 
 
 @pytest.mark.nixl
+@pytest.mark.slow
 def test_a_thread_is_probed_while_it_runs_and_the_endpoint_ends_with_it() -> None:
     registration, _ = memory(1)
     with EngineThread(EngineConfig(engine_id="e"), registration) as thread:
