@@ -26,6 +26,7 @@ from asynckv.diagnose.doctor.ucx_log import read_log
 from asynckv.edges.zmq import make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
+from tests.test_bench_remote import namespaces
 
 DOCTOR = [sys.executable, "-m", "asynckv.cli", "doctor"]
 
@@ -377,6 +378,67 @@ def test_a_network_that_swallows_packets_is_told_from_a_closed_port() -> None:
     assert levels(report)["to-timeout"] == "error"
     report = run("--quick", "--to", "10.231.9.2:5555", before=before)
     assert levels(report)["to-no-route"] == "error"
+
+
+ENGINE = """
+import asyncio, sys
+from asynckv import Engine, EngineConfig
+from tests.engines import memory
+
+async def main():
+    async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        print(engine.endpoint.address, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        print(engine.statistics().counters.get("data.restarts", 0), len(engine.holds()), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_an_engine_is_asked_connected_to_and_left_as_it_was() -> None:
+    command = [sys.executable, "-c", ENGINE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        report = run("--quick", "--to", engine.stdout.readline().strip())
+        out, _ = engine.communicate("", timeout=30)
+    assert not bad(report)
+    assert {"to-engine", "to-round-trip", "to-cma", "to-unmeasured", "to-loopback"} <= levels(report).keys()
+    assert report["facts"]["peer"]["ucx"]["uses"] == []  # none of its bytes were read
+    assert out.splitlines()[-1] == "0 0", out
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        write_pair(tmp_path, name, make_pair())
+    (tmp_path / "authorized").mkdir()
+    for path in tmp_path.glob("*.key"):
+        path.rename(tmp_path / "authorized" / path.name)
+    keys = [
+        [f"--secret={tmp_path / name}.key_secret", f"--authorized={tmp_path / 'authorized'}"]
+        for name in ("here", "there")
+    ]
+    with namespaces() as spaces:
+        inside = [("ip", "netns", "exec", each) for each in spaces]
+        command = [*inside[0], *DOCTOR, "--serve", "--bind", "tcp://10.231.7.1:0", *keys[0]]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+            assert serving.stdout is not None
+            address = serving.stdout.readline().split()[-1]
+            assert "#" in address
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "akv1"}
+            report = run("--to", address, *keys[1], before=inside[1], environment=environment)
+            serving.send_signal(signal.SIGTERM)
+            _, said = serving.communicate(timeout=30)
+    assert (serving.returncode, said) == (0, "")
+    assert not bad(report) - {"to-slow", "slow-small"}
+    peer = report["facts"]["peer"]
+    assert peer["ucx"]["measured"]["wrong"] == 0
+    assert peer["ucx"]["measured"]["streamed"]
+    assert peer["ucx"]["uses"][0]["transport"] == "tcp/akv1"
+    assert "to-emulated" in levels(report)
 
 
 def test_bad_input_is_refused(

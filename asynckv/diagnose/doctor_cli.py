@@ -123,9 +123,8 @@ def _serve(config: EngineConfig) -> None:
 
     from asynckv.diagnose.doctor import scratch, software
 
-    # Whoever stops a service does it so; children end with this process, and the files are removed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    asyncio.run(scratch.serve(config, software.software(), lambda text: typer.echo(without_control(text))))
+    number = asyncio.run(scratch.serve(config, software.software(), lambda text: typer.echo(without_control(text))))
+    raise typer.Exit(130 if number == signal.SIGINT else 0)
 
 
 def _config(

@@ -52,6 +52,7 @@ LEAST_ROUNDS = 3
 ROUND_S = 0.6
 """How long a round may take; where the wire is slow fewer bytes are moved."""
 TOKEN = 32
+LINGER_S = 0.5
 SOCKET_S = 10.0
 MOST_CONNECTIONS = 4
 PR_SET_PDEATHSIG = 1
@@ -182,6 +183,10 @@ async def _read(order: words.Ordered, place: words.Place, say: Callable[[words.S
         if order.read:
             say(words.Stage("read"))
             measured = _Reader(plane, place, raw).measure(order.seconds)
+        else:
+            # The other side opens its half of the connection, in its own time; it would find nobody, and complain.
+            plane.watch(True)
+            await asyncio.sleep(LINGER_S)
         plugins = tuple(sorted(plane._agent._agent.plugin_list)) if plane._agent is not None else ()
         facts = plane.describe()
         plane.remove_remote_agent(place.name)

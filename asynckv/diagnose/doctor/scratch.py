@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,13 +47,22 @@ def versions(has: Software, ucx: str = "") -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-async def serve(config: EngineConfig, has: Software, say: Callable[[str], None]) -> None:
-    """Serve until cancelled.
+async def serve(config: EngineConfig, has: Software, say: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM; which of them it was.
 
     Raises:
         ConfigError: An engine would not listen so.
         BackendError: The address cannot be bound, or no NIXL agent can be made here.
     """
+    loop = asyncio.get_running_loop()
+    stopped: asyncio.Future[int] = loop.create_future()
+
+    def stop(number: int) -> None:
+        if not stopped.done():  # whoever is impatient sends several
+            stopped.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
     plane = zmq.ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
     with tempfile.TemporaryDirectory(prefix="asynckv-doctor-") as folder, contextlib.ExitStack() as stack:
         here = _Scratch(config, has, Path(folder), stack)
@@ -63,12 +73,13 @@ async def serve(config: EngineConfig, has: Software, say: Callable[[str], None])
         )
         try:
             say(f"asynckv doctor --to {plane.address}")
-            while True:
-                await asyncio.sleep(LOOK_S)
-                if here.restart():
+            while not stopped.done():
+                await asyncio.wait([stopped], timeout=LOOK_S)
+                if not stopped.done() and here.restart():
                     say("the process that offers memory died, and was started anew")
         finally:
             await plane.aclose()
+    return stopped.result()
 
 
 class _Scratch:
