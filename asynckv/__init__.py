@@ -10,7 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
+    from asynckv.config import (
+        EngineConfig,
+        InspectConfig,
+        KeysConfig,
+        LeaseConfig,
+        LimitsConfig,
+        LogConfig,
+        NixlConfig,
+        PullConfig,
+    )
     from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
@@ -69,12 +78,18 @@ if TYPE_CHECKING:
         dense_part,
         shard,
     )
+    from asynckv.observe.endpoint import MetricsEndpoint
     from asynckv.observe.log import configure as configure_logging
+    from asynckv.observe.metrics import Metrics
+    from asynckv.observe.observer import Observer, Reading
+    from asynckv.observe.tracing import Tracing, trace_context
     from asynckv.results import LeaseEnd, PullResult, Statistics
     from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
-    "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
+    "asynckv.config": (
+        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig"
+    ),
     "asynckv.scheduler": "PrefillGroup",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
@@ -90,7 +105,11 @@ _HOMES = {
         "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
         "PullCancelled PullError PullTimeout ReadFailed RemoteProtocolError RemoteTooShort WrongThread"
     ),
+    "asynckv.observe.endpoint": "MetricsEndpoint",
     "asynckv.observe.log": "configure_logging",
+    "asynckv.observe.metrics": "Metrics",
+    "asynckv.observe.observer": "Observer Reading",
+    "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
     "asynckv.results": "LeaseEnd PullResult Statistics",
 }
@@ -119,6 +138,7 @@ __all__ = [
     "GeometryRefused",
     "Group",
     "HeldBlocks",
+    "InspectConfig",
     "KeysConfig",
     "Layout",
     "LayoutError",
@@ -132,8 +152,11 @@ __all__ = [
     "LocalProtocolError",
     "LogConfig",
     "Memory",
+    "Metrics",
+    "MetricsEndpoint",
     "NixlConfig",
     "NotLentYet",
+    "Observer",
     "Order",
     "Overloaded",
     "Params",
@@ -151,6 +174,7 @@ __all__ = [
     "PullTimeout",
     "RankStatus",
     "ReadFailed",
+    "Reading",
     "Refused",
     "Registration",
     "RemoteProtocolError",
@@ -158,6 +182,7 @@ __all__ = [
     "RequestStatus",
     "Statistics",
     "TensorPart",
+    "Tracing",
     "View",
     "Withdraw",
     "WrongThread",
@@ -169,6 +194,7 @@ __all__ = [
     "register_tensors",
     "shard",
     "shared_memory",
+    "trace_context",
     "written",
 ]
 

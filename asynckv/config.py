@@ -12,7 +12,16 @@ from typing import Any, Literal
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
 from asynckv.errors import ConfigError
 
-__all__ = ["EngineConfig", "KeysConfig", "LeaseConfig", "LimitsConfig", "LogConfig", "NixlConfig", "PullConfig"]
+__all__ = [
+    "EngineConfig",
+    "InspectConfig",
+    "KeysConfig",
+    "LeaseConfig",
+    "LimitsConfig",
+    "LogConfig",
+    "NixlConfig",
+    "PullConfig",
+]
 
 MAX_RETRIES = 1000
 MAX_PATH = 4096
@@ -252,6 +261,26 @@ class LogConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InspectConfig:
+    """What a running engine says of itself to whoever asks (`asynckv inspect`, `docs/inspect.md`).
+
+    Attributes:
+        enabled: Answer at all; if not, whoever asks is told so.
+        directory: Where this rank makes a socket for processes of this host and user, which need no address and no
+            keys; the same for all ranks. Made if it is not there. Empty for none.
+    """
+
+    enabled: bool = True
+    directory: str | os.PathLike[str] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "enabled", flag("inspect.enabled", self.enabled, ConfigError))
+        directory = self.directory
+        if not isinstance(directory, str | os.PathLike) or not is_text(os.fspath(directory), MAX_PATH):
+            raise ConfigError(f"inspect.directory is {shown(directory)}; give a path, or leave it out for no socket")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeysConfig:
     """Who this engine is to others, and whom it talks to (`docs/security.md`). Read when the engine is made.
 
@@ -293,6 +322,7 @@ class EngineConfig:
     nixl: NixlConfig = field(default_factory=NixlConfig)
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    inspect: InspectConfig = field(default_factory=InspectConfig)
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {
@@ -307,6 +337,7 @@ class EngineConfig:
             "nixl": NixlConfig,
             "log": LogConfig,
             "limits": LimitsConfig,
+            "inspect": InspectConfig,
         }
         flag("allow_insecure", self.allow_insecure, ConfigError)
         for name, kind in kinds.items():

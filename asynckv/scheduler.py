@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, shown, text, texts
 from asynckv.config import LeaseConfig, check_lease
-from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, Endpoint, Key, Params, sendable
+from asynckv.core.types import MAX_HASH, MAX_HASHES, MAX_ID, MAX_TRACESTATE, Endpoint, Key, Params, sendable
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.blocks import BlockIds, check_runs
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
 
 __all__ = ["PrefillGroup"]
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class PrefillGroup:
@@ -112,6 +115,7 @@ class PrefillGroup:
         written: bool = False,
         hashes: Sequence[str] = (),
         hash_tokens: int = 0,
+        trace: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
@@ -131,6 +135,8 @@ class PrefillGroup:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well. Readers that
                 give theirs take only the tokens on which both agree.
             hash_tokens: Tokens per hash.
+            trace: What the request belongs to, with W3C's `traceparent` and perhaps `tracestate`: the headers that it
+                came with, or `asynckv.trace_context()` inside of a span. What is no such context is left out.
 
         Raises:
             ConfigError: A value is out of range or of another type; the message names it. No key was minted.
@@ -145,6 +151,7 @@ class PrefillGroup:
         blocks = self._runs(groups)
         tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
         is_written = flag("written", written, ConfigError)
+        traceparent, tracestate = _trace(trace)
         # What the caller gave has been checked by now, and is only written down: this is the scheduler's thread, and a
         # long prompt may have thousands of runs.
         plain: dict[str, Any] = msgspec.to_builtins(
@@ -162,6 +169,8 @@ class PrefillGroup:
                 written=is_written,
                 hashes=chain,
                 hash_tokens=per_hash,
+                traceparent=traceparent,
+                tracestate=tracestate,
             )
         )
         plain["groups"] = blocks
@@ -187,3 +196,16 @@ class PrefillGroup:
                 raise ConfigError(f"group {index} has {len(runs)} runs of block ids; at most {MAX_RUNS} can be sent")
             out.append([begin, runs])
         return tuple(out)
+
+
+def _trace(given: Mapping[str, str] | None) -> tuple[str, str]:
+    """Return traceparent and tracestate, or nothing: a client may have sent anything, and its request does not fail."""
+    if given is None:
+        return "", ""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"trace is {shown(given)}; give headers, such as trace_context() returns")
+    parent, state = given.get("traceparent"), given.get("tracestate")
+    if not isinstance(parent, str) or not _TRACEPARENT.fullmatch(parent):
+        return "", ""
+    is_state = isinstance(state, str) and len(state) <= MAX_TRACESTATE and state.isascii() and state.isprintable()
+    return str(parent), str(state) if is_state else ""

@@ -25,6 +25,7 @@ from asynckv import (
     Engine,
     EngineConfig,
     Group,
+    InspectConfig,
     KeysConfig,
     Layout,
     LayoutError,
@@ -88,6 +89,7 @@ CODE = {"data", "control", "clock", "token_hex"}
 
 CLASSES = {
     "EngineConfig",
+    "InspectConfig",
     "KeysConfig",
     "LeaseConfig",
     "LimitsConfig",
@@ -96,6 +98,9 @@ CLASSES = {
     "PullConfig",
     "Engine",
     "PrefillGroup",
+    "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
+    "MetricsEndpoint",
+    "Tracing",
 }
 FUNCTIONS = {
     "attention_view",
@@ -106,6 +111,7 @@ FUNCTIONS = {
     "register_tensors",
     "shard",
     "shared_memory",
+    "trace_context",
     "written",
 }
 VALUES = {"Dim", "Endpoint", "Group", "Layout", "Memory", "Params", "Part", "Registration", "TensorPart", "View"}
@@ -114,8 +120,10 @@ RESULTS = {
     "HeldBlocks",
     "LeaseEnd",
     "LentRequest",
+    "Observer",
     "PullResult",
     "RankStatus",
+    "Reading",
     "RequestStatus",
     "Statistics",
     "ONE_PER_REQUEST",
@@ -153,6 +161,7 @@ CONFIGS: list[tuple[type, dict[str, Any]]] = [
     (LimitsConfig, {}),
     (NixlConfig, {}),
     (LogConfig, {}),
+    (InspectConfig, {}),
     (KeysConfig, {"secret": "s", "authorized": "a"}),
     (EngineConfig, {"engine_id": "e"}),
 ]

@@ -42,7 +42,7 @@ from tests.engines import Bench, memory, until
 
 Ts = TypeVarTuple("Ts")
 
-HARMLESS = {"config", "registration", "incarnation", "endpoint", "memory_epoch", "request_id", "is_over"}
+HARMLESS = {"config", "registration", "incarnation", "endpoint", "memory_epoch", "observation", "request_id", "is_over"}
 """What may be read from any thread."""
 
 

@@ -64,6 +64,9 @@ MAX_HASHES = 1 << 20
 MAX_HASH = 128
 """Characters of one hash."""
 
+MAX_TRACEPARENT, MAX_TRACESTATE = 64, 512
+"""Characters of a trace's context: the first has 55, and W3C allows the second to be dropped if it has more."""
+
 MAX_SECONDS = 7 * 86_400.0
 
 # Bounds also reject nan and the infinities, which compare false with everything.
@@ -129,6 +132,8 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
         hashes: Of every `hash_tokens` tokens a hash that covers all tokens before as well, if the
             engines compare prompts that way; a reader takes only what its own hashes agree with.
         hash_tokens: Tokens per hash; 0 without hashes.
+        traceparent, tracestate: The trace that the request belongs to, as W3C writes it; empty if none. Never parsed
+            here.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -145,6 +150,8 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     written: bool = False
     hashes: Annotated[tuple[Annotated[str, Meta(max_length=MAX_HASH)], ...], Meta(max_length=MAX_HASHES)] = ()
     hash_tokens: Tokens = 0
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT)] = ""
+    tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE)] = ""
 
 
 class Outcome(enum.StrEnum):
@@ -249,7 +256,8 @@ def decode_params(value: object) -> Params:
             return sendable(value, Params)
         params = msgspec.convert(value, Params)
         # Whether their text can be sent. Of all else their types say so, and a long prompt has thousands of runs.
-        key, texts = params.key, (params.engine_id, params.request_id, params.endpoints, params.hashes)
+        key, trace = params.key, (params.traceparent, params.tracestate)
+        texts = params.engine_id, params.request_id, params.endpoints, params.hashes, trace
         msgspec.msgpack.encode((key, texts))
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.

@@ -39,6 +39,7 @@ from asynckv.errors import (
 )
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
+from asynckv.observe.observer import Observer
 from asynckv.results import PullResult
 
 __all__ = ["RenewParams", "Retries", "attempt", "error_of", "result_of"]
@@ -200,6 +201,8 @@ class Retries:
         driver, request, state = self._driver, self.request, RequestState
         if request.state is state.PAUSING and request.pull is not None:
             driver.recorder.pull_retried(request.pull, request.attempts + 1, request.next_at - driver.clock.now())
+            if driver.observers:
+                driver.tell(Observer.pull_retried, request.pull, driver.clock.now())
             with self._waking(request.next_at):
                 await self._wake.wait()
             request.time(driver.clock.now())

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVarTuple, assert_never
+from typing import Any, TypeVarTuple, assert_never
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
@@ -37,6 +37,10 @@ from asynckv.core.outbox import (
     PeerDraining,
     PullEnded,
     PullOver,
+    ReaderMet,
+    ReaderRefused,
+    ReleaseRefused,
+    ReleaseUnanswered,
     RemovePeer,
     SlowGeometry,
     TableRefused,
@@ -46,11 +50,14 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.types import Address, PullId, ReplyTo
+from asynckv.core.wire import Status, StatusRequest
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, PullError
 from asynckv.errors import BlocksRetired as Retired
+from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder
+from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 
 __all__ = ["Driver", "Waiting"]
@@ -117,8 +124,11 @@ class Driver:
         waiting: Who waits for a pull that is not over.
         lent: Leases that are not over, and who waits for that.
         turned: Set by every turn, for whoever waits for something to be over.
+        began_at: When it was given its first core.
         release_s: How long the last releases took in the background.
         lag: How late the timer fired.
+        observers: Who else is told what happens.
+        data_down: Why the data plane does not serve now; empty while it does.
     """
 
     core: RankCore
@@ -140,6 +150,9 @@ class Driver:
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = LoopLag(away_s)
+        self.began_at = math.inf
+        self.observers: tuple[Observer, ...] = ()
+        self.data_down = ""
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
         self._loading: set[asyncio.Task[None]] = set()
@@ -173,9 +186,33 @@ class Driver:
 
     def begin(self, core: RankCore) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
-        self.core, self._is_serving = core, False
-        self._beat_at = self.clock.now() + IDLE_BEAT_S
+        self.core, self._is_serving, now = core, False, self.clock.now()
+        self.began_at = min(self.began_at, now)
+        self._beat_at = now + IDLE_BEAT_S
         core.outbox.trace = self.recorder.is_tracing
+
+    def counters(self) -> dict[str, int]:
+        """Return what was counted since the start: by the core, the planes, and here."""
+        core = self.core
+        counters = dict(core.outbox.counters)
+        counters |= {f"control.{k}": v for k, v in self.control.statistics().items()}
+        counters |= {f"data.{k}": v for k, v in self.data.statistics().items()}
+        counters["loop.was_away"] = self.lag.num_away
+        counters["keys.given_up"] = core.prefill.spent.num_given_up
+        counters["keys.forgotten"] = core.prefill.spent.num_forgotten
+        counters["log.failed"] = self.recorder.num_failed
+        return counters
+
+    def tell(self, what: Callable[..., None], *args: Any) -> None:
+        """Tell all observers something, by the `Observer`'s method for it; call it only if there are any."""
+        for observer in self.observers:
+            try:
+                getattr(observer, what.__name__)(*args)
+            except Exception as exc:  # no request is to suffer for it
+                self.core.outbox.counters["observers.failed"] += 1
+                failed = self.core.outbox.counters["observers.failed"]
+                if failed & (failed - 1) == 0:  # the first, the second, the fourth ...
+                    self.recorder.internal_error(exc)
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, for so long at most."""
@@ -205,8 +242,10 @@ class Driver:
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
             waiting.returned.set()
-        for ended in self.lent.values():
+        now = self.clock.now()
+        for lease, ended in self.lent.items():
             ended.set()
+            self.recorder.lease_ended(lease, now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()
@@ -227,6 +266,11 @@ class Driver:
             self._internal_error(exc)
         self.soon()
 
+    def on_question(self, who: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
+        """Take a question that came by another way than the control plane's."""
+        self._safely(self.core.survey.ask, who, asked, answer, self.clock.now())
+        self.soon()
+
     def on_refused(self, cause: str, who: str) -> None:
         """The control plane let somebody not in, or may not talk to somebody."""
         self.recorder.refused(cause, who, self.clock.now())
@@ -243,14 +287,17 @@ class Driver:
                 case TransferEnded():
                     self._safely(self.core.decode.ended, news, now - before, now)
                 case AgentLost():
+                    self.data_down = news.cause
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
-                        self.recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
+                        self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
+                    self.data_down = ""
+                    self.core.outbox.counters["agents_replaced"] += 1
                     self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
                     self.recorder.event(
                         "warning",
-                        "data_plane_restarted",
+                        EVENT.DATA_PLANE_RESTARTED,
                         cause=news.cause,
                         agent=news.agent.name,
                         seconds=round(news.seconds, 6),
@@ -269,6 +316,8 @@ class Driver:
 
     def _tick(self, due: float) -> None:
         now, core = self.clock.now(), self.core
+        if self.observers:
+            self.tell(Observer.loop_came, now - due, now)
         if self.lag.take(now - due):
             self.recorder.loop_was_away(now - due, core.inspect.gauges(), now)
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
@@ -321,7 +370,7 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, self._beat_at)
+        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, core.survey.next_at, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 
@@ -410,6 +459,8 @@ class Driver:
                     waiting.outcome.set_result(None)
                 if not pull.is_discharge:
                     recorder.pull_ended(pull, now)
+                    if self.observers:
+                        self.tell(Observer.pull_ended, pull, now)
             case BlocksReturned(pull):
                 if (waiting := self.waiting.get(pull.pull_id)) is not None:
                     waiting.returned.set()
@@ -419,34 +470,50 @@ class Driver:
             case PullOver(pull):
                 self.waiting.pop(pull.pull_id, None)
                 self.release_s.append(pull.released_at - pull.published_at)
+                if self.observers:
+                    self.tell(Observer.pull_over, pull, now)
             case BlocksRetired(pull):
                 if (waiting := self.waiting.get(pull.pull_id)) is not None:
                     waiting.returned.set()
                 recorder.blocks_retired(pull, now)
+                if self.observers:
+                    self.tell(Observer.blocks_retired, pull, now)
             case LeaseGranted(lease, pull_id):
                 recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
                 recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
+            case ReleaseUnanswered(pull, ranks, cause, detail):
+                recorder.release_unanswered(pull, ranks, cause, detail, now)
+            case ReleaseRefused(pull, rank, cause, detail):
+                recorder.release_refused(pull, rank, cause, detail)
+            case ReaderMet(name, incarnation, minor):
+                recorder.reader_met(name, incarnation, minor, now)
+            case ReaderRefused(name, what, cause, detail):
+                recorder.reader_refused(name, what, cause, detail, now)
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()
                 recorder.lease_ended(lease, now)
+                if self.observers:
+                    self.tell(Observer.lease_ended, lease, now)
             case LoadPeer(peer, metadata):
                 task = asyncio.get_running_loop().create_task(self._load(peer, metadata))
                 self._loading.add(task)
                 task.add_done_callback(self._loading.discard)
             case TableRefused(peer, cause):
-                recorder.event("error", "table_refused", peer=peer.name, detail=cause)
+                recorder.event("error", EVENT.TABLE_REFUSED, peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
-                recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
+                recorder.event("warning", EVENT.SLOW_GEOMETRY, peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
                 self.control.disconnect(address)
             case PeerChanged(peer, before, after):
                 recorder.peer_changed(peer, before, after)
+                if self.observers:
+                    self.tell(Observer.peer_changed, peer, before, after, now)
             case PeerDraining(peer):
-                recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
+                recorder.event("info", EVENT.PEER_DRAINING, peer=peer.name, address=peer.address)
             case Traced(subject, entries):
                 recorder.traced(subject, entries)
             case _:

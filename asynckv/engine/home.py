@@ -7,18 +7,20 @@ thread or loop is refused before anything has happened, and is told how to make 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from asynckv.errors import EngineClosed, WrongThread
 
 __all__ = ["Home"]
 
+T = TypeVar("T")
 NOT_STARTED = "the engine is not started; use `async with Engine(...)`"
 
-OWNERS = {"EngineDesk": "desk", "LentRequest": "lent", "PullError": "error"}
+OWNERS = {"EngineDesk": "desk", "LentRequest": "lent", "Observation": "engine.observation", "PullError": "error"}
 """What callers may call their objects; everything else is the engine's."""
 
 
@@ -71,6 +73,38 @@ class Home:
         """
         if threading.get_ident() != self._thread and self.loop is not None and not self.loop.is_closed():
             raise self._wrong_thread(question)
+
+    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
+        """Ask on the loop's thread, and wait for the answer there, for so long at most.
+
+        Raises:
+            TimeoutError: No answer by then.
+            EngineClosed: There is no loop yet.
+        """
+        loop = self.loop
+        if loop is None:
+            raise EngineClosed(NOT_STARTED)
+        if threading.get_ident() == self._thread or loop.is_closed():
+            return question()
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def answered() -> None:
+            if answer.set_running_or_notify_cancel():  # else nobody waits any more
+                try:
+                    answer.set_result(question())
+                except Exception as exc:
+                    answer.set_exception(exc)
+
+        try:
+            loop.call_soon_threadsafe(answered)
+        except RuntimeError:  # it was closed just now
+            return question()
+        try:
+            return answer.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            if answer.cancel() or not answer.done():
+                raise TimeoutError(f"the engine's event loop did not answer within {timeout_s:g} s") from None
+            return answer.result()
 
     def _wrong_thread(self, call: Callable[..., Any]) -> WrongThread:
         """Say where a call has to be made, and how to make it there."""

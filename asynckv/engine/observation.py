@@ -1,0 +1,107 @@
+"""What metrics and traces are told of an engine, and can ask, from whatever thread.
+
+A reading takes some microseconds per request that is open, on the loop: ask for it once in some seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sized
+from typing import TypeVar
+
+from asynckv.arguments import number, shown
+from asynckv.config import EngineConfig
+from asynckv.core.types import rank_name
+from asynckv.engine.driver import Driver
+from asynckv.errors import LocalProtocolError
+from asynckv.geometry.layout import Layout
+from asynckv.observe.observer import Observer, Reading
+
+__all__ = ["Observation"]
+
+T = TypeVar("T")
+
+
+class Observation:
+    """An engine, as its observers see it.
+
+    Args:
+        driver: The engine's.
+        config: The engine's.
+        layout: The engine's; says which rank it is.
+        retrying: Requests whose attempts follow each other.
+
+    Attributes:
+        engine_id: The engine's.
+        rank: Which rank of it this is, such as `tp3` or `pp1/tp3`.
+    """
+
+    def __init__(self, driver: Driver, config: EngineConfig, layout: Layout, retrying: Sized) -> None:
+        self._driver, self._config, self._retrying = driver, config, retrying
+        self.engine_id = config.engine_id
+        self.rank = rank_name("", layout.tp_rank, layout.pp_stage).lstrip("/")
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer what happens from now on, whether or not the engine is started."""
+        if not isinstance(observer, Observer):
+            raise LocalProtocolError(f"observer is {shown(observer)}; give an asynckv.Observer")
+        self._driver.observers = (*self._driver.observers, observer)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it nothing any more; harmless if it was not told."""
+        self._driver.observers = tuple(each for each in self._driver.observers if each is not observer)
+
+    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
+        """Ask something on the engine's loop: `observation.ask(engine.holds, 1.0)`.
+
+        Raises:
+            TimeoutError: The loop did not come to it in time, or is not pumped.
+            EngineClosed: The engine was not started.
+        """
+        return self._driver.home.ask(question, number("timeout_s", timeout_s, 0))
+
+    def condition(self) -> tuple[str, str]:
+        """Say what the engine is at (`docs/states.md`), and why its data plane does not serve, if it does not."""
+        driver = self._driver
+        driver.home.asked(self.condition)
+        return driver.life.state.value, driver.data_down
+
+    def reading(self) -> Reading:
+        """Say how things stand."""
+        driver, config = self._driver, self._config.pull
+        driver.home.asked(self.reading)
+        core, now = driver.core, driver.clock.now()
+        decode, leases = core.decode, core.prefill.leases.values()
+        pulls = decode.pulls.values()
+        held = [p for p in pulls if p.is_published and not p.is_returned and p.begun_at < math.inf]
+        lease_ages = tuple(now - lease.lent_at for lease in leases)
+        retired = (core.ledger.get(p.pull_id) for p in held if p.is_retired)
+        return Reading(
+            state=driver.life.state.value,
+            incarnation=core.identity.incarnation,
+            counters=driver.counters(),
+            gauges=core.inspect.gauges(),
+            pulls=Counter(p.state.value for p in pulls),
+            leases=Counter(lease.state.value for lease in leases),
+            peers=Counter(peer.state.value for peer in decode.peers.by_place.values()),
+            waiting=decode.num_waiting,
+            retrying=len(self._retrying),
+            lease_ages_s=lease_ages,
+            oldest_s={
+                "lease": max(lease_ages, default=0.0),
+                "pull": max((now - p.called_at for p in pulls if not p.is_published), default=0.0),
+                "quarantined": max((now - p.published_at for p in held), default=0.0),
+            },
+            blocks_retired=sum(hold.num_blocks for hold in retired if hold is not None),
+            limits={
+                "bytes": config.total_bytes,
+                "descriptors": config.total_descriptors,
+                "requests": config.total_requests,
+                "queued": config.max_queued,
+                "parked": self._config.lease.max_parked,
+            },
+            descriptors_in_flight=decode.in_flight.num_descriptors,
+            data_down=driver.data_down,
+            planes=driver.data.describe(),
+        )

@@ -1,0 +1,257 @@
+"""`/metrics`, `/healthz` and `/readyz` over HTTP, for applications that serve no HTTP of their own.
+
+It runs on threads of its own, with the standard library's WSGI server and prometheus_client's application, so it works
+in whatever form an engine runs, and answers when the engine's loop does not: that is what one asks for. A question to
+an engine is waited for, for a bounded time. When the last engine has been closed it ends by itself.
+
+Nobody has to authenticate: it listens on loopback, unless it is told that everybody may read it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from asynckv.arguments import MAX_NAME, flag, integer, seconds, text
+from asynckv.arguments import shown as as_shown
+from asynckv.core.lifecycle import LifeState
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError
+from asynckv.observe.metrics import Metrics
+from asynckv.observe.observer import Observed, Observer
+
+__all__ = ["MetricsEndpoint"]
+
+Environ = dict[str, Any]
+Respond = Callable[..., Any]
+
+SILENT_S = 10.0
+"""A client that says nothing for so long is hung up on."""
+
+POLL_S = 0.1
+"""How long closing may take at most for want of a request."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def server_bind(self) -> None:
+        """Bind, and look no name up, which may take long."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is nobody's trouble."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def address_string(self) -> str:
+        """Return the address: looking its name up may take long."""
+        return str(self.client_address[0])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: probes come every second."""
+
+
+class MetricsEndpoint:
+    """Serves metrics and health over HTTP while it is open: `with MetricsEndpoint(Metrics(engine), port=9400): ...`.
+
+    `/metrics` shows all that is in the registry. `/healthz` is 200 if the event loop of every engine answers and its
+    data plane serves, `/readyz` if every engine is started and takes new work, and 503 else, with a JSON body that says
+    why. A loop that is away for long is no health; an engine that drains is healthy and not ready.
+
+    Args:
+        metrics: Whose engines are asked.
+        host: Where to listen: a loopback address, unless `allow_remote`.
+        port: 0 lets the system choose.
+        registry: What `/metrics` shows, such as `prometheus_client.REGISTRY`, where the application has registered the
+            metrics with its own; these metrics alone if left out.
+        wait_s: How long an engine's loop may take to answer before it counts as away.
+        allow_remote: Anybody who can reach the address may read it.
+
+    Raises:
+        ConfigError: An argument is out of range, or the address is not loopback.
+
+    Attributes:
+        url: Where it listens, once it does.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        registry: CollectorRegistry | None = None,
+        wait_s: float = 1.0,
+        allow_remote: bool = False,
+    ) -> None:
+        if not isinstance(metrics, Metrics):
+            raise ConfigError(f"metrics is {as_shown(metrics)}; give asynckv.Metrics(engine)")
+        self._host = text("host", host, MAX_NAME, 1, ConfigError)
+        self._port = integer("port", port, 0, 65535, ConfigError)
+        self._wait_s = seconds("wait_s", wait_s, ConfigError)
+        if not flag("allow_remote", allow_remote, ConfigError) and not _is_loopback(host):
+            raise ConfigError(
+                f"host {host!r} is no loopback address, and nobody authenticates here: whoever reaches it reads engine "
+                f"ids, versions and figures; give 127.0.0.1, or allow_remote=True on a network where all may"
+            )
+        self._metrics = metrics
+        if registry is None:
+            registry = CollectorRegistry()
+            registry.register(metrics)
+        self._show = make_wsgi_app(registry)
+        self._server: WSGIServer | None = None
+        self._thread: threading.Thread | None = None
+        self._watcher = _Watcher(self)
+        self.url = ""
+
+    def start(self) -> Self:
+        """Listen.
+
+        Raises:
+            OSError: The address is not to be had.
+            LocalProtocolError: It listens already.
+        """
+        if self._server is not None:
+            raise LocalProtocolError(f"the endpoint listens at {self.url} already")
+        kind = _Server6 if ":" in self._host else _Server
+        server = make_server(self._host, self._port, self._answer, kind, _Handler)
+        self._server = server
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{server.server_port}"
+        for engine in self._metrics.engines:
+            engine.observe(self._watcher)
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(POLL_S,), name="asynckv-metrics", daemon=True
+        )
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Listen no more. Idempotent; from any thread."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        for engine in self._metrics.engines:
+            engine.unobserve(self._watcher)
+        server.shutdown()
+        server.server_close()
+
+    def __enter__(self) -> Self:
+        return self if self._server is not None else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _answer(self, environ: Environ, respond: Respond) -> Iterable[bytes]:
+        """Answer one request, as WSGI has it."""
+        if environ.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+            return _say(respond, "405 Method Not Allowed", {"error": "only GET is answered"})
+        match environ.get("PATH_INFO"):
+            case "/metrics":
+                shown: Iterable[bytes] = self._show(environ, respond)
+                return shown
+            case "/healthz":
+                return self._judge(respond, self._trouble)
+            case "/readyz":
+                return self._judge(respond, self._unready)
+            case _:
+                return _say(respond, "404 Not Found", {"error": "there are /metrics, /healthz and /readyz"})
+
+    def _judge(self, respond: Respond, trouble_of: Callable[[Observed], str]) -> Iterable[bytes]:
+        found = []
+        for engine in self._metrics.engines:
+            trouble = trouble_of(engine)
+            found.append(
+                {
+                    "engine_id": engine.engine_id,
+                    "rank": engine.rank,
+                    "ok": not trouble,
+                    "why": trouble,
+                }
+            )
+        is_well = bool(found) and all(each["ok"] for each in found)
+        body: dict[str, Any] = {"ok": is_well, "engines": found}
+        if not found:
+            body["why"] = "no engine is shown"
+        return _say(respond, "200 OK" if is_well else "503 Service Unavailable", body)
+
+    def _trouble(self, engine: Observed) -> str:
+        """Say what is wrong with an engine; empty if nothing is."""
+        try:
+            state, data_down = engine.ask(engine.condition, self._wait_s)
+        except EngineClosed:
+            return ""  # that it has yet to start is no illness
+        except TimeoutError:
+            return f"the event loop did not answer within {self._wait_s:g} s"
+        if data_down:
+            return f"the data plane does not serve: {data_down}"
+        return "something is stuck in the data plane" if state == LifeState.STUCK.value else ""
+
+    def _unready(self, engine: Observed) -> str:
+        """Say why an engine takes no new work; empty if it does."""
+        try:
+            state, data_down = engine.ask(engine.condition, self._wait_s)
+        except EngineClosed:
+            return "the engine is not started"
+        except TimeoutError:
+            return f"the event loop did not answer within {self._wait_s:g} s"
+        if state != LifeState.RUNNING.value:
+            return f"the engine is {state}"
+        return f"the data plane does not serve: {data_down}" if data_down else ""
+
+    def _engine_stopped(self) -> None:
+        """End with the last engine; on its loop, so that closing is left to another thread."""
+        self._watcher.num_stopped += 1
+        if self._watcher.num_stopped >= len(self._metrics.engines):
+            threading.Thread(target=self.close, name="asynckv-metrics-end", daemon=True).start()
+
+
+class _Watcher(Observer):
+    """Hears that engines have stopped."""
+
+    def __init__(self, endpoint: MetricsEndpoint) -> None:
+        self._endpoint = endpoint
+        self.num_stopped = 0
+
+    def engine_stopped(self) -> None:
+        """One of them has."""
+        self._endpoint._engine_stopped()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _say(respond: Respond, status: str, body: dict[str, Any]) -> list[bytes]:
+    data = json.dumps(body).encode() + b"\n"
+    respond(
+        status,
+        [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(data))),
+            ("Cache-Control", "no-store"),
+        ],
+    )
+    return [data]

@@ -1,0 +1,416 @@
+"""Metrics for Prometheus: what an engine has counted, how things stand, and how long everything took.
+
+`Metrics` is a collector that an application registers beside its own (`REGISTRY.register(Metrics(engine))`); several
+engines of one process go into one. The table `FAMILIES` says all that there is, and `docs/metrics.md` is made from it.
+
+Whoever scrapes does so on a thread of its own, while an engine is changed on its loop and nowhere else. So a reading is
+taken *on* the loop, between two turns, and waited for, for a quarter of a second at most; when the loop does not come
+to it, the last reading is shown, and `asynckv_reading_age_seconds` says how old that is. On the loop's own thread
+nothing is waited for.
+
+A label never holds a request's id or an address, and takes few values: causes and states are enumerations, and of
+engines that are read from the first 32 have a name, the others are `other`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+except ImportError as exc:
+    raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
+
+from asynckv.arguments import number
+from asynckv.core.lease import LeaseState
+from asynckv.core.lifecycle import LifeState
+from asynckv.core.peer import PeerState
+from asynckv.core.pull import PullState
+from asynckv.core.types import Reason
+from asynckv.errors import ConfigError, EngineClosed
+from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, Durations, Tally
+from asynckv.observe.observer import Observed, Reading, observation_of
+
+__all__ = ["FAMILIES", "Metrics"]
+
+WAIT_S = 0.25
+AGES_S = (1, 5, 10, 30, 60, 300)
+"""Leases that are older than so many seconds are counted."""
+
+
+class Family(NamedTuple):
+    """What is said of one metric; labels come after `engine_id` and `rank`."""
+
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+FAMILIES: Mapping[str, Family] = {
+    # -- the engine
+    "engine_info": Family(
+        "info",
+        "This start of the engine: incarnation as in the logs, versions, transports.",
+        ("incarnation", "version", "nixl", "backend", "ucx_tls"),
+    ),
+    "engine_state": Family("gauge", "1 for what the engine is at, 0 for all else it could be.", ("state",)),
+    "reading_age_seconds": Family(
+        "gauge", "How old the figures of this scrape are: above 0 if the event loop did not answer."
+    ),
+    "data_plane_up": Family("gauge", "1 while the data plane serves, 0 while the process that does is being replaced."),
+    # -- pulls: the decode side
+    "pulls": Family("gauge", "Pulls and announcements by state; those that only release are notifying.", ("state",)),
+    "pulls_waiting": Family("gauge", "Pulls that were asked for and do not read yet."),
+    "pulls_waiting_limit": Family("gauge", "Most that may wait (max_queued); more are refused at once."),
+    "pulls_queued": Family("gauge", "Pulls that could read if there were room."),
+    "pulls_admitted": Family("gauge", "Pulls that have room to read."),
+    "pulls_admitted_limit": Family("gauge", "Most that have room at a time (total_requests)."),
+    "pulls_retrying": Family("gauge", "Requests whose attempts follow each other."),
+    "pull_oldest_seconds": Family("gauge", "For how long the oldest pull has had no outcome; 0 if there is none."),
+    "pulls_started": Family("counter", "Pulls and announcements begun; every attempt is one."),
+    "pulls_ended": Family("counter", "Pulls that have their outcome, by it; every attempt is one.", ("reason",)),
+    "pulls_rejected": Family("counter", "Pulls not begun since max_queued waited already."),
+    "pulls_retried": Family("counter", "Attempts after which another follows, by why they failed.", ("reason",)),
+    "pull_duration_seconds": Family("histogram", "From the call of pull to its outcome.", ("outcome",)),
+    "pull_phase_seconds": Family("histogram", "What pulls spent in each phase.", ("phase",)),
+    "pull_rereads": Family("counter", "Ranks read again since the first read had begun before the request was lent."),
+    "read_bytes": Family("counter", "Bytes that transfers have read, whatever became of their pulls."),
+    "transfers": Family("gauge", "Transfers under way, and those that failed and may still write.", ("state",)),
+    "transfers_posted": Family("counter", "Transfers posted by pulls that have ended."),
+    "transfers_ended": Family("counter", "Transfers that ended, and that fell in doubt.", ("result",)),
+    "descriptors_planned": Family("counter", "Contiguous pieces to be read, before merging."),
+    "descriptors_posted": Family("counter", "Pieces posted, after merging."),
+    "in_flight_bytes": Family("gauge", "Bytes of transfers under way."),
+    "in_flight_limit_bytes": Family("gauge", "Most bytes in flight (total_bytes)."),
+    "in_flight_descriptors": Family("gauge", "Descriptors of transfers under way."),
+    "in_flight_descriptors_limit": Family("gauge", "Most descriptors in flight (total_descriptors)."),
+    # -- peers
+    "peers": Family("gauge", "Prefill ranks that are known, by state.", ("state",)),
+    "peer_changes": Family("counter", "How often a prefill rank came into a state.", ("state",)),
+    "peer_pulls_ended": Family("counter", "Pulls by the engine that was read from.", ("peer", "outcome")),
+    "peer_read_bytes": Family("counter", "Bytes of pulls that ended well, by the engine read from.", ("peer",)),
+    # -- blocks, on both sides
+    "blocks": Family(
+        "gauge",
+        "Blocks that are not the engine's to use: lent to readers, being written by a pull, quarantined (their pull "
+        "failed, a transfer may still write), retired (the same, and given up).",
+        ("state",),
+    ),
+    "blocks_given_up": Family("counter", "Blocks that were retired since the start."),
+    "quarantined_oldest_seconds": Family("gauge", "For how long blocks of a failed pull have been held; 0: none are."),
+    # -- leases: the prefill side
+    "leases": Family("gauge", "Requests that are lent, by state.", ("state",)),
+    "leases_older_than": Family("gauge", "Of these, lent for longer than so many seconds.", ("seconds",)),
+    "lease_oldest_seconds": Family("gauge", "For how long the oldest has been lent; 0 if none is."),
+    "leases_lent": Family("counter", "Requests that were lent."),
+    "leases_ended": Family("counter", "Leases that ended, by how.", ("state",)),
+    "lease_age_seconds": Family("histogram", "For how long requests were lent when that ended.", ("state",)),
+    "requests_withdrawn": Family("counter", "Requests that will never be lent."),
+    "refusals": Family("counter", "Claims, renewals and releases of readers that were turned down.", ("reason",)),
+    "late_releases": Family("counter", "Releases of leases that had ended already."),
+    "parked_messages": Family("gauge", "Claims and releases that came before their request was lent."),
+    "parked_messages_limit": Family("gauge", "Most that are kept (max_parked)."),
+    "parked_messages_dropped": Family(
+        "counter", "Those that were not kept: no room, or not lent in time.", ("reason",)
+    ),
+    "keys_overtaken": Family(
+        "counter", "Keys given up or forgotten since too many were minted and not lent.", ("how",)
+    ),
+    # -- messages
+    "messages": Family("counter", "Messages by direction and type.", ("direction", "type")),
+    "messages_dropped": Family("counter", "Messages that were not taken, or could not be sent.", ("reason",)),
+    "packets": Family("counter", "Packets of messages.", ("direction",)),
+    "connections_rejected": Family("counter", "Connections to the listener that were not let in.", ("cause",)),
+    "connections_refused": Family("counter", "Addresses that this engine would not connect to.", ("cause",)),
+    # -- how it fares
+    "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: what the event loop was away."),
+    "loop_away": Family("counter", "How often that was longer than log.away_s."),
+    "data_plane_losses": Family("counter", "How often the data plane's process died."),
+    "data_plane_restarts": Family("counter", "How often another took its place."),
+    "internal_errors": Family("counter", "Bugs of asynckv's own, each logged with its traceback."),
+    "observer_errors": Family("counter", "What metrics, traces and other observers raised."),
+    "log_events_lost": Family("counter", "Events that could not be logged.", ("reason",)),
+}
+"""Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""
+
+_KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+_REFUSALS = (
+    Reason.UNKNOWN,
+    Reason.CONSUMED,
+    Reason.EXPIRED,
+    Reason.REVOKED,
+    Reason.WITHDRAWN,
+    Reason.RESTARTED,
+    Reason.STALE_MEMORY,
+    Reason.BLOCKS_DIFFER,
+    Reason.WRONG_REQUEST,
+    Reason.WRONG_TARGET,
+    Reason.WRONG_COHORT,
+    Reason.NOT_OWED,
+    Reason.RELEASED_ALREADY,
+    Reason.FOREIGN_PULL,
+    Reason.PROTOCOL,
+    Reason.OVERLOADED,
+    Reason.ENGINE_CLOSED,
+)
+_OUTCOMES = tuple(reason for reason in Reason if reason not in (Reason.RELEASED, Reason.DISCHARGED))
+_PLAIN = {
+    "pulls.started": "pulls_started",
+    "pulls.overloaded": "pulls_rejected",
+    "bytes.read": "read_bytes",
+    "descriptors.planned": "descriptors_planned",
+    "descriptors.posted": "descriptors_posted",
+    "leases.lent": "leases_lent",
+    "requests.withdrawn": "requests_withdrawn",
+    "release.late": "late_releases",
+    "loop.was_away": "loop_away",
+    "agents_lost": "data_plane_losses",
+    "agents_replaced": "data_plane_restarts",
+    "internal_errors": "internal_errors",
+    "observers.failed": "observer_errors",
+}
+"""Counters of the engine that are a metric each."""
+
+_BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "pulls.": ("pulls_ended", (), _OUTCOMES),
+    "leases.": ("leases_ended", (), ENDS),
+    "refused.": ("refusals", (), _REFUSALS),
+    "transfers.": ("transfers_ended", (), ("done", "failed", "in_doubt")),
+    "dropped.": ("messages_dropped", (), ("malformed", "unexpected", "stale_answer", "too_many", "not_sent")),
+    "parked.": ("parked_messages_dropped", (), ("expired", "refused")),
+    "keys.": ("keys_overtaken", (), ("given_up", "forgotten")),
+    "sent.": ("messages", ("out",), ()),
+    "received.": ("messages", ("in",), ()),
+    "control.rejected.": ("connections_rejected", (), ()),
+    "control.refused.": ("connections_refused", (), ()),
+    "control.packets_": ("packets", (), ("in", "out")),
+    "log.": ("log_events_lost", (), ("failed",)),
+}
+"""Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
+
+
+class Metrics(Collector):
+    """A collector for the registry of the application: `prometheus_client.REGISTRY.register(Metrics(engine))`.
+
+    Give it every engine of the process, in whatever form it runs: `Engine`, `EngineThread`, `EnginePump`, `EngineDesk`;
+    before it is started, if you like. One registry takes one of these: `add` what comes later.
+
+    Args:
+        engines: To be shown.
+        wait_s: How long a scrape waits for an engine's event loop; 0: it always shows the reading before.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    def __init__(self, *engines: Any, wait_s: float = WAIT_S) -> None:
+        self._wait_s = number("wait_s", wait_s, 0, 60.0, ConfigError)
+        self._shown: tuple[_Shown, ...] = ()
+        for engine in engines:
+            self.add(engine)
+
+    @property
+    def engines(self) -> tuple[Observed, ...]:
+        """What is shown, as its observers see it."""
+        return tuple(shown.engine for shown in self._shown)
+
+    def add(self, engine: Any) -> None:
+        """Show another engine; harmless if it is shown already."""
+        found = observation_of(engine)
+        if all(shown.engine is not found for shown in self._shown):
+            self._shown = (*self._shown, _Shown(found))
+
+    def remove(self, engine: Any) -> None:
+        """Show it no more."""
+        found = observation_of(engine)
+        for shown in self._shown:
+            if shown.engine is found:
+                shown.engine.unobserve(shown.tally)
+        self._shown = tuple(shown for shown in self._shown if shown.engine is not found)
+
+    def describe(self) -> Iterable[Metric]:
+        """Name all metrics, for a registry that looks for doubles."""
+        return list(_families().values())
+
+    def collect(self) -> Iterable[Metric]:
+        """Show how things stand; from any thread."""
+        families = _families()
+        for shown in self._shown:
+            shown.refresh(self._wait_s)
+            for name, labels, value in shown.samples():
+                _add(families[name], (*shown.names, *labels), value)
+        return list(families.values())
+
+
+class _Shown:
+    """One engine that is shown."""
+
+    def __init__(self, engine: Observed) -> None:
+        self.engine, self.tally = engine, Tally()
+        self.names = engine.engine_id, engine.rank
+        self._last: tuple[float, Reading, Tally] | None = None
+        engine.observe(self.tally)
+
+    def refresh(self, wait_s: float) -> None:
+        """Take another reading, if its loop comes to it in time."""
+        with suppress(TimeoutError, EngineClosed):
+            self._last = self.engine.ask(self._read, wait_s)
+
+    def _read(self) -> tuple[float, Reading, Tally]:
+        return time.monotonic(), self.engine.reading(), self.tally.copy()
+
+    def samples(self) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+        """Show the last reading: metric, labels after the engine's, value."""
+        last = self._last
+        state = last[1].state if last is not None else LifeState.NEW.value
+        for each in LifeState:
+            yield "engine_state", (each.value,), each.value == state
+        if last is None:
+            return
+        taken_at, reading, tally = last
+        age_s = time.monotonic() - taken_at
+        yield "reading_age_seconds", (), age_s if age_s > FRESH_S else 0.0
+        yield from _info(reading)
+        yield from _gauges(reading)
+        yield from _counters(reading.counters)
+        yield from _tallied(tally)
+
+
+FRESH_S = 0.05
+"""Between reading and showing."""
+
+
+def _families() -> dict[str, Metric]:
+    out: dict[str, Metric] = {}
+    for name, family in FAMILIES.items():
+        labels = ("engine_id", "rank", *family.labels)
+        if family.kind == "info":
+            names = ("engine_id", "rank")
+            out[name] = InfoMetricFamily(f"asynckv_{name.removesuffix('_info')}", family.help, labels=names)
+        else:
+            out[name] = _KINDS[family.kind](f"asynckv_{name}", family.help, labels=labels)
+    return out
+
+
+def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
+    if isinstance(value, Durations):
+        buckets, so_far = [], 0
+        for most, count in zip((*BUCKETS_S, math.inf), value.counts, strict=True):
+            so_far += count
+            buckets.append(("+Inf" if most == math.inf else f"{most:g}", so_far))
+        family.add_metric(labels, buckets, value.total_s)
+    else:
+        family.add_metric(labels, value if isinstance(value, dict) else float(value))
+
+
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("asynckv")
+
+
+def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    facts = {"incarnation": reading.incarnation, "version": _version()}
+    facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
+    yield "engine_info", (), facts
+
+
+def _gauges(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    gauges, limits = reading.gauges, reading.limits
+    states: tuple[tuple[str, Any, Mapping[str, int]], ...] = (
+        ("pulls", PullState, reading.pulls),
+        ("peers", PeerState, reading.peers),
+        ("leases", (LeaseState.LENT, LeaseState.ENDING), reading.leases),
+    )
+    for name, all_states, found in states:
+        for state in all_states:
+            yield name, (state.value,), found.get(state.value, 0)
+    held = gauges["blocks_quarantined"]
+    blocks = {
+        "lent": gauges["blocks_lent"],
+        "writing": max(gauges["blocks_writing"] - held, 0),
+        "quarantined": max(held - reading.blocks_retired, 0),
+        "retired": reading.blocks_retired,
+    }
+    for state, number_of in blocks.items():
+        yield "blocks", (state,), number_of
+    yield "transfers", ("running",), gauges["transfers"] - gauges["transfers_in_doubt"]
+    yield "transfers", ("in_doubt",), gauges["transfers_in_doubt"]
+    for age_s in AGES_S:
+        yield "leases_older_than", (str(age_s),), sum(age > age_s for age in reading.lease_ages_s)
+    plain = {
+        "data_plane_up": not reading.data_down,
+        "pulls_waiting": reading.waiting,
+        "pulls_waiting_limit": limits["queued"],
+        "pulls_queued": gauges["pulls_queued"],
+        "pulls_admitted": gauges["pulls_admitted"],
+        "pulls_admitted_limit": limits["requests"],
+        "pulls_retrying": reading.retrying,
+        "pull_oldest_seconds": reading.oldest_s["pull"],
+        "lease_oldest_seconds": reading.oldest_s["lease"],
+        "quarantined_oldest_seconds": reading.oldest_s["quarantined"],
+        "in_flight_bytes": gauges["bytes_in_flight"],
+        "in_flight_limit_bytes": limits["bytes"],
+        "in_flight_descriptors": reading.descriptors_in_flight,
+        "in_flight_descriptors_limit": limits["descriptors"],
+        "parked_messages": gauges["parked"],
+        "parked_messages_limit": limits["parked"],
+    }
+    for name, value in plain.items():
+        yield name, (), value
+
+
+def _counters(counters: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    for name in _PLAIN.values():
+        found[name, ()] = 0
+    for name, labels, causes in _BY_CAUSE.values():
+        for cause in causes:
+            found[name, (*labels, str(cause))] = 0
+    for counter, count in counters.items():
+        if (where := place_of(counter)) is not None:
+            found[where] = found.get(where, 0) + count
+    for (name, labels), count in found.items():
+        yield name, labels, count
+
+
+def place_of(counter: str) -> tuple[str, tuple[str, ...]] | None:
+    """Say which metric, and which labels of it, a counter of the engine is; None if it is not shown."""
+    if counter in _PLAIN:
+        return _PLAIN[counter], ()
+    for beginning, (name, labels, _) in _BY_CAUSE.items():
+        if counter.startswith(beginning) and counter not in NOT_SHOWN:
+            return name, (*labels, counter.removeprefix(beginning))
+    return None
+
+
+NOT_SHOWN = frozenset({"transfers.late_news"})
+"""Counters that begin like others and are something else."""
+
+
+def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    for phase, durations in tally.phases.items():
+        yield "pull_phase_seconds", (phase,), durations
+    for outcome, durations in tally.pulls.items():
+        yield "pull_duration_seconds", (outcome,), durations
+    for state, durations in tally.leases.items():
+        yield "lease_age_seconds", (state,), durations
+    yield "loop_lag_seconds", (), tally.lag
+    yield "transfers_posted", (), tally.posts
+    yield "pull_rereads", (), tally.rereads
+    yield "blocks_given_up", (), tally.blocks_given_up
+    for reason, count in tally.retried.items():
+        yield "pulls_retried", (reason,), count
+    for peer_state in PeerState:
+        yield "peer_changes", (peer_state.value,), tally.peer_states[peer_state.value]
+    for labels, count in tally.peer_pulls.items():
+        yield "peer_pulls_ended", labels, count
+    for peer, num_bytes in tally.peer_bytes.items():
+        yield "peer_read_bytes", (peer,), num_bytes

@@ -1,0 +1,131 @@
+"""What has to be counted as it happens, because nobody could find it out later: durations, and shares of peers.
+
+All else is counted by the engine itself, and read when somebody asks. A tally lives on its engine's loop and costs some
+microseconds per pull; a copy of it is taken there for whoever reads it elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections import Counter
+from typing import Self
+
+from asynckv.core.lease import Lease
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.pull import Pull
+from asynckv.core.types import Reason
+from asynckv.observe.log import phases
+from asynckv.observe.observer import Observer
+
+__all__ = ["BUCKETS_S", "Durations", "Tally"]
+
+BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.0)
+"""A small pull between two processes of one host takes some 300 us, one that fails its deadline 30 s and more."""
+
+MAX_PEERS = 32
+OTHER = "other"
+"""Whoever comes when so many engines are known: engines are started anew for ever, and a series is kept for each."""
+
+
+class Durations:
+    """How many of some durations were how long.
+
+    Attributes:
+        counts: By bucket; the last is for what is longer than all.
+        total_s: Their sum.
+    """
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_S) + 1)
+        self.total_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.total_s += seconds
+
+
+class Tally(Observer):
+    """What one engine's observer has counted.
+
+    Attributes:
+        phases: By `asynckv.observe.log.phases`, of every pull that has ended.
+        pulls: Whole pulls, by how they ended: `complete`, `cancelled` or `failed`.
+        leases: How long requests were lent, by how that ended.
+        lag: How late the engine's timer fired.
+        retried: Attempts after which another followed, by why they had failed.
+        posts, rereads: Of pulls that have ended.
+        blocks_given_up: Blocks that were retired.
+        peer_states: How often a peer came into which state.
+        peer_pulls: How pulls from an engine ended.
+        peer_bytes: What was read of an engine.
+    """
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Durations] = {name: Durations() for name in PHASES}
+        self.pulls = {outcome: Durations() for outcome in OUTCOMES}
+        self.leases = {state: Durations() for state in ENDS}
+        self.lag = Durations()
+        self.retried = Counter[str]()
+        self.posts = self.rereads = self.blocks_given_up = 0
+        self.peer_states = Counter[str]()
+        self.peer_pulls = Counter[tuple[str, str]]()
+        self.peer_bytes = Counter[str]()
+
+    def copy(self) -> Self:
+        """Return what was counted until now, to be read by another thread."""
+        return copy.deepcopy(self)
+
+    def pull_ended(self, pull: Pull, now: float) -> None:
+        """Count its phases but for its release, and what it moved."""
+        of = self.phases
+        for name, seconds in phases(pull).items():
+            if name != "release":  # not `add`: a call costs more than all the rest of it
+                durations = of[name]
+                durations.counts[bisect_left(BUCKETS_S, seconds)] += 1
+                durations.total_s += seconds
+        reason, num_bytes = pull.reason, 0
+        if reason is Reason.COMPLETE:
+            outcome, num_bytes = "complete", pull.num_bytes
+        else:
+            outcome = "cancelled" if reason is Reason.CANCELLED else "failed"
+        self.pulls[outcome].add(pull.published_at - pull.called_at)
+        self.posts += pull.num_posted
+        self.rereads += pull.rereads
+        peer = pull.params.engine_id
+        if peer not in self.peer_bytes and len(self.peer_bytes) >= MAX_PEERS:
+            peer = OTHER
+        self.peer_pulls[peer, outcome] += 1
+        self.peer_bytes[peer] += num_bytes
+
+    def pull_retried(self, pull: Pull, now: float) -> None:
+        """Count it by why it had failed."""
+        self.retried[str(pull.reason)] += 1
+
+    def pull_over(self, pull: Pull, now: float) -> None:
+        """Count how long its release took in the background."""
+        self.phases["release"].add(max(pull.released_at - pull.published_at, 0.0))
+
+    def blocks_retired(self, pull: Pull, now: float) -> None:
+        """Count the blocks that are given up."""
+        self.blocks_given_up += sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
+
+    def lease_ended(self, lease: Lease, now: float) -> None:
+        """Count how long it was lent."""
+        self.leases[lease.state].add(lease.ended_at - lease.lent_at)
+
+    def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
+        """Count what it has become."""
+        self.peer_states[after.value] += 1
+
+    def loop_came(self, lag_s: float, now: float) -> None:
+        """Count how late."""
+        self.lag.add(lag_s if lag_s > 0.0 else 0.0)
+
+
+PHASES = ("announced", "handshake", "queue", "plan", "post", "read", "detect", "confirm", "drain", "release")
+OUTCOMES = ("complete", "cancelled", "failed")
+ENDS = ("released", "expired", "revoked")

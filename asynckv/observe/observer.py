@@ -1,0 +1,132 @@
+"""Who else is told what happens in an engine: metrics, traces, or something of the application's own.
+
+The `Recorder` writes the log, and is always there. An `Observer` comes beside it (`engine.observation.observe`), and
+hears of the few things of which a log or a trace is made: a pull, a lease, a peer. It is told on the engine's loop, in
+the middle of a turn: it has to be quick, and may change nothing. What it raises is counted (`observers.failed`) and
+changes nothing either. An engine that nobody observes makes no call for it.
+
+What is counted anyway need not be told: it is read, all at once, from whatever thread asks (`Observed.ask`), as a
+`Reading`, which is plain values of one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from asynckv.arguments import shown
+from asynckv.core.lease import Lease
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.pull import Pull
+from asynckv.core.types import Params
+from asynckv.errors import ConfigError
+
+__all__ = ["Observed", "Observer", "Reading", "observation_of"]
+
+T = TypeVar("T")
+
+
+class Observer:
+    """Told of what happens, on the engine's loop; override what is wanted."""
+
+    def pull_ended(self, pull: Pull, now: float) -> None:
+        """A pull has its outcome."""
+
+    def pull_retried(self, pull: Pull, now: float) -> None:
+        """Another attempt follows one that has failed."""
+
+    def pull_over(self, pull: Pull, now: float) -> None:
+        """Every rank was told of a pull's outcome, and every block returned."""
+
+    def blocks_retired(self, pull: Pull, now: float) -> None:
+        """A pull's blocks are given up, since something may write them still."""
+
+    def lease_lent(self, lease: Lease, params: Params, now: float) -> None:
+        """A request was lent, as these params say."""
+
+    def lease_ended(self, lease: Lease, now: float) -> None:
+        """A lease is over."""
+
+    def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
+        """A remote rank changed its state."""
+
+    def loop_came(self, lag_s: float, now: float) -> None:
+        """The engine's timer fired so much later than it should have."""
+
+    def engine_stopped(self) -> None:
+        """The engine was closed, and tells nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An engine at one moment.
+
+    Attributes:
+        state: What it is at (`docs/states.md`).
+        incarnation: Of its process, or of its memory since it was resumed.
+        counters, gauges: As in `Statistics`.
+        pulls, leases, peers: How many are in which state.
+        waiting: Pulls that were asked for and do not read yet.
+        retrying: Requests that wait for another attempt.
+        lease_ages_s: For how long each lease has been lent.
+        oldest_s: What has been held or waited for longest: `lease`, `pull` (since it was asked for), `quarantined`
+            (since its pull had failed); 0 if there is none.
+        blocks_retired: Blocks that were given up and are held still.
+        limits: What the configuration allows: `bytes`, `descriptors`, `requests`, `queued`, `parked`.
+        descriptors_in_flight: Of the transfers that are under way.
+        data_down: Why the data plane does not serve now; empty while it does.
+        planes: What the data plane says of itself.
+    """
+
+    state: str
+    incarnation: str
+    counters: Mapping[str, int]
+    gauges: Mapping[str, int]
+    pulls: Mapping[str, int]
+    leases: Mapping[str, int]
+    peers: Mapping[str, int]
+    waiting: int
+    retrying: int
+    lease_ages_s: tuple[float, ...]
+    oldest_s: Mapping[str, float]
+    blocks_retired: int
+    limits: Mapping[str, float]
+    descriptors_in_flight: int
+    data_down: str
+    planes: Mapping[str, str]
+
+
+class Observed(Protocol):
+    """What metrics and traces want of an engine: its `observation`, which says more."""
+
+    engine_id: str
+    rank: str
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer what happens from now on."""
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it nothing any more."""
+
+    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
+        """Ask something on the engine's loop, from whatever thread."""
+
+    def condition(self) -> tuple[str, str]:
+        """Say what the engine is at, and why its data plane does not serve, if it does not; on its loop."""
+
+    def reading(self) -> Reading:
+        """Say how things stand; on its loop."""
+
+
+def observation_of(engine: Any) -> Observed:
+    """Return the observation of an engine, in whatever form it runs.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = getattr(getattr(engine, "engine", engine), "observation", None)
+    if found is None:
+        raise ConfigError(f"engine is {shown(engine)}; give an Engine, EngineThread, EnginePump or EngineDesk")
+    observed: Observed = found
+    return observed

@@ -1,0 +1,258 @@
+"""Spans for OpenTelemetry: one trace over router, prefill and decode, if a context came with the params.
+
+The context travels in the params, as W3C's `traceparent` and `tracestate`: whoever makes them gives what the request
+came with (`make_params(..., trace=headers)`, or `trace=trace_context()` inside of a span), and both sides find it
+there. A request that came without one has no spans.
+
+A prefill rank makes a span for each lease (`asynckv.lease`), a decode rank one for each attempt (`asynckv.pull`, with a
+link to the attempt before) and one for what follows in the background (`asynckv.release`). Spans are made when what
+they are about is over, with the times at which it began and ended: while it is under way nothing has to be kept, and
+a transition costs nothing. Only the API is used. Without an SDK every span that it makes is of no consequence, and so
+is nothing made at all then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.pull import Pull, PullState
+from asynckv.core.types import Params, PullId, Reason, rank_name
+from asynckv.observe.observer import Observer, observation_of
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, SpanContext, TracerProvider
+
+__all__ = ["Tracing", "trace_context"]
+
+MAX_KEPT = 4096
+"""Attempts and leases of which something is remembered."""
+
+SAME_CLOCK_NS = 50_000_000
+"""A greater difference is the wall clock that was set, or an engine with another clock."""
+
+MAX_EVENTS = 128
+"""Of one span; the last words are kept rather than those in the middle."""
+
+MAX_TEXT = 256
+MAX_NAMED = 8
+
+_NAMES = {
+    PullState.READING: "admitted",
+    PullState.CONFIRMING: "landed",
+    LeaseState.ENDING: "revoked",
+}
+"""Transitions that are called otherwise in traces: by what has come to pass, rather than by what is waited for."""
+
+_WORDS = (
+    (" granted ", "granted"),
+    (" not yet", "not_lent_yet"),
+    (" grants no more", "not_renewed"),
+    (" read before it was lent", "read_again"),
+    ("released by ", "released"),
+    ("granted to ", "granted"),
+    ("grant lapsed", "lapsed"),
+    ("ending: ", "revoked"),
+    ("release ", "released"),
+    ("blocks retired", "retired"),
+)
+"""What notes in histories begin with or contain, and how the event is called."""
+
+
+def trace_context() -> dict[str, str]:
+    """Return the context of the span that is current here, for `make_params(..., trace=trace_context())`.
+
+    Empty outside of a span, without an SDK, and without OpenTelemetry.
+    """
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return {}
+    if not trace.get_current_span().get_span_context().is_valid:
+        return {}
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier
+
+
+class Tracing(Observer):
+    """Makes spans of what engines do: `Tracing(engine)`, before or after it is started.
+
+    Args:
+        engines: To be traced, in whatever form they run.
+        provider: Makes tracers; the one that the application has set for the process if left out.
+
+    Raises:
+        ConfigError: One of them is no engine.
+        ImportError: OpenTelemetry's API is not installed.
+    """
+
+    def __init__(self, *engines: Any, provider: TracerProvider | None = None) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as exc:
+            raise ImportError("traces need OpenTelemetry: pip install 'asynckv[tracing]'") from exc
+        self._api = trace
+        self._tracer = trace.get_tracer("asynckv", tracer_provider=provider)
+        self._extract = TraceContextTextMapPropagator().extract
+        self._offset_ns = 0
+        """Of the wall clock to the engine's."""
+        self._lent: OrderedDict[Lease, Context] = OrderedDict()
+        self._over: OrderedDict[PullId, SpanContext] = OrderedDict()
+        """Attempts whose release goes on."""
+        self._failed: OrderedDict[str, SpanContext] = OrderedDict()
+        """The last attempt at requests that may be tried again."""
+        for engine in engines:
+            self.add(engine)
+
+    def add(self, engine: Any) -> None:
+        """Trace another engine."""
+        observation_of(engine).observe(self)
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def lease_lent(self, lease: Lease, params: Params, now: float) -> None:
+        """Remember in which trace it was lent."""
+        if params.traceparent and (parent := self._parent(params)) is not None:
+            _keep(self._lent, lease, parent)
+
+    def lease_ended(self, lease: Lease, now: float) -> None:
+        """Make its span."""
+        if not self._lent or (parent := self._lent.pop(lease, None)) is None:
+            return
+        self._set_clock(now)
+        span = self._span("asynckv.lease", "PRODUCER", parent, lease.lent_at)
+        if span is None:
+            return
+        lent = lease.lent
+        span.set_attributes(
+            {
+                "asynckv.request_id": lent.request_id[:MAX_TEXT],
+                "asynckv.sequence": lent.key.sequence,
+                "asynckv.tp_rank": lent.tp_rank,
+                "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
+                "asynckv.lease.end": lease.state.value,
+                "asynckv.lease.owed": lease.waits_for()[:MAX_NAMED],
+            }
+        )
+        self._add_events(span, lease.history)
+        if lease.state is not LeaseState.RELEASED:
+            self._fail(span, lease.state.value, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'nobody'}")
+        span.end(self._wall_ns(lease.ended_at))
+
+    def pull_ended(self, pull: Pull, now: float) -> None:
+        """Make the span of this attempt."""
+        params = pull.params
+        if not params.traceparent or (parent := self._parent(params)) is None:
+            return
+        before = self._failed.pop(pull.request_id, None) if pull.attempt > 1 else None
+        links = [self._api.Link(before)] if before is not None else []
+        self._set_clock(now)
+        span = self._span("asynckv.pull", "CONSUMER", parent, pull.history[0][0], links)
+        if span is None:
+            return
+        reason = pull.reason
+        span.set_attributes(
+            {
+                "asynckv.request_id": pull.request_id[:MAX_TEXT],
+                "asynckv.prefill_request_id": params.request_id[:MAX_TEXT],
+                "asynckv.pull_id": pull.pull_id,
+                "asynckv.sequence": params.key.sequence,
+                "asynckv.attempt": pull.attempt,
+                "asynckv.peer": params.engine_id,
+                "asynckv.reader": rank_name(pull.cohort.id, pull.cohort.tp_rank, pull.cohort.pp_stage),
+                "asynckv.outcome": str(reason),
+                "asynckv.bytes": pull.num_bytes if reason is Reason.COMPLETE else 0,
+                "asynckv.posts": pull.num_posted,
+            }
+        )
+        self._add_events(span, pull.history, "proven" if reason is Reason.COMPLETE else "failed")
+        if reason is Reason.CANCELLED:
+            span.set_attribute("asynckv.cancelled", True)
+        elif reason is not Reason.COMPLETE:
+            self._fail(span, str(reason), f"failed in {pull.failed_in}: {pull.detail}")
+        span.end(self._wall_ns(pull.published_at))
+        _keep(self._over, pull.pull_id, span.get_span_context())
+        if reason in pull.retryable:
+            _keep(self._failed, pull.request_id, span.get_span_context())
+
+    def pull_over(self, pull: Pull, now: float) -> None:
+        """Make the span of what followed its outcome."""
+        if not self._over or (before := self._over.pop(pull.pull_id, None)) is None:
+            return
+        parent = self._api.set_span_in_context(self._api.NonRecordingSpan(before))
+        self._set_clock(now)
+        span = self._span("asynckv.release", "INTERNAL", parent, pull.published_at)
+        if span is not None:
+            span.set_attributes({"asynckv.request_id": pull.request_id[:MAX_TEXT], "asynckv.pull_id": pull.pull_id})
+            after = [entry for entry in pull.history if entry[0] >= pull.published_at]
+            self._add_events(span, [entry for entry in after if entry[1] is not PullState.NOTIFYING])
+            span.end(self._wall_ns(max(pull.released_at, pull.published_at)))
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _parent(self, params: Params) -> Context | None:
+        """Return the context that came with the params, if it is one."""
+        from opentelemetry.context import Context
+
+        carrier = {"traceparent": params.traceparent, "tracestate": params.tracestate}
+        context = self._extract(carrier, Context())
+        return context if self._api.get_current_span(context).get_span_context().is_valid else None
+
+    def _set_clock(self, now: float) -> None:
+        """Learn what the wall clock says at a moment of the engine's."""
+        # The moment has passed by the time that this is asked: the shortest such delay is the nearest to the truth.
+        offset_ns = time.time_ns() - round(now * 1e9)
+        if not 0 <= offset_ns - self._offset_ns < SAME_CLOCK_NS:
+            self._offset_ns = offset_ns
+
+    def _wall_ns(self, at: float) -> int:
+        return self._offset_ns + round(at * 1e9)
+
+    def _span(self, name: str, kind: str, parent: Context, began: float, links: Sequence[Any] = ()) -> Span | None:
+        """Begin a span at a time that has passed; None if nobody keeps it."""
+        began_ns = self._wall_ns(began)
+        span = self._tracer.start_span(name, parent, self._api.SpanKind[kind], links=links, start_time=began_ns)
+        return span if span.is_recording() else None
+
+    def _add_events(self, span: Span, history: Sequence[tuple[float, str]], outcome: str = "") -> None:
+        """Make an event of each transition, and of each note with its words."""
+        if len(history) > MAX_EVENTS:
+            half = MAX_EVENTS // 2
+            history = (*history[:half], *history[-half:])
+        for at, text in history:
+            name, detail = _event(text, outcome)
+            attributes = {"asynckv.detail": detail[:MAX_TEXT]} if detail else None
+            span.add_event(name, attributes, self._wall_ns(at))
+
+    def _fail(self, span: Span, cause: str, detail: str) -> None:
+        span.set_attribute("error.type", cause)
+        span.set_status(self._api.Status(self._api.StatusCode.ERROR, f"{cause}: {detail}"[:MAX_TEXT]))
+
+
+def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
+    """Remember one, and of too many forget the oldest."""
+    kept[key] = value
+    if len(kept) > MAX_KEPT:
+        kept.popitem(last=False)
+
+
+def _event(text: str, outcome: str) -> tuple[str, str]:
+    """Return what an entry of a history is called, and its words if it has more to say."""
+    if isinstance(text, PullState | LeaseState):
+        if text is PullState.NOTIFYING and outcome:
+            return outcome, ""
+        return _NAMES.get(text, text.value), ""
+    if text == "lent":
+        return "lent", ""
+    for words, name in _WORDS:
+        if words in text if words.startswith(" ") else text.startswith(words):
+            return name, text
+    return "note", text
