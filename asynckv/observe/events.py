@@ -571,7 +571,7 @@ def _differences(where: str, fields: Iterable[Field], said: Mapping[str, Any]) -
         if name not in said:
             wrong += [f"{where}: field {name!r} is missing"] if field.always else []
             continue
-        value = said[name]
+        value: Any = said[name]
         if value is None and not field.always:
             continue
         if not isinstance(value, KINDS[field.kind]) or isinstance(value, bool):

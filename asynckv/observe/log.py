@@ -106,6 +106,7 @@ def configure(
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if form == "json" else [_for_terminals]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
@@ -144,8 +145,26 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
     """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
     out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
     if fields := out.get("extra"):
-        out["msg"] = f"{out['msg']} {_logfmt(logger, method, dict(fields))}"
+        out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
     return out
+
+
+def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What others have said must not move a cursor, or begin a line."""
+    return {name: _printable(value) for name, value in event.items()}
+
+
+def _printable(value: Any) -> Any:
+    """Show control characters as escapes, in text wherever it is."""
+    match value:
+        case str():
+            return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+        case dict():
+            return {_printable(k): _printable(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_printable(each) for each in value]
+        case _:
+            return value
 
 
 def phases(pull: Pull) -> dict[str, float]:
