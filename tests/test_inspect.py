@@ -161,12 +161,32 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
 def test_many_who_ask_are_bounded_together() -> None:
     world = World()
     prefill = prefill_rank(world)
-    said = [status for n in range(100) for status in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
+    said = [
+        status
+        for n in range(200)
+        for status in asked(world, prefill, StatusRequest(n, MAX_TOLD, request_id=f"r{n}"), who=b"%d" % n)
+    ]
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
-    assert len(refusals) == 100 - survey.TOTAL_BURST
+    assert len(refusals) == 200 - survey.TOTAL_BURST // (1 + MAX_TOLD // survey.TOLD_PER_TOKEN)
     assert refusals[0].retry_s > 0
     world.now += 1.0
     assert not account(world, prefill).refused
+
+
+def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    world.lend(prefill, world.params([prefill], "p1", [1], 4))
+    said: list[Status] = []
+    for n in range(5):
+        prefill.core.survey.ask(b"%d" % n, StatusRequest(n, 1), said.append, world.time(prefill))
+    said += asked(world, prefill)
+    assert [status.nonce for status in said] == [0, 1, 2, 3, 4]
+    assert {status.account for status in said} == {said[0].account}
+    world.lend(prefill, world.params([prefill], "p2", [2], 4))
+    assert [x.request_id for x in account(world, prefill, 1).requests] == ["p1"]
+    world.now += 2 * survey.FRESH_S
+    assert sum(x.number for x in account(world, prefill, 1).counts) == 2
 
 
 def test_an_engine_may_say_nothing_and_says_that() -> None:

@@ -272,8 +272,8 @@ def test_what_json_says_is_stable() -> None:
     assert document["schema"] == "asynckv.inspect/1"
     prefill, decode, gone = document["engines"]
     assert list(gone) == ["address", "took_s", "error", "is_left_behind"]
-    names = """address budgets closed_as counts engine_id facts gauges holds incarnation is_cut memory_epoch num_peers
-        num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
+    names = """address budgets closed_as counted_s counts engine_id facts gauges holds incarnation is_cut memory_epoch
+        num_peers num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
     assert sorted(prefill) == names.split()
     assert prefill["requests"][0]["ranks"][0]["rank"] == DECODE
     assert list(decode["holds"][0]["blocks"]["0"][:2]) == [0, 1]
