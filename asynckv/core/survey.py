@@ -20,6 +20,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 from msgspec import Struct, structs
@@ -72,6 +73,9 @@ MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 
 L = members(LeaseState)
 IDLE = PeerState.NEW, PeerState.READY
+
+MAX_HISTORY, MAX_EVENT = 128, 400
+"""Of a request that is wanted alone: the last events, and letters of each."""
 
 Answer = Callable[[Status], None]
 
@@ -290,6 +294,10 @@ class Survey:
                 return _place_of(told)
             told = request
             status = self._inspector.status(request, now)
+            if asked.request_id:
+                began = request.history[0][0]
+                told_of = tuple((at - began, text[:MAX_EVENT]) for at, text in request.history[-MAX_HISTORY:])
+                status = replace(status, history=told_of)
             requests.append(status)
             if (
                 held := self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
