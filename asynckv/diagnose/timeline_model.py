@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from asynckv.diagnose.axis import Axis, lease_steps, lent_at, pull_steps, shown_seconds
+from asynckv.diagnose.axis import Axis, Step, granted_in, is_time, lease_steps, lent_at, pull_steps, shown_seconds
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
@@ -63,6 +63,9 @@ ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"
 MAX_MARKS = 400
 """Of one request."""
+MAX_GRANTS = 64
+"""Lanes of one lease."""
+MAX_AWAY_S = 86_400.0
 WHOLE_S = 120.0
 """What is no longer is not stretched by a drift."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
@@ -167,11 +170,6 @@ class Story:
         """Where its last one ends."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
-    @property
-    def num_bytes(self) -> int:
-        """Read in all."""
-        return sum(int(x.fields.get("bytes", "0")) for x in self.lanes)
-
     def phases(self) -> dict[str, float]:
         """How long each phase was where it was longest."""
         out: dict[str, float] = {}
@@ -250,7 +248,7 @@ def _story(axis: Axis, requests: list[Request]) -> Story:
         for record in request.withdrawn:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
                 marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
-    marks.sort(key=lambda x: x.at)
+    marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
     first = requests[0]
@@ -265,7 +263,7 @@ def _story(axis: Axis, requests: list[Request]) -> Story:
         name=first.name,
         others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
         engine_id=first.engine_id,
-        sequence=first.sequence,
+        sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(p.pull_id for p in pulls),
         outcome=outcome,
         level="warning" if bad or late or any(p.returned or p.retired or p.unanswered for p in pulls) else "info",
@@ -294,10 +292,10 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
         return []
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    claims = {x.pull_id: start + x.claimed_s for x in lease.claims.values() if math.isfinite(x.claimed_s)}
     steps = lease_steps(lease)
+    grants = _grants(lease, start, steps)
     ending = next((s.at for s in steps if s.text.startswith("ending")), math.nan)
-    first = min([x for x in claims.values() if x >= start], default=math.nan)
+    first = min((x for _, x in grants.values() if x >= start), default=math.nan)
     cuts: list[tuple[str, float]] = [("lent", start)]
     if math.isfinite(first):
         cuts.append(("granted", min(first, end)))
@@ -317,17 +315,24 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
     for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)]):
         bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
     lane = _lane(axis, process, "prefill", "lease", bars, fields)
-    if len(claims) < 2:
+    if len(grants) < 2:
         return [lane]
-    return [
-        lane,
-        *(_grant_lane(axis, lease, pull_id, at, end) for pull_id, at in sorted(claims.items(), key=lambda x: x[1])),
-    ]
+    found = sorted(grants.items(), key=lambda x: x[1][1])
+    return [lane, *(_grant_lane(axis, lease, pull_id, name, at, end) for pull_id, (name, at) in found[:MAX_GRANTS])]
 
 
-def _grant_lane(axis: Axis, lease: Lease, pull_id: str, at: float, end: float) -> Lane:
+def _grants(lease: Lease, start: float, steps: Sequence[Step]) -> dict[str, tuple[str, float]]:
+    """Return when each pull was promised the blocks, and whose pull it is."""
+    out = {x.pull_id: (x.name, start + x.claimed_s) for x in lease.claims.values() if is_time(start + x.claimed_s)}
+    for record in lease.granted:
+        at = start + record.number("after_s", record.at - start)
+        out[record.text("pull_id")] = record.text("reader"), at
+    out |= {pull_id: (name, at) for pull_id, name, at in granted_in(steps)}
+    return {pull_id: found for pull_id, found in out.items() if is_time(found[1])}
+
+
+def _grant_lane(axis: Axis, lease: Lease, pull_id: str, name: str, at: float, end: float) -> Lane:
     """One reader's promise, where a lease has several."""
-    name = next(x.name for x in lease.claims.values() if x.pull_id == pull_id)
     over = [s.at for s in lease_steps(lease) if f"pull {pull_id}" in s.text and not s.text.startswith("granted")]
     until, derived = (over[0], "") if over else (end, "until its lease ended; its own end is not told")
     bar = Bar("granted", at, max(until, at), derived, f"to {name}", lease.ended is None and not over)
@@ -349,9 +354,8 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     if math.isfinite(start):
         yield mark(start, "lent" + (f", {lease.blocks} blocks" if lease.blocks >= 0 else ""))
     if not steps:
-        for claim in lease.claims.values():
-            if math.isfinite(claim.claimed_s):
-                yield mark(start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}")
+        for pull_id, (name, at) in _grants(lease, start, steps).items():
+            yield mark(at, f"granted to {name}, pull {pull_id}")
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield mark(start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning")
@@ -502,6 +506,7 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
     """Put a process's bars on the axis."""
+    bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
     place = _placing(axis, process, bars[0].start, bars[-1].end)
@@ -518,9 +523,9 @@ def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable
     apart meanwhile.
     """
     if not abs(end - start) <= WHOLE_S:
-        return lambda at: axis.at(process, at)
+        return lambda at: axis.at(process, at) if is_time(at) else math.nan
     ahead = axis.offset(process, (start + end) / 2).seconds
-    return lambda at: at - ahead
+    return lambda at: at - ahead if is_time(at) else math.nan
 
 
 # -- what was there besides --------------------------------------------------------------------------
@@ -535,7 +540,7 @@ def ground(axis: Axis) -> list[Ground]:
         for record in process.records:
             at = axis.at(process, record.at)
             if record.event == EVENT.LOOP_WAS_AWAY:
-                seconds = max(record.number("seconds", 0.0), 0.0)
+                seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
                 away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))
