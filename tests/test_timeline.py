@@ -75,11 +75,13 @@ def test_an_offset_is_written_as_sharply_as_it_is_known(offset: Offset, text: st
 
 
 def test_a_duration_has_three_digits() -> None:
-    assert [shown_seconds(x) for x in (0, 1.5e-5, 0.00123, 0.0999, 1.5, 123.4)] == [
+    assert [shown_seconds(x) for x in (0, 1.5e-5, 0.0009999, 0.00123, 0.0999, 0.09999, 1.5, 123.4)] == [
         "0 µs",
         "15 µs",
+        "1.00 ms",
         "1.23 ms",
         "99.9 ms",
+        "100 ms",
         "1.50 s",
         "123 s",
     ]

@@ -304,11 +304,12 @@ def shown_offset(offset: Offset) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Write a duration with three digits that matter."""
+    seconds = float(f"{seconds:.3g}")
     size = abs(seconds)
     for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
         if size >= least:
             value = seconds * scale
-            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f} {unit}"
+            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
 
 
