@@ -15,13 +15,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asynckv.diagnose.axis import Axis, Step, granted_in, is_time, lease_steps, lent_at, pull_steps, shown_seconds
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["COLORS", "PHASES", "SUMS", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
+__all__ = ["COLORS", "PHASES", "SUMS", "Arrow", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
 
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
@@ -122,6 +123,23 @@ class Lane:
     fields: dict[str, str] = field(default_factory=dict)
     within_s: float = 0.0
 
+    @property
+    def start(self) -> float:
+        """Where its first bar begins."""
+        return self.bars[0].start
+
+    @property
+    def end(self) -> float:
+        """Where its last one ends."""
+        return max(x.end for x in self.bars)
+
+    @property
+    def title(self) -> str:
+        """What it is called beside other lanes of its request."""
+        if self.what in ("lease", "pull"):
+            return self.process.rank
+        return self.what if self.what.startswith("grant") else f"{self.what}, {self.process.rank}"
+
 
 @dataclass(slots=True)
 class Mark:
@@ -131,6 +149,16 @@ class Mark:
     process: Process
     text: str
     level: str = "info"
+
+
+class Arrow(NamedTuple):
+    """Something that was sent: from a moment on one lane to a moment on another."""
+
+    name: str
+    sender: int
+    left: float
+    receiver: int
+    came: float
 
 
 @dataclass(slots=True)
@@ -169,6 +197,29 @@ class Story:
     def end(self) -> float:
         """Where its last one ends."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
+
+    def lane_of(self, mark: Mark) -> int:
+        """Return the lane that a mark lies on; -1 if its process has none."""
+        mine = [i for i, x in enumerate(self.lanes) if x.process is mark.process]
+        inside = [i for i in mine if self.lanes[i].start <= mark.at <= self.lanes[i].end]
+        return (inside or mine or [-1])[0]
+
+    def arrows(self) -> Iterator[Arrow]:
+        """Go through what went from side to side: a claim to its grant, a release to the end of its promise."""
+        promised = [(i, x) for i, x in enumerate(self.lanes) if x.side == "prefill" and "pull_id" in x.fields]
+        for i, pull in enumerate(self.lanes):
+            if pull.side != "decode":
+                continue
+            for j, lane in promised:
+                if lane.fields["pull_id"] != pull.fields["pull_id"]:
+                    continue
+                granted = next((b for b in lane.bars if b.phase == "granted"), None)
+                asked = next((b for b in pull.bars if b.phase != "announced"), pull.bars[0])
+                if granted is not None:
+                    yield Arrow("claim", i, min(asked.start, granted.start), j, granted.start)
+                told, last = next((b for b in pull.bars if b.phase == "release"), None), lane.bars[-1]
+                if told is not None and not last.is_open and told.start <= last.end:
+                    yield Arrow("release", i, told.start, j, last.end)
 
     def phases(self) -> dict[str, float]:
         """How long each phase was where it was longest."""
@@ -316,6 +367,7 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
         bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
     lane = _lane(axis, process, "prefill", "lease", bars, fields)
     if len(grants) < 2:
+        lane.fields |= {"pull_id": next(iter(grants))} if grants else {}
         return [lane]
     found = sorted(grants.items(), key=lambda x: x[1][1])
     return [lane, *(_grant_lane(axis, lease, pull_id, name, at, end) for pull_id, (name, at) in found[:MAX_GRANTS])]
@@ -397,7 +449,7 @@ def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
     what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
     lane = _lane(axis, pull.process, "decode", what, bars, fields)
     if pull.ended is not None and not any(b.phase in ("release", "quarantine") for b in lane.bars):
-        told = lane.bars[-1].end if lane.bars else axis.at(pull.process, pull.ended.at)
+        told = max((b.end for b in lane.bars if b.phase != "pause"), default=axis.at(pull.process, pull.ended.at))
         if heard_at > told:
             lane.bars.append(Bar("release", told, heard_at, "until the prefill side had heard, by its clock"))
     return lane
@@ -438,14 +490,14 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     if math.isfinite(over) or given_up:
         until = over if math.isfinite(over) else given_up[0]
         yield Bar("release", outcome, until, note="given up" if given_up else "")
+    for record in pull.retried:
+        yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
     back = pull.returned or pull.retired
     if back is not None:
         seconds = back.number("seconds_after_failure", max(back.at - outcome, 0.0))
         yield Bar("quarantine", outcome, outcome + seconds, note="given up: retired" if pull.retired else "")
     elif pull.held_transfers:
         yield Bar("quarantine", outcome, max(pull.process.last_at, outcome), note="its end is not told", is_open=True)
-    for record in pull.retried:
-        yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
 
 
 def _open_bars(pull: Pull) -> Iterator[Bar]:
@@ -509,8 +561,9 @@ def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], f
     bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
-    place = _placing(axis, process, bars[0].start, bars[-1].end)
-    within = axis.offset(process, (bars[0].start + bars[-1].end) / 2).within_s
+    start, end = bars[0].start, max(x.end for x in bars)
+    place = _placing(axis, process, start, end)
+    within = axis.offset(process, (start + end) / 2).within_s
     for bar in bars:
         bar.start, bar.end = place(bar.start), place(bar.end)
     return Lane(process, side, what, bars, fields, within)
