@@ -9,7 +9,7 @@ from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, safe, share, time_text, verdict
-from asynckv.diagnose.summary import Engine, Pair, Summary
+from asynckv.diagnose.summary_model import Engine, Pair, Summary
 from asynckv.tools import frame
 
 __all__ = ["make"]
