@@ -210,12 +210,13 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "Whoever passes `is_last=False` pulls again or calls `discharge`.",
     ),
     C.LEASE_TOO_SHORT: Entry(
-        "the lease was too short",
+        "the promise ended before the reader was done",
         "{reader} had claimed it and lost its promise before it was done: {why}",
         "expired, and the reader that is owed had claimed",
-        "its pull ended with `lease_lost` or `expired`, and no loop was away",
+        "its pull ended with `lease_lost` or `expired`, or ran out of time, and no loop was away",
         _SILENT,
-        "Lend for longer, with a longer `lease.grant_s`: renewals did not come through in time.",
+        "Of a pull that ran out of time see what it waited for: nothing is promised beyond the caller's `timeout_s`. "
+        "Otherwise renewals did not come through in time: lend for longer, with a longer `lease.grant_s`.",
     ),
     C.MAX_LEASE: Entry(
         "max_lease_s was reached",

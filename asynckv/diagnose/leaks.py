@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Lease, Process, Pull, Refusal, Request, Service, base_name, start_of
 from asynckv.diagnose.records import Record, number
@@ -141,12 +142,28 @@ def find_leaks(service: Service, when: When | None = None) -> list[Leak]:
 
     Args:
         service: Of `join`.
-        when: Aligns clocks; if left out, processes of one host have one clock, and those of others are taken to be
-            within `CLOCKS_S` of it.
+        when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
     """
-    judge = _Judge(service, when)
+    judge = _Judge(service, when or aligned(service))
     leaks = [leak for request in service.requests for leak in judge.leaks(request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
+
+
+def aligned(service: Service) -> When:
+    """Align the clocks of all processes by what they said to each other.
+
+    Of those who said nothing to anybody it is only known that clocks are seldom more than `CLOCKS_S` apart.
+    """
+    clocks = make_axis(service).clocks
+    main = clocks.group(clocks.groups[0][0]) if clocks.groups else 0
+
+    def when(incarnation: str, at: float) -> tuple[float, float]:
+        if incarnation not in clocks.clock or clocks.group(incarnation) != main:
+            return at - CLOCKS_S, at + CLOCKS_S
+        offset = clocks.offset(incarnation, at)
+        return at - offset.seconds - offset.within_s, at - offset.seconds + offset.within_s
+
+    return when
 
 
 def moment(at: float) -> str:
@@ -178,11 +195,9 @@ class _Fate:
 class _Judge:
     """Weighs the evidence of one service."""
 
-    def __init__(self, service: Service, when: When | None) -> None:
+    def __init__(self, service: Service, when: When) -> None:
         self._service = service
-        hosts = {x.host for x in service.processes.values()}
-        slack = 0.0 if len(hosts) == 1 and "" not in hosts else CLOCKS_S
-        self._when = when or (lambda _, at: (at - slack, at + slack))
+        self._when = when
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
         self._ends = [self._when(x.incarnation, x.stopped.at)[0] for x in service.processes.values() if x.stopped]
         for process in service.processes.values():
@@ -355,7 +370,9 @@ class _Judge:
         for pull in request.all_pulls:
             if name == "*":
                 spoke = (*lease.claims, *lease.released)
+                ranks = {base_name(x) for x in pull.peer_ranks}
                 is_his = all(pull.process.start != start_of(x) for x in spoke)
+                is_his = is_his and (not ranks or lease.process.base in ranks)
             elif claim is not None and claim.pull_id == pull.pull_id:
                 is_his = True
             else:
@@ -406,13 +423,18 @@ class _Judge:
     def _unclaimed(self, request: Request, lease: Lease, name: str, pulls: Sequence[Pull]) -> _Story:
         """Say why a reader never spoke up."""
         if pulls:
-            return self._never_got_through(lease, name, pulls[-1])
+            return self._never_got_through(lease, pulls[-1])
         holder = lease.process.rank
         since, until = self._span(lease)
-        base = base_name(name)
         readers = self._decoders(lease.process.engine_id)
+        # Others of an engine have spoken of it, to this rank or another: then it is one of theirs that did not.
+        bound = {_engine_of(x) for x in (*lease.owed, *lease.claims, *lease.released)}
+        spoke = [x for x in dict.fromkeys(x.process for x in request.all_pulls) if _engine_of(x.rank) not in bound]
         if name != "*":
-            readers = [x for x in readers if x.base == base]
+            readers = [x for x in readers if x.base == base_name(name)]
+        elif spoke:
+            engines = {x.engine_id for x in spoke}
+            readers = [x for x in readers if x.engine_id in engines and x not in spoke]
         unknown = self._unknown_readers(lease.process)
         died, silent = [], []
         for reader in readers:
@@ -428,11 +450,12 @@ class _Judge:
         if died and lease.state != "lent":
             names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
-        if name != "*":
-            others = [x for x in (*lease.claims, *lease.released) if x != name]
+        if name != "*" or spoke:
+            others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in spoke)) if x != name]
             reserve = "; it may have died" if silent or not readers else ""
             why = f"{_all(others)}{reserve}" if others else f"nobody did yet{reserve}"
-            return _Story(C.RANK_NEVER_SPOKE, {"reader": name, "why": why}, missing=() if readers else (name,))
+            named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
+            return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
         if readers and not silent and not unknown and lease.state != "lent":
             return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers)})
         return _Story(
@@ -466,7 +489,7 @@ class _Judge:
                 out.append(f"{who} was turned away ({record.text('cause')})")
         return _all(out)
 
-    def _never_got_through(self, lease: Lease, name: str, pull: Pull) -> _Story:
+    def _never_got_through(self, lease: Lease, pull: Pull) -> _Story:
         """Say why a reader that knew of the request never claimed it."""
         reader, holder, fate = pull.process.rank, lease.process.rank, self.fate(pull.process)
         cause, detail = pull.cause, pull.detail
@@ -484,7 +507,7 @@ class _Judge:
         }
         if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
             return _Story(C.OTHER_REQUEST_ID, names)
-        if self._is_forgotten(pull) and self._shook_hands(pull.process, lease.process):
+        if self._is_forgotten(pull) and self._shook_hands(pull.process, lease):
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names)
         if pull.ended is None and fate.kind == "died":
             return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why})
@@ -498,7 +521,7 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
         if keys := self._keys(pull, lease):
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
-        if not self._shook_hands(pull.process, lease.process):
+        if not self._shook_hands(pull.process, lease):
             return _Story(C.NEVER_SHOOK_HANDS, names)
         if away := self._excuse(lease, pull):
             return away
@@ -510,26 +533,30 @@ class _Judge:
             return _Story(C.READER_CLOSED, names)
         return _Story(C.UNEXPLAINED, names)
 
-    def _shook_hands(self, reader: Process, owner: Process) -> bool:
-        """One of them has said that it met the other."""
+    def _shook_hands(self, reader: Process, lease: Lease) -> bool:
+        """One of both has said that they met before it was over."""
+        owner, until = lease.process, lease.lent_at + lease.seconds
         for record in reader.of(EVENT.PEER_CHANGED):
             mine = record.text("peer_incarnation") == owner.incarnation or start_of(record.text("peer")) == owner.start
             if mine and record.text("state") in ("loading", "ready", "suspect"):
-                return True
-        return any(x.text("reader_incarnation") == reader.incarnation for x in owner.of(EVENT.READER_MET))
+                return self._when(reader.incarnation, record.at)[0] <= self._when(owner.incarnation, until)[1]
+        met = (x for x in owner.of(EVENT.READER_MET) if x.text("reader_incarnation") == reader.incarnation)
+        return any(x.at <= until for x in met)
 
     def _keys(self, pull: Pull, lease: Lease) -> str:
         """How keys kept them apart; empty if they did not."""
-        since = pull.begun_at - 1.0
+        if self._shook_hands(pull.process, lease):
+            return ""
+        address = lease.process.started.text("address") if lease.process.started is not None else ""
         for record in pull.process.of(EVENT.REFUSED):
-            if since <= record.at <= pull.last_at + 1.0:
+            if record.at <= pull.last_at + 1.0 and address in record.text("who"):
                 return f"{record.text('cause')}: {record.text('who')}"
-        if any(word in pull.detail for word in ("key", "turned away")):
+        if any(word in pull.detail for word in (" key", "turned away")):
             return pull.detail
-        low, high = self._span(lease)
+        since = self._when(pull.process.incarnation, pull.begun_at)[0] - 1.0
         for record in lease.process.of(EVENT.REFUSED):
             at = self._when(lease.process.incarnation, record.at)
-            if at[1] >= low and at[0] <= high and not self._shook_hands(pull.process, lease.process):
+            if at[1] >= since and record.at <= lease.lent_at + lease.seconds:
                 return f"{record.text('cause')}: {record.text('who')}"
         return ""
 
@@ -574,6 +601,9 @@ class _Judge:
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
         if self._is_unanswered(pull, lease):
             return _Story(C.RELEASE_LOST, names | {"why": self._how_unanswered(pull)}, heard_s)
+        if pull.cause in ("timeout", "not_lent_yet"):
+            # No promise is asked for beyond the caller's deadline, so the lease was over as the release was said.
+            return _Story(C.LEASE_TOO_SHORT, names, heard_s)
         if fate.kind == "died":
             # It had its outcome, and died before its release was heard.
             return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
@@ -688,7 +718,11 @@ class _Judge:
             stories += [(found, rank, pull) for rank in ranks if (found := self._unheard(pull, rank)) is not None]
             for record in pull.refused:
                 if (story := self._refused_only(pull, record)) is not None:
-                    missing = [x for x in _ranks_of(record) if self._service.process_named(x) is None]
+                    missing = [
+                        x
+                        for x in _ranks_of(record)
+                        if self._service.process_named(x) is None and not self._is_gone(pull.process, x)
+                    ]
                     stories += [(story, rank, pull) for rank in missing]
         if not stories:
             return None
@@ -715,12 +749,23 @@ class _Judge:
         """A release that nobody answered: what became of the lease is in the prefill rank's log, if there is one."""
         names = {"reader": pull.process.rank, "holder": rank, "why": self._how_unanswered(pull)}
         owner = self._service.process_named(rank)
+        causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None:
-            return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
+            # What was closed in order has revoked it, and what was restarted holds it no more.
+            is_over = causes & {"restarted", "peer_lost"} or self._is_gone(pull.process, rank)
+            return None if is_over else _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
-        if fate.kind == "died":
+        if fate.kind == "died" and pull.failed_in in ("read", "confirm") and pull.cause in ("peer_lost", "restarted"):
             return _Story(C.PREFILL_DIED, names | {"why": fate.why})
         return None
+
+    def _is_gone(self, reader: Process, rank: str) -> bool:
+        """A prefill rank has ended, by its reader's log: with it, or by its word, went what it had lent."""
+        return any(
+            start_of(x.text("peer")) == start_of(rank) and x.text("state") == "gone"
+            for x in reader.of(EVENT.PEER_CHANGED)
+            if x.text("cause") in ("peer_lost", "restarted")
+        )
 
     def _refused_only(self, pull: Pull, record: Record) -> _Story | None:
         reason, detail = record.text("cause"), record.text("detail")
@@ -895,6 +940,11 @@ class _Judge:
 def _ranks_of(record: Record) -> tuple[str, ...]:
     """The prefill ranks that a release was for."""
     return record.texts("ranks") or ((record.text("rank"),) if record.text("rank") else ())
+
+
+def _engine_of(rank: str) -> str:
+    """The engine, or cohort, that a rank's name begins with."""
+    return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
 
 
 def _is_last_word(pull: Pull) -> bool:

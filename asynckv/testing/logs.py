@@ -57,10 +57,12 @@ class ProcessLog:
 
     Attributes:
         process: Its name in the simulation, such as `d0.1#2`: the rank, and which of its starts.
+        of: The process itself.
         engine_id, tp_rank: Whose it is.
     """
 
     process: str
+    of: Process
     engine_id: str
     tp_rank: int
     host: Host
@@ -93,10 +95,10 @@ class Logs:
         """Have an engine that was just made write here."""
         host = self._host_of(process, engine.config.engine_id)
         tp_rank = engine.registration.layout.tp_rank
-        log = ProcessLog(process.name, engine.config.engine_id, tp_rank, host)
+        log = ProcessLog(process.name, process, engine.config.engine_id, tp_rank, host)
         self.processes.append(log)
         recorder = engine._recorder
-        recorder._level = self.level
+        recorder._level = recorder._log_level = self.level
         recorder._log = structlog.wrap_logger(
             structlog.WriteLogger(log.stream),
             processors=[

@@ -93,6 +93,7 @@ WHY = {
     "owner_died": "the process that lent it died",
     "owner_closed": "the engine that lent it was closed",
     "agent_died": "the data plane of its reader or of the owner had died",
+    "completed": "its reader had all that it wanted",
     # of pulls
     "transfer_running": "a transfer of it had not ended when its outcome was told",
     "transfer_doubt": "a transfer of it had failed and might still have written",
@@ -171,6 +172,7 @@ class Forgotten:
     ask: int
     reader: str
     request_id: str
+    prefill_request_id: str
     engine_id: str
     sequence: int
     pull_id: str
@@ -212,7 +214,8 @@ class Witness:
 
     def __init__(self) -> None:
         self.service: Service
-        self._engines: dict[str, Engine] = {}
+        self._incarnations: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        """Since when a process has which; another after each sleep."""
         self._starts: dict[str, dict[str, None]] = defaultdict(dict)
         """Of each process, its incarnations (another after each sleep), in order."""
         self._pulled: dict[tuple[str, str], _Pulled] = {}
@@ -232,7 +235,7 @@ class Witness:
 
     def listen(self, process: Process, engine: Engine) -> None:
         """See what becomes of an engine's leases and pulls, by its core's word."""
-        self._engines[process.name] = engine
+        self._incarnations[process.name].append((-math.inf, engine.incarnation))
         self._starts[process.name][engine.incarnation] = None
         driver = engine._driver
         execute = driver._execute
@@ -242,15 +245,19 @@ class Witness:
             execute(command, now)
 
         driver._execute = watched  # type: ignore[method-assign]
-        for name in ("aclose", "suspend"):
+        for name in ("aclose", "suspend", "resume"):
             self._wrap(process, engine, name)
 
     def _wrap(self, process: Process, engine: Engine, name: str) -> None:
         call = getattr(engine, name)
 
         async def ends(*args: Any, **options: Any) -> Any:
-            self._noted[process.name, "ends"].append(process.now)
-            return await call(*args, **options)
+            if name != "resume":
+                self._noted[process.name, "ends"].append(process.now)
+                return await call(*args, **options)
+            result = await call(*args, **options)
+            self._incarnations[process.name].append((process.now - AT_ONCE_S, engine.incarnation))
+            return result
 
         setattr(engine, name, ends)
 
@@ -289,7 +296,7 @@ class Witness:
     def _command(self, process: Process, command: Command) -> None:
         match command:
             case PullEnded(pull) if pull.lists is None and not pull.is_discharge:
-                if pull.reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET):
+                if pull.reason is Reason.TIMEOUT:
                     self._forgotten.append((process, pull))
             case PullEnded(pull) if pull.lists is not None:
                 whys = {
@@ -337,6 +344,7 @@ class Witness:
                 int(pull.request_id[1:]),
                 self._name(self.service.ranks[process.name.partition("#")[0]], pull.pull_id.partition("-")[0]),
                 pull.request_id,
+                pull.params.request_id,
                 pull.params.engine_id,
                 pull.params.key.sequence,
                 pull.pull_id,
@@ -344,19 +352,40 @@ class Witness:
             for process, pull in self._forgotten
         ]
 
-    def is_unanswered(self, token: str, reader: str) -> bool:
-        """Whether a reader said a last release that some owner never acknowledged to it."""
-        sent = {
-            (s.other, s.message.pull_id)
-            for s in self._sent[token]
-            if s.process.startswith(f"{reader}#") and isinstance(s.message, Release)
-        }
-        heard = {
-            (self._rank_of(s.target), s.message.pull_id)
-            for s in self._heard[token]
-            if isinstance(s.message, Ack) and s.process.startswith(f"{reader}#")
-        }
-        return bool(sent - heard)
+    def said_of(self, engine_id: str, sequence: int, request_id: str) -> set[str]:
+        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, `other_id`.
+
+        Unanswered is whoever had to say that it was done, and never heard that this was taken.
+        """
+        whys, tokens = (
+            set[str](),
+            {
+                key.token
+                for _, _, holder in self.service.leases
+                if (key := msgspec.convert(holder.lent.params["key"], Key)).sequence == sequence
+                and (holder.lent.params["engine_id"], holder.lent.params["request_id"]) == (engine_id, request_id)
+            },
+        )
+        for token in tokens:
+            reached = {
+                rank.name
+                for rank, process, holder in self.service.leases
+                if process.died_at == math.inf and msgspec.convert(holder.lent.params["key"], Key).token == token
+            }
+            sent = {(s.other, s.message.pull_id) for s in self._sent[token] if isinstance(s.message, Release)}
+            heard = {
+                (self._rank_of(s.target), s.message.pull_id) for s in self._heard[token] if isinstance(s.message, Ack)
+            }
+            if sent - heard or (reached - {place for place, _ in heard}):
+                whys.add("unanswered")
+            said = [
+                s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
+            ]
+            if any(m.request_id != request_id for m in said):
+                whys.add("other_id")
+            if any(isinstance(s.message, Refused) for s in self._heard[token]):
+                whys.add("refused")
+        return whys
 
     def _rank_of(self, incarnation: str) -> str:
         return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
@@ -409,9 +438,7 @@ class Witness:
 
     def _incarnation_at(self, process: Process, at: float) -> str:
         """Which start it was; after a sleep it is another."""
-        engine = self._engines[process.name]
-        known = list(self._starts[process.name])
-        return known[0] if len(known) == 1 else engine.incarnation
+        return max((since, incarnation) for since, incarnation in self._incarnations[process.name] if since <= at)[1]
 
     def _is_closed(self, process: Process, since: float, end: float) -> bool:
         """Whether an engine began to close, or to fall asleep, within this time."""
@@ -537,11 +564,16 @@ class Witness:
             whys.add("release_lost")
         if any(s.at > end - AT_ONCE_S for s in came) or any(s.at > end for s in final):
             whys.add("release_late")
-        if releases and not final and not died:
+        retried = [s.at for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
+        if (releases and not final and not died) or (retried and not any(s.at > max(retried) for s in claims)):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
         if attempt.called == "pulled" and not any(p.ended_at <= end for p in pulls):
             whys.add("still_pulling")
+        if any(p.pull.reason is Reason.COMPLETE for p in pulls):
+            whys.add("completed")
+        if any(p.was_held for p in pulls):
+            whys.add("transfer_running")
         if any(p.ended_at <= end and p.pull.reason is not Reason.COMPLETE for p in pulls) and not final:
             whys.add("release_unsent")
         return whys
