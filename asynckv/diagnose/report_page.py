@@ -160,7 +160,7 @@ def _pulls(summary: Summary) -> str:
         return _grid(*figures) + _empty(NO_SUCCESS)
     slow = summary.pulls.slowest
     text = f"The slowest in the logs: request {safe(slow['request_id'])} on {safe(slow['rank'])}, "
-    text += f"{duration(slow['seconds'])}. asynckv timeline shows it."
+    text += f"{duration(slow['seconds'])}. asynckv timeline LOGS --request ID shows it."
     return _grid(*figures, plots.latency(summary), plots.phases(summary)) + _empty(text)
 
 
