@@ -331,7 +331,8 @@ def one(seed: int, kind: str, modes: Sequence[str] = MODES) -> tuple[list[Disagr
     service, logs, witness = watch(script)
     if service.world.violation:
         return [Disagreement(seed, kind, "", "violation", service.world.violation)], counts
-    judge, found = Judge(seed, kind, script, logs, witness), []
+    judge = Judge(seed, kind, script, logs, witness)
+    found: list[Disagreement] = []
     counts["services"] += 1
     counts["late requests"] += len(judge.truths)
     counts["requests"] += len(witness.requests())

@@ -235,6 +235,11 @@ class Recorder:
             self._is_closed = True
             await asyncio.get_running_loop().run_in_executor(None, self._sink.close)
 
+    def listen(self, logger: Any, level: int) -> None:
+        """Log to another logger of structlog's, from this level on."""
+        self._log, self._log_level = logger.bind(**self._bound), level
+        self._level = min(level, self._sink_level)
+
     @property
     def is_tracing(self) -> bool:
         """Every transition is wanted."""

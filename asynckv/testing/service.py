@@ -346,6 +346,7 @@ class Service:
             self._faults.setdefault(fault.kind, []).append(fault)
         self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
+        self.lent_ever: list[_Lent] = []
         self.num_contents = 0
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -738,6 +739,7 @@ class Service:
             f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
         )
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.lent_ever.append(lent)
         self.outcomes["asks"] += 1
         self.mishaps.asked(ask.number, params)
         now = world.now

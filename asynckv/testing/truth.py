@@ -357,27 +357,20 @@ class Witness:
 
         Unanswered is whoever had to say that it was done, and never heard that this was taken.
         """
-        whys, tokens = (
-            set[str](),
-            {
-                key.token
-                for _, _, holder in self.service.leases
-                if (key := msgspec.convert(holder.lent.params["key"], Key)).sequence == sequence
-                and (holder.lent.params["engine_id"], holder.lent.params["request_id"]) == (engine_id, request_id)
-            },
-        )
-        for token in tokens:
-            reached = {
-                rank.name
-                for rank, process, holder in self.service.leases
-                if process.died_at == math.inf and msgspec.convert(holder.lent.params["key"], Key).token == token
-            }
-            sent = {(s.other, s.message.pull_id) for s in self._sent[token] if isinstance(s.message, Release)}
-            heard = {
-                (self._rank_of(s.target), s.message.pull_id) for s in self._heard[token] if isinstance(s.message, Ack)
-            }
-            if sent - heard or (reached - {place for place, _ in heard}):
-                whys.add("unanswered")
+        whys, script = set[str](), self.service.script
+        for lent in self.service.lent_ever:
+            key = msgspec.convert(lent.params["key"], Key)
+            if (lent.params["engine_id"], key.sequence, lent.params["request_id"]) != (engine_id, sequence, request_id):
+                continue
+            token = key.token
+            answers = [s for s in self._heard[token] if isinstance(s.message, Ack)]
+            heard = {(s.process, self._rank_of(s.target)) for s in answers}
+            for attempt in self.service.attempts:
+                if attempt.lent is lent and attempt.called:
+                    for owner in lent.engine.ranks:
+                        owes = attempt.rank.rank in owed_readers(owner.rank, script.prefill, script.decode)
+                        if owes and (attempt.process.name, owner.name) not in heard:
+                            whys.add("unanswered")
             said = [
                 s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
             ]
