@@ -10,7 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asynckv.config import EngineConfig, KeysConfig, LeaseConfig, LimitsConfig, LogConfig, NixlConfig, PullConfig
+    from asynckv.config import (
+        EngineConfig,
+        InspectConfig,
+        KeysConfig,
+        LeaseConfig,
+        LimitsConfig,
+        LogConfig,
+        NixlConfig,
+        PullConfig,
+    )
     from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
     from asynckv.core.types import Endpoint, Params
     from asynckv.edges.sharing import shared_memory
@@ -78,7 +87,9 @@ if TYPE_CHECKING:
     from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
-    "asynckv.config": "EngineConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig",
+    "asynckv.config": (
+        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig"
+    ),
     "asynckv.scheduler": "PrefillGroup",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
     "asynckv.geometry.layout": "ONE_PER_REQUEST Dim Group Layout Memory Part View attention_view dense_part shard",
@@ -127,6 +138,7 @@ __all__ = [
     "GeometryRefused",
     "Group",
     "HeldBlocks",
+    "InspectConfig",
     "KeysConfig",
     "Layout",
     "LayoutError",

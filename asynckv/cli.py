@@ -226,6 +226,8 @@ SIMULATE_EPILOG = """
 
   asynckv simulate --first-seed 4711 --seeds 1 --faults loss,crash --events 500
 
+  asynckv simulate --first-seed 4711 --seeds 1 --logs DIR; asynckv leaks DIR/seed-4711/*.jsonl
+
 [bold]Exit status[/bold]  0 clean, 1 a violation, 2 bad input, 130 Ctrl-C
 """
 
@@ -246,6 +248,14 @@ def simulate(
     json: Annotated[
         str | None, typer.Option(help="Write the counts there; - for stdout.", rich_help_panel=OUT, metavar="FILE")
     ] = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write there what each process logs, in a directory per seed, with how wrong its clock is.",
+            rich_help_panel=OUT,
+            metavar="DIR",
+        ),
+    ] = None,
 ) -> None:
     """Simulate whole services under faults, with virtual time, and look for anything that must never happen.
 
@@ -265,11 +275,20 @@ def simulate(
     for name, number, least in (("--seeds", seeds, 1), ("--first-seed", first_seed, 0), ("--jobs", jobs, 0)):
         if not least <= number <= 1 << 40:
             raise ConfigError(f"{name} {number} is outside {least} ... {1 << 40}")
+    if logs is not None:
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"--logs {logs}: cannot be written: {exc.strerror}") from exc
     errors = Console(stderr=True)
     with Progress(*columns(), console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("seeds", total=seeds)
         found = simulation.simulate_many(
-            range(first_seed, first_seed + seeds), chosen, jobs or os.cpu_count() or 1, lambda n: bar.advance(task, n)
+            range(first_seed, first_seed + seeds),
+            chosen,
+            jobs or os.cpu_count() or 1,
+            lambda n: bar.advance(task, n),
+            logs,
         )
     report = {
         "schema": "asynckv.simulate/1",

@@ -344,7 +344,7 @@ class Attack:
             "unlisted_key": unlisted,
             "wrong_key": KeyPair(self.listed.public, unlisted.secret),
         }
-        question = m.encode_packet("stranger", "", [m.Ping(1), m.StatusRequest(2)])
+        question = m.encode_packet("stranger", "", [m.Ping(1), m.StatusRequest(2), m.StatusRequest(3, m.MAX_TOLD)])
         for worker in (self.victim, self.arena.decode):
             for cause, pair in tried.items():
                 before = (await worker.ask("state", wait_s=0))["counters"]

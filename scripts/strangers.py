@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from asynckv.core import wire as m
+from asynckv.core.account import Account, encode_account
 from asynckv.core.types import Cohort, Outcome, Params, Reason
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.layout import Layout
@@ -183,7 +184,9 @@ def every_message(params: Params, layout: Layout, cohort: Cohort) -> list[m.Mess
         m.Ping(10),
         m.Pong(10),
         m.StatusRequest(11),
+        m.StatusRequest(12, m.MAX_TOLD, "0x1.8p+1 l7", name),
         m.Status(11, "x", 0, 1, {"leases": 1}),
+        m.Status(12, "x", 0, 1, {"leases": 1}, encode_account(Account(rank="x/tp0@0a1b2c3d", num_readers=1))),
         m.Goodbye(),
     ]
 

@@ -334,7 +334,7 @@ async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> No
     async with prefill.engine:
         group = PrefillGroup("prefill", [prefill.engine.endpoint])
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-        prefill.engine._core.prefill.revoke = lambda lease, now: None  # type: ignore[method-assign]
+        prefill.engine._core.prefill.revoke = lambda lease, now, by="": None  # type: ignore[method-assign]
         closing = asyncio.create_task(prefill.engine.aclose())
         for _ in range(3):
             await asyncio.sleep(0)

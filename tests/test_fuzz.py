@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections import Counter
@@ -16,6 +17,8 @@ import pytest
 from asynckv import ConfigError, KeysConfig, LayoutError, LeaseConfig, PrefillGroup, RemoteProtocolError
 from asynckv.bench import workload
 from asynckv.core import wire as m
+from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount, decode_account, encode_account
+from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.core.types import Address, Cohort, Params, decode_params
 from asynckv.edges.zmq import ZmqPlane, make_pair
 from asynckv.geometry.check import check_layout
@@ -143,6 +146,31 @@ def layout_of_a_peer(rng: random.Random, path: Path) -> object:
     return layout
 
 
+ACCOUNT = Account(
+    rank="p/tp0@0a1b2c3d",
+    facts=Facts(version="0.1.0", planes={"nixl": "1"}, counters={"sent.ping": 3}, lag=Lag(counts={"inf": 0})),
+    counts=(PhaseCount(kind="lease", phase="granted", number=1, oldest_s=0.5),),
+    requests=(
+        RequestStatus("lease", "r", "r", "lent", 1.0, 1.0, None, 2, "w", (RankStatus("d/tp0", "granted"),), "p", 1, 7),
+    ),
+    holds=(HeldBlocks("r", "lent", {0: (1, 2)}, 1.0, math.inf, ("d/tp0",)),),
+    num_peers={"ready": 1},
+    peers=(PeerStatus(rank="x", address="tcp://x:1", state="ready"),),
+    budgets={"parked": (0, 4096)},
+)
+ACCOUNT_BYTES = encode_account(ACCOUNT)
+
+
+def account(rng: random.Random, path: Path) -> object:
+    if rng.random() < 0.5:
+        return decode_account(mutate(rng, ACCOUNT_BYTES))
+    try:
+        data = msgspec.msgpack.encode(spoil(rng, msgspec.msgpack.decode(ACCOUNT_BYTES, strict=False)))
+    except (UnicodeEncodeError, OverflowError, RecursionError, TypeError):
+        data = b""
+    return decode_account(data)
+
+
 def params(rng: random.Random, path: Path) -> object:
     found = decode_params(spoil(rng, PARAMS))
     assert isinstance(found, Params)
@@ -217,6 +245,7 @@ DECODERS: dict[Callable[[random.Random, Path], object], tuple[type[Exception], i
     packet: (RemoteProtocolError, 8_000),
     packet_tree: (RemoteProtocolError, 2_000),
     layout_of_a_peer: (LayoutError, 500),
+    account: (RemoteProtocolError, 4_000),
     params: (RemoteProtocolError, 3_000),
     endpoints: (ConfigError, 2_000),
     layout_file: (ConfigError, 60),

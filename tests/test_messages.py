@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.core import wire as m
+from asynckv.core.account import Account, encode_account
 from asynckv.core.outbox import Outbox
 from asynckv.core.types import MAX_ID, Cohort, Endpoint, Key, Outcome, Params, Reason, ReplyTo, decode_params, sendable
 from asynckv.errors import LayoutError, RemoteProtocolError
@@ -49,8 +50,8 @@ ALL: list[m.Message] = [
     m.Ack(KEY, "pull"),
     m.Ping(1),
     m.Pong(1),
-    m.StatusRequest(1),
-    m.Status(1, "prefill", 0, 1, {"leases": 3}),
+    m.StatusRequest(1, 256, "0x1.8p+1 l7", "req:1,\n\x00é"),
+    m.Status(1, "prefill", 0, 1, {"leases": 3}, encode_account(Account(rank="prefill/tp0@0a1b2c3d"))),
     m.Goodbye(),
     m.Draining(),
 ]
@@ -180,6 +181,14 @@ def test_a_newer_minor_version_may_add_fields() -> None:
     body = msgspec.msgpack.decode(m.encode_packet("s", "t", [m.Ping(4)]))
     body[3][0].append("added later")
     assert m.decode_packet(msgspec.msgpack.encode(body)).messages == (m.Ping(4),)
+
+
+def test_questions_for_the_status_of_older_versions_are_read_as_they_were_meant() -> None:
+    """Packets as asynckv of minor version 2 sent them, byte by byte."""
+    asked = bytes.fromhex("9401a7737472616e6765a091920d07")
+    assert m.decode_packet(asked).messages == (m.StatusRequest(7),)
+    said = bytes.fromhex("9401a173a17491960e07a770726566696c6c000181a66c656173657303")
+    assert m.decode_packet(said).messages == (m.Status(7, "prefill", 0, 1, {"leases": 3}),)
 
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9])

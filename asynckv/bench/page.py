@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from importlib import resources
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,10 +14,11 @@ from asynckv.bench.figures import FIGURES, Figure, at, leaves, named
 from asynckv.bench.journal import Sweep
 from asynckv.bench.noise import Interval
 from asynckv.bench.summary import SHOWN, Summary, summarise
+from asynckv.tools import frame
+from asynckv.tools.frame import REMEDY, is_installed
 
 __all__ = ["REMEDY", "is_installed", "make"]
 
-REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 HINT = (
     "Points are medians of their rounds, bars their 95 % intervals: of fewer than nine from the lowest to the highest."
 )
@@ -44,11 +43,6 @@ NAMES = {
 }
 
 
-def is_installed() -> bool:
-    """Say whether plots can be drawn."""
-    return importlib.util.find_spec("plotly") is not None
-
-
 def make(sweep: Sweep, name: str) -> str:
     """Make the page.
 
@@ -56,27 +50,21 @@ def make(sweep: Sweep, name: str) -> str:
         sweep: Finished or not; the page says which.
         name: Of its file.
     """
-    from plotly.offline import get_plotlyjs
-
     found = summarise(sweep)
     axis = _load_axis(sweep)
     missing, total = len(sweep.missing()), len(sweep.head.points) * sweep.head.rounds
     model = next((str(r["config"]["model"]) for p in found for r in p.reports), "")
-    title = f"asynckv sweep: {model or name}"
-    parts = {
-        "title": escape(title),
-        "hint": escape(HINT if sweep.head.rounds > 1 else ONCE),
-        "notes": _notes(sweep, found, missing, total),
-        "figures": "".join(_figure(i, plot, found, axis) for i, plot in enumerate(_plots(found))),
-        "table": _table(sweep, found),
-        "facts": _facts(sweep, found),
-        "commands": _commands(sweep, found),
-        "plotly": get_plotlyjs(),
-    }
-    text = resources.files("asynckv.bench").joinpath("page.html").read_text(encoding="utf-8")
-    # In one pass, so that nothing inside a part is taken for a mark.
-    head, *rest = text.split("@@")
-    return head + "".join(parts[x] if i % 2 == 0 else x for i, x in enumerate(rest))
+    body = (
+        f"{_notes(sweep, found, missing, total)}\n<h2>Against load</h2>\n"
+        f'<div class="plots">\n{"".join(_figure(plot, found, axis) for plot in _plots(found))}</div>\n'
+        '<h2>All points</h2>\n<div class="scroll" tabindex="0" role="region" aria-label="All points">'
+        f"{_table(sweep, found)}</div>\n"
+        f"<h2>Machine, versions, what all points share</h2>\n{_facts(sweep, found)}"
+        "<h2>Commands</h2>\n<details><summary>The sweep, and every point by itself</summary>"
+        f'<pre tabindex="0">{_commands(sweep, found)}</pre></details>\n'
+    )
+    hint = f"{HINT if sweep.head.rounds > 1 else ONCE} Loopback on one host is not a network between two."
+    return frame.make(f"asynckv sweep: {model or name}", hint, body)
 
 
 # -- plots -----------------------------------------------------------------------------------------
@@ -235,10 +223,8 @@ def _trace(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return trace
 
 
-def _figure(index: int, plot: Plot, found: Sequence[Summary], axis: str) -> str:
-    """Draw one plot, checked against plotly's own schema."""
-    import plotly.graph_objects as go
-
+def _figure(plot: Plot, found: Sequence[Summary], axis: str) -> str:
+    """Draw one plot."""
     lines: dict[str, list[Row]] = {}
     for row in _rows(found, axis, plot):
         lines.setdefault(row.line, []).append(row)
@@ -246,34 +232,13 @@ def _figure(index: int, plot: Plot, found: Sequence[Summary], axis: str) -> str:
     label, xs, ys = NAMES.get(axis, axis), {_x(p, axis) for p in found}, [v for trace in traces for v in trace["y"]]
     x: dict[str, Any] = {"title": {"text": label}}
     if len(xs) > 1 and all(isinstance(v, float) and v > 0 for v in xs):
-        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [_plain(v) for v in sorted(xs)]}
+        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [frame.plain(v) for v in sorted(xs)]}
     else:
         x["type"] = "category"
         for trace in traces:
-            trace["x"] = [_plain(v) for v in trace["x"]]
-    y: dict[str, Any] = {"title": {"text": plot.unit}, "rangemode": "tozero"}
-    if plot.is_log and all(v > 0 for v in ys):
-        ticks = _ticks(ys)
-        y |= {"type": "log", "tickvals": ticks, "ticktext": [_plain(v) for v in ticks]}
-        y["title"]["text"] += " (log scale)"
-    drawn = go.Figure(data=traces, layout={"xaxis": x, "yaxis": y})
-    # Without plotly's template: the page has its own colours.
-    drawn.update_layout(template=None)
-    # A "</script" inside a string must not end the script.
-    data = drawn.to_json().replace("<", "\\u003c")
-    return (
-        f'<figure><figcaption id="plot-{index}">{escape(plot.title)}</figcaption>'
-        f'<div class="plot" role="img" aria-label="{escape(_spoken(plot, label, traces))}"></div>'
-        f'<script type="application/json">{data}</script></figure>\n'
-    )
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Choose ticks of a logarithmic axis, and write them out: plotly's own say 2 and 5 in every decade."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
-    return [float(f"{step}e{decade}") for decade in decades for step in steps]
+            trace["x"] = [frame.plain(v) for v in trace["x"]]
+    y = frame.log_axis(plot.unit, ys) if plot.is_log and all(v > 0 for v in ys) else frame.axis(plot.unit)
+    return frame.figure(plot.title, _spoken(plot, label, traces), traces, {"xaxis": x, "yaxis": y})
 
 
 def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
@@ -281,13 +246,9 @@ def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for trace in traces:
         if "visible" not in trace:
-            ends = [(_plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
+            ends = [(frame.plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
             parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
     return f"{plot.title}, {plot.unit} against {label}. {'; '.join(parts)}. All figures are in the table below."
-
-
-def _plain(x: Any) -> str:
-    return f"{x:g}" if isinstance(x, float) else str(x)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -351,7 +312,7 @@ def _facts(sweep: Sweep, found: Sequence[Summary]) -> str:
     times = [row.at for row in sweep.rows]
     if times:
         facts["measured"] = f"{min(times)} to {max(times)}"
-    return "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items())
+    return frame.facts(facts)
 
 
 def _commands(sweep: Sweep, found: Sequence[Summary]) -> str:

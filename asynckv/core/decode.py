@@ -28,6 +28,8 @@ from asynckv.core.outbox import (
     PostRead,
     PullEnded,
     PullOver,
+    ReleaseRefused,
+    ReleaseUnanswered,
     SlowGeometry,
     TableRefused,
     Traced,
@@ -382,8 +384,10 @@ class DecodeSide:
 
     def tick_pull(self, pull: Pull, now: float) -> None:
         """Let time pass for a pull."""
-        was_retired = pull.is_retired
+        was_retired, answered_not = pull.is_retired, pull.unanswered
         effects = pull.tick(now)
+        if pull.unanswered is not answered_not:
+            self._outbox.commands.append(ReleaseUnanswered(pull, pull.unanswered, Reason.TIMEOUT))
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))
@@ -558,6 +562,7 @@ class DecodeSide:
             if (peer is None or peer.state is S.GONE) and source.release is not RELEASE.SETTLED:
                 # It may live after all: one word costs nothing, and its lease need not run out.
                 self._outbox.send(*source.rank.place, pull.make_release(source, now))
+                pull.unanswered += (source.name,)
                 self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
             if source.running or source.is_waiting:
                 self._make_room(source)
@@ -627,6 +632,8 @@ class DecodeSide:
         ):
             self._outbox.counters["dropped.stale_answer"] += 1
             return
+        if isinstance(answer, Refused) and not source.is_settled:
+            self._outbox.commands.append(ReleaseRefused(pull, source.name, answer.reason, answer.detail))
         self._carry_out(pull, pull.settled(source, note, now), now)
         if not pull.is_over:
             self._let_go(pull, source, now)
@@ -773,6 +780,7 @@ class DecodeSide:
                     continue
                 if pull.is_published:
                     if self._is_gone(source):
+                        self._outbox.commands.append(ReleaseUnanswered(pull, (source.name,), reason, detail))
                         self._carry_out(pull, pull.settled(source, "the rank is gone", now), now)
                 elif source.role is ROLE.READ:
                     # A rank that was read nothing from never fails a pull.

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from asynckv.core.attempts import Request, blocks_of
 from asynckv.core.decode import DecodeSide
 from asynckv.core.lease import Lease
-from asynckv.core.ledger import Ledger
+from asynckv.core.ledger import Holding, Ledger
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull
 from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
-__all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "retry_status"]
+__all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,61 +113,83 @@ class RequestStatus:
     sequence: int | None = None
 
 
+@dataclass(slots=True)
+class Tally:
+    """What can only be told of pulls by looking at every one of them."""
+
+    unanswered: int = 0
+    transfers_in_doubt: int = 0
+    blocks_quarantined: int = 0
+
+    def add(self, pull: Pull, ledger: Ledger) -> None:
+        """Count one in."""
+        for source in pull.sources:
+            self.transfers_in_doubt += len(source.doubtful)
+        if not pull.is_published:
+            self.unanswered += not pull.is_answered
+        elif (hold := ledger.get(pull.pull_id)) is not None:
+            self.blocks_quarantined += hold.num_blocks
+
+
 class Inspector:
     """What a rank holds and owes, as its ledger and its two sides know it."""
 
     def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
         self._ledger, self._prefill, self._decode = ledger, prefill, decode
 
-    def gauges(self) -> dict[str, int]:
-        """What is owed and held right now."""
-        pulls = self._decode.pulls.values()
+    def gauges(self, tally: Tally | None = None) -> dict[str, int]:
+        """What is owed and held right now; `tally` if somebody has looked at every pull already."""
+        if tally is None:
+            tally = Tally()
+            for pull in self._decode.pulls.values():
+                tally.add(pull, self._ledger)
         return {
             "leases": len(self._prefill.leases),
             "parked": self._prefill.num_parked,
-            "pulls": len(pulls),
+            "pulls": len(self._decode.pulls),
             "pulls_waiting": len(self._decode.by_request),
-            "pulls_unanswered": sum(not pull.is_published and not pull.is_answered for pull in pulls),
+            "pulls_unanswered": tally.unanswered,
             "pulls_queued": self._decode.admission.num_waiting,
             "pulls_admitted": self._decode.admission.num_admitted,
             "bytes_in_flight": self._decode.in_flight.num_bytes,
             "transfers": len(self._decode.transfers),
-            "transfers_in_doubt": sum(len(source.doubtful) for p in pulls for source in p.sources),
+            "transfers_in_doubt": tally.transfers_in_doubt,
             "peers": len(self._decode.peers.by_place),
             "blocks_lent": self._ledger.num_held("lent"),
             "blocks_writing": self._ledger.num_held("writing"),
-            "blocks_quarantined": sum(
-                hold.num_blocks
-                for hold in self._ledger
-                if hold.kind == "writing" and (p := self._decode.pulls.get(PullId(hold.holder))) and p.is_published
-            ),
+            "blocks_quarantined": tally.blocks_quarantined,
         }
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, the oldest first."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
-        out = []
-        for hold in sorted(self._ledger, key=lambda h: h.since):
-            pull, lease = self._decode.pulls.get(PullId(hold.holder)), leases.get(hold.holder)
-            reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
-            if pull is not None:
-                open_ones = (x for x in pull.sources if x.running or x.doubtful or (x.reads and not x.proven))
-                waits_for = tuple(x.where for x in open_ones)
-                reason, until = pull.held_as
-            elif lease is not None:
-                waits_for, reason, until = lease.waits_for(), lease.state.value, lease.until
-            out.append(
-                HeldBlocks(
-                    request_id=hold.request_id,
-                    reason=reason,
-                    blocks={g: tuple(ids.tolist()) for g, ids in hold.blocks.items()},
-                    held_s=now - hold.since,
-                    left_s=max(until - now, 0.0),
-                    waits_for=waits_for,
-                    pull_id=hold.holder if pull is not None else "",
-                )
-            )
-        return tuple(out)
+        return tuple(
+            self._hold(hold, self._decode.pulls.get(PullId(hold.holder)) or leases.get(hold.holder), now)
+            for hold in sorted(self._ledger, key=lambda h: h.since)
+        )
+
+    def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
+        """Say which blocks one of them holds, with so many ids of each group; None if none."""
+        hold = self._ledger.get(_holder(request))
+        return self._hold(hold, request, now, most) if hold is not None else None
+
+    def _hold(self, hold: Holding, request: Lease | Pull | None, now: float, most: int | None = None) -> HeldBlocks:
+        reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
+        if isinstance(request, Pull):
+            open_ones = (x for x in request.sources if x.running or x.doubtful or (x.reads and not x.proven))
+            waits_for = tuple(x.where for x in open_ones)
+            reason, until = request.held_as
+        elif request is not None:
+            waits_for, reason, until = request.waits_for(), request.state.value, request.until
+        return HeldBlocks(
+            request_id=hold.request_id,
+            reason=reason,
+            blocks={g: tuple(ids[:most].tolist()) for g, ids in hold.blocks.items()},
+            held_s=now - hold.since,
+            left_s=max(until - now, 0.0),
+            waits_for=waits_for,
+            pull_id=hold.holder if isinstance(request, Pull) else "",
+        )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         """Say how every pull, announcement and lease stands, the oldest first."""
@@ -177,7 +199,7 @@ class Inspector:
 
     def status(self, request: Lease | Pull, now: float) -> RequestStatus:
         """Say how one of them stands."""
-        hold = self._ledger.get(request.lent.key.token if isinstance(request, Lease) else request.pull_id)
+        hold = self._ledger.get(_holder(request))
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
             return _lease_status(request, blocks, now)
@@ -229,6 +251,11 @@ class Inspector:
         )
 
 
+def _holder(request: Lease | Pull) -> str:
+    """Under what name the ledger knows it."""
+    return request.lent.key.token if isinstance(request, Lease) else request.pull_id
+
+
 def retry_status(hold: HeldBlocks) -> RequestStatus:
     """Say how a request stands that waits for another attempt."""
     return RequestStatus(
@@ -249,6 +276,8 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
     """Say how a lent request stands."""
     ranks = []
     for name, state, grant in lease.readers():
+        if state == "granted" and grant is not None and grant.until <= now:
+            state = "lapsed"  # though nobody has noticed it yet
         granted = grant.until - now if grant is not None and state == "granted" else None
         heard = now - grant.asked_at if grant is not None else None
         pull_id = grant.pull_id if grant is not None else ""

@@ -32,18 +32,21 @@ from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import Struct
 
-from asynckv.core.types import Key, Outcome, PullId, Reason, RequestId, members, rank_name
+from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, RequestId, members, rank_name
 from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.match import owed_readers
 
-__all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Revoke"]
+__all__ = ["Effects", "Grant", "Lease", "LeaseState", "Lent", "Reader", "Refusal", "Revoke"]
 
 MAX_READERS = 4096
 MAX_HISTORY = 1024
 NOTICED_S = 0.1
 """If a grant ran out longer ago than that, history says so: no timer is set for it while a reader is owed."""
+
+MAX_REFUSALS = 8
+"""Messages that were turned down and are remembered, of a kind one."""
 
 MAX_NAMED = 4
 """Readers named in a sentence."""
@@ -162,6 +165,22 @@ class Discharge(Struct, frozen=True, gc=False):
     name: str
 
 
+class Refusal(Struct, frozen=True, gc=False):
+    """A message about this very request that was turned down.
+
+    Attributes:
+        at: When the first of its kind came.
+        what: `claim`, `renew` or `release`.
+        who: The reader and its process, for people.
+    """
+
+    at: float
+    what: str
+    reason: str
+    who: str
+    detail: str = ""
+
+
 class BoundCohort(Struct):
     """A cohort that spoke up: its readers here, and which of them are still owed."""
 
@@ -204,6 +223,8 @@ class Lease:
         "lent",
         "lent_at",
         "past",
+        "refused",
+        "revoked_by",
         "scheduled_at",
         "since",
         "state",
@@ -227,6 +248,10 @@ class Lease:
         self.lapsed = 0
         """Grants that ran out; only bounds how often a reader may try."""
         self.discharged: dict[Reader, Discharge] = {}
+        self.refused: list[Refusal] = []
+        """What was turned down, the first of each kind."""
+        self.revoked_by = ""
+        """Who wanted it back: `caller`, `withdraw`, or how the engine ended."""
         self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written)
         self.history: list[tuple[float, str]] = [(now, "lent")]
         self.scheduled_at = math.inf
@@ -255,13 +280,17 @@ class Lease:
             case Renew():
                 answer = self._renew(message, sender, now)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
+        if type(answer) is Refused:
+            self.turned_down(
+                Refusal(now, _WHAT[type(message)], answer.reason, self._who(message, sender), answer.detail)
+            )
         self._go_on(after, now)
         if not ON_EVENT[self.state]:
             return Effects(math.inf, answer, first, True)
         return Effects(self.wake_at, answer, first)
 
-    def revoke(self, now: float) -> Effects:
-        """Stop granting; the blocks return when no grant runs any more.
+    def revoke(self, now: float, by: str = "caller") -> Effects:
+        """Stop granting; the blocks return when no grant runs any more. `by` is for people.
 
         Raises:
             LocalProtocolError: It is over; nothing was changed.
@@ -269,6 +298,7 @@ class Lease:
         after = ON_EVENT[self.state].get(Revoke)
         if after is None:
             raise self._impossible(Revoke)
+        self.revoked_by = self.revoked_by or by
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
@@ -282,6 +312,19 @@ class Lease:
         while self.warn_at <= now:
             self.warn_at = self.lent_at + 2 * (self.warn_at - self.lent_at)
         return Effects(self.wake_at, is_overdue=is_overdue)
+
+    def turned_down(self, refusal: Refusal) -> None:
+        """Remember a message that was turned down: it may be why a reader stays owed."""
+        kind = refusal.what, refusal.reason, refusal.who
+        if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
+            self.refused.append(refusal)
+
+    def _who(self, message: Claim | Renew | Release, sender: str) -> str:
+        if not isinstance(message, Renew):
+            cohort = message.cohort
+            return rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
+        known = (x.name for x in (*self.grants.values(), *self.past.values()) if x.sender == sender)
+        return next(known, f"?@{sender[:SHOWN_LETTERS]}")
 
     def sample(self) -> None:
         """Report what becomes of it though it be well."""
@@ -380,6 +423,11 @@ class Lease:
         known = self._last_grants()
         names = [known[r].name if r in known else str(r) for b in self.cohorts.values() for r in sorted(b.owed)]
         return (*names, *["*"] * (self.lent.readers - len(self.cohorts)))
+
+    def claims(self) -> list[Grant]:
+        """Return the last grant of each reader that is owed and ever held one."""
+        known = self._last_grants()
+        return [known[r] for bound in self.cohorts.values() for r in sorted(bound.owed) if r in known]
 
     def readers(self) -> Iterator[tuple[str, str, Grant | None]]:
         """Say of every reader, by name, what it is at, and what it was granted last; `*` is a cohort yet to speak up.
@@ -543,6 +591,7 @@ class Lease:
         return None
 
 
+_WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 _WAITS = {
     "granted": "claimed and renewed by",
     "lapsed": "claimed and no longer renewed by",

@@ -83,6 +83,11 @@ class Ledger:
         """Return what one holder holds."""
         return self._holdings.get(holder)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that there are, held or not."""
+        return sum(len(self._lent[p]) for p in set(self._pools))
+
     def num_held(self, kind: Kind) -> int:
         """Blocks with at least one holder of this kind."""
         arrays = self._lent if kind == "lent" else self._writing

@@ -49,6 +49,10 @@ __all__ = [
     "PostRead",
     "PullEnded",
     "PullOver",
+    "ReaderMet",
+    "ReaderRefused",
+    "ReleaseRefused",
+    "ReleaseUnanswered",
     "RemovePeer",
     "SlowGeometry",
     "TableRefused",
@@ -123,6 +127,41 @@ class PullOver(Struct, frozen=True):
     pull: Pull
 
 
+class ReleaseUnanswered(Struct, frozen=True):
+    """These ranks never acknowledged a pull's release, and are told no more: the lease there will expire."""
+
+    pull: Pull
+    ranks: tuple[str, ...]
+    cause: str
+    detail: str = ""
+
+
+class ReleaseRefused(Struct, frozen=True):
+    """A rank turned a pull's release down: the lease there will expire."""
+
+    pull: Pull
+    rank: str
+    cause: str
+    detail: str
+
+
+class ReaderMet(Struct, frozen=True):
+    """A start of a reader's process was welcomed for the first time."""
+
+    name: str
+    incarnation: str
+    minor: int
+
+
+class ReaderRefused(Struct, frozen=True):
+    """A reader is not served by this start of the process, or not at all; `what` it had said."""
+
+    name: str
+    what: str
+    cause: str
+    detail: str
+
+
 class LeaseGranted(Struct, frozen=True):
     """A pull was promised the blocks of a sampled lease for the first time."""
 
@@ -176,6 +215,10 @@ Command = (
     | BlocksReturned
     | BlocksRetired
     | PullOver
+    | ReleaseUnanswered
+    | ReleaseRefused
+    | ReaderMet
+    | ReaderRefused
     | LeaseGranted
     | LeaseEnded
     | HeldForLong

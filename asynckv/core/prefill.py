@@ -26,12 +26,12 @@ import numpy as np
 from msgspec import Struct
 
 from asynckv.config import LeaseConfig
-from asynckv.core.lease import Effects, Lease, LeaseState, Lent
+from asynckv.core.lease import Effects, Lease, LeaseState, Lent, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.outbox import LeaseEnded, LeaseGranted, Outbox, Traced
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
-from asynckv.core.types import Key, Reason, ReplyTo
+from asynckv.core.types import Key, Reason, ReplyTo, rank_name
 from asynckv.core.wire import Ack, Claim, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
@@ -45,6 +45,9 @@ MAX_ENDED = 8192
 
 PARKED_TEXT = 1024
 """Letters of a request id that have room in one place for what came early, so that places bound its memory."""
+
+MAX_FORGOTTEN = 1024
+"""Releases that were parked for too long, and are remembered for their lease's sake."""
 
 _ENDED_AS = {
     LeaseState.RELEASED: Reason.CONSUMED,
@@ -104,6 +107,9 @@ class PrefillSide:
         self._parked_by: Counter[ReplyTo] = Counter()
         """Connections, and the room that their parked messages take: what they call themselves is their own word."""
         self._ended: OrderedDict[Key, Reason] = OrderedDict()
+        self._forgotten: OrderedDict[Key, Refusal] = OrderedDict()
+        """Releases that came so early that they were given up: if the request is lent after all, that is why it
+        expires."""
         self.spent = SpentKeys()
 
     @property
@@ -145,6 +151,8 @@ class PrefillSide:
         lease = self.leases[key] = Lease(lent, now)
         self.spent.add(key)
         self._outbox.counters["leases.lent"] += 1
+        if (forgotten := self._forgotten.pop(key, None)) is not None:
+            lease.turned_down(forgotten)
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, lease.wake_at)
@@ -161,7 +169,7 @@ class PrefillSide:
             The pulls that waited for it; None if it is, or was, lent or withdrawn already.
         """
         if (lease := self.leases.get(key)) is not None:
-            self.revoke(lease, now)
+            self.revoke(lease, now, "withdraw")
             return None
         if self._is_spent(key):
             return None
@@ -175,11 +183,11 @@ class PrefillSide:
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.WITHDRAWN)
         return tuple(waited)
 
-    def revoke(self, lease: Lease, now: float) -> None:
+    def revoke(self, lease: Lease, now: float, by: str = "caller") -> None:
         """Take a lent request back; its blocks return when no grant runs any more. Harmless once it is over."""
         if not lease.is_over:
             noted = len(lease.history)
-            self._follow(lease, lease.revoke(now), noted)
+            self._follow(lease, lease.revoke(now, by), noted)
 
     def shut(self, how: str) -> None:
         """Lend nothing any more: who waits for a request that was not lent is told so."""
@@ -222,8 +230,11 @@ class PrefillSide:
             _, key, place = self._parked_order.popleft()
             waiting = self._parked.get(key, {})
             if place in waiting and waiting[place].until <= now:
-                self._unpark(waiting.pop(place))
+                parked = waiting.pop(place)
+                self._unpark(parked)
                 self._outbox.counters["parked.expired"] += 1
+                if isinstance(parked.message, Release):
+                    self._forget(key, parked.message, parked.sender, now)
                 if not waiting:
                     del self._parked[key]
         self.next_at = self._parked_order[0][0] if self._parked_order else math.inf
@@ -347,6 +358,15 @@ class PrefillSide:
         for each in parked:
             self._unpark(each)
         return parked
+
+    def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
+        """Give up a release that was acknowledged and never applied."""
+        cohort = release.cohort
+        who = rank_name(cohort.id, cohort.tp_rank, cohort.pp_stage, sender)
+        detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
+        self._forgotten[key] = Refusal(now, "release", "parked_too_long", who, detail)
+        if len(self._forgotten) > MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
     def _unpark(self, parked: ParkedMessage) -> None:
         self._parked_by[parked.reply_to] -= parked.room

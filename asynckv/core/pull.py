@@ -302,6 +302,10 @@ class Pull:
     failed_at: float = math.inf
     failed_in: str = ""
     """The phase in which it failed."""
+    waited_for: str = ""
+    """What it waited for then, in words."""
+    unanswered: tuple[str, ...] = ()
+    """Ranks that were given up before they acknowledged the release."""
     published_at: float = math.inf
     released_at: float = math.inf
     warn_at: float = math.inf
@@ -619,6 +623,7 @@ class Pull:
             for source in self.sources:
                 if source.release is not RELEASE.SETTLED:
                     self._note(now, f"release {source.name}: given up, the lease will expire")
+                    self.unanswered += (source.name,)
                     source.settled()
         after = self.state
         if now >= self.deadline and self.failure is None and self.reason is None:
@@ -754,7 +759,7 @@ class Pull:
             return
         assert reason is not Reason.COMPLETE  # that is for whom nothing failed
         self.failure = (reason, detail)
-        self.failed_at, self.failed_in = now, self._phase
+        self.failed_at, self.failed_in, self.waited_for = now, self._phase, self._waiting_for(now)[1]
         is_late = reason in (Reason.TIMEOUT, Reason.NOT_LENT_YET)
         self.drain_by = now if is_late else min(self.deadline, now + self.limits.drain_s)
         self._note(now, f"{reason}: {detail}")

@@ -9,7 +9,7 @@ simulation with simulated ones.
     packets   from who reads from us            -> prefill side, readers
               from whom we read                 -> decode side
     time      tick                              -> whoever asked to be woken
-    questions inspect                           -> who holds what
+    questions inspect                           -> who holds what; survey, for whoever asks from outside
 
 What the planes say of transfers, peers and addresses goes past it, to `RankCore.decode`; `core/__init__.py` lists that.
 """
@@ -36,6 +36,7 @@ from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import Pull, PullLimits, PullRequest
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.source import ROLE, Source
+from asynckv.core.survey import Survey
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, Params, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.watch import Watch, warn_after
@@ -103,6 +104,7 @@ class RankCore:
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, self.watch
         )
         self.inspect = Inspector(self.ledger, self.prefill, self.decode)
+        self.survey = Survey(identity, config, self.ledger, self.prefill, self.decode, self.readers, self.inspect)
         limits = config.limits
         self._messages = Limiter(limits.messages_per_s, limits.message_burst)
         self._hellos = Limiter(limits.hellos_per_s, limits.hello_burst)
@@ -394,7 +396,7 @@ class RankCore:
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
         for lease in list(self.prefill.leases.values()):
-            self.prefill.revoke(lease, now)
+            self.prefill.revoke(lease, now, how)
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell everyone who shook hands; `how` is for people."""
@@ -478,6 +480,7 @@ class RankCore:
         """Let time pass for up to `most` pulls, leases and peers; `next_at` says when to come back."""
         self.prefill.tick(now)
         self.watch.tick(now)
+        self.survey.tick(now)
         for _ in range(most):
             match self.timers.pop(now):
                 case None:
@@ -495,7 +498,7 @@ class RankCore:
     @property
     def next_at(self) -> float:
         """When `tick` will have something to do."""
-        return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at)
+        return min(self.timers.next_at, self.prefill.next_at, self.watch.next_at, self.survey.next_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -514,6 +517,8 @@ class RankCore:
                     self.outbox.counters["dropped.too_many_hellos"] += 1
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
+            case StatusRequest() if message.most or not self.config.inspect.enabled:
+                self.survey.ask(route, message, lambda status: self.outbox.send(route, source, status), now)
             case StatusRequest():
                 # Counting everything takes long where there is much.
                 if self._hellos.take(route, now):
@@ -532,4 +537,4 @@ class RankCore:
             self.decode.foreign_version(Address(origin), detail, now)
         else:
             # Whatever it was, the answer's first field tells its sender which version is spoken here.
-            self.outbox.send(ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))
+            self.readers.refuse("", "hello", ReplyTo(origin), "", Unwelcome(0, Reason.PROTOCOL, detail))

@@ -11,12 +11,13 @@ of the process is over (`Goodbye`). Nothing depends on them.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
 
-from asynckv.core.outbox import Outbox
-from asynckv.core.types import Reason, ReplyTo, rank_name
+from asynckv.core.outbox import Outbox, ReaderMet, ReaderRefused
+from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
@@ -77,6 +78,8 @@ class Readers:
         self._identity, self._outbox = identity, outbox
         self._layout = msgspec.Raw(msgspec.msgpack.encode(identity.layout))
         self._set_agent(identity.agent_name, identity.metadata)
+        self._met: OrderedDict[str, None] = OrderedDict()
+        """Process starts that were welcomed once."""
         self._waiting: dict[tuple[str, ReplyTo], Hello] = {}
         """Hellos that came while there was no agent, the last of each."""
 
@@ -126,8 +129,11 @@ class Readers:
                 self._waiting[source, route] = hello
             return
         answer = self._answer(hello, closed_as, lends)
-        self._outbox.send(route, source, answer)
-        if isinstance(answer, Welcome):
+        if isinstance(answer, Unwelcome):
+            self.refuse(_name(hello.reader, source), "hello", route, source, answer)
+        else:
+            self._outbox.send(route, source, answer)
+            self._meet(hello, source)
             self.minor_versions.pop((source, route), None)
             self.minor_versions[source, route] = hello.minor
             if len(self.minor_versions) > MAX_READERS:
@@ -148,22 +154,41 @@ class Readers:
 
     def misdirected(self, message: Message, route: ReplyTo, source: str) -> None:
         """Answer what was meant for a process that is no more."""
-        detail = f"{self._identity.name} listens here now"
+        detail, who = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
         answer: Refused | Unwelcome
         match message:
-            case Claim() | Renew():
+            case Claim():
                 answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+                what, who = "claim", _name(message.cohort, source)
+            case Renew():
+                answer = Refused(message.key, message.pull_id, message.nonce, Reason.RESTARTED, detail)
+                what = "renew"
             case Release():
                 answer = Refused(message.key, message.pull_id, RELEASE_NONCE, Reason.RESTARTED, detail)
-            case Hello() if not self._is_meant(message):
-                answer = self._wrong_target(message)
+                what, who = "release", _name(message.cohort, source)
             case Hello():
-                answer = Unwelcome(message.nonce, Reason.RESTARTED, detail)
+                is_meant = self._is_meant(message)
+                answer = Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
+                what, who = "hello", _name(message.reader, source)
             case _:
                 return
+        self.refuse(who, what, route, source, answer)
+
+    def refuse(self, who: str, what: str, route: ReplyTo, source: str, answer: Refused | Unwelcome) -> None:
+        """Turn somebody down who is not served by this start of the process."""
         self._outbox.send(route, source, answer)
+        self._outbox.commands.append(ReaderRefused(who, what, answer.reason, answer.detail))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _meet(self, hello: Hello, source: str) -> None:
+        """Say so if this start of a process is welcomed for the first time."""
+        if source in self._met:
+            return
+        self._met[source] = None
+        if len(self._met) > MAX_READERS:
+            self._met.popitem(last=False)
+        self._outbox.commands.append(ReaderMet(_name(hello.reader, source), source, hello.minor))
 
     def _is_meant(self, hello: Hello) -> bool:
         layout = self._identity.layout
@@ -178,3 +203,7 @@ class Readers:
     def _say_draining(self, route: ReplyTo, source: str, minor: int) -> None:
         if minor >= 1:
             self._outbox.send(route, source, Draining())
+
+
+def _name(reader: Cohort, source: str) -> str:
+    return rank_name(reader.id, reader.tp_rank, reader.pp_stage, source)

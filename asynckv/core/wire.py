@@ -35,7 +35,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from asynckv.core.types import Cohort, Key, Outcome, Reason, RequestText, Seconds
+from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Reason, RequestText, Seconds
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 
@@ -44,6 +44,7 @@ __all__ = [
     "MAX_MESSAGES",
     "MAX_PACKET",
     "MAX_REQUEST_PACKET",
+    "MAX_TOLD",
     "MINOR",
     "RELEASE_NONCE",
     "Ack",
@@ -71,8 +72,8 @@ __all__ = [
 ]
 
 MAJOR = 1
-MINOR = 2
-"""1: `Draining`. 2: the reason `withdrawn`."""
+MINOR = 3
+"""1: `Draining`. 2: the reason `withdrawn`. 3: what is wanted of a status, and the account in it."""
 
 MAX_PACKET = 16 * 1024 * 1024
 """Bytes; the control plane refuses anything larger before it is decoded."""
@@ -93,6 +94,11 @@ Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 RELEASE_NONCE = 0
 """The nonce in the refusal of a `Release`, which carries none itself; no claim or renewal has it."""
+
+MAX_TOLD = 256
+"""Requests in one account."""
+
+MAX_CURSOR = 256
 
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
@@ -259,6 +265,12 @@ class StatusRequest(Struct, frozen=True, array_like=True, tag=13, gc=False):
     """What do you hold? For people and tools."""
 
     nonce: Nonce
+    most: Annotated[int, Meta(ge=0, le=MAX_TOLD)] = 0
+    """Requests in the account that the answer carries; 0 asks for gauges alone, as all did before minor version 3."""
+    after: Annotated[str, Meta(max_length=MAX_CURSOR)] = ""
+    """Where the last account ended."""
+    request_id: Annotated[str, Meta(max_length=MAX_ID)] = ""
+    """Tell of this request alone, by either side's id."""
 
 
 class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
@@ -269,6 +281,8 @@ class Status(Struct, frozen=True, array_like=True, tag=14, gc=False):
     tp_rank: Rank
     tp_size: Size
     gauges: Annotated[dict[Annotated[str, Meta(max_length=128)], Annotated[int, Meta(ge=0)]], Meta(max_length=256)]
+    account: bytes = b""
+    """An `Account`, encoded: `decode_account` looks at its length first. Of an older version there is none."""
 
 
 class Goodbye(Struct, frozen=True, array_like=True, tag=15, gc=False):

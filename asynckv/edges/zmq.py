@@ -34,7 +34,7 @@ from asynckv.core.wire import MAX_PACKET, MAX_REQUEST_PACKET
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair
 
-__all__ = ["ZmqPlane", "make_pair"]
+__all__ = ["ZmqPlane", "host_and_port", "make_pair"]
 
 QUEUE = 8192
 """Packets per link that wait to be sent to a listener."""
@@ -126,6 +126,19 @@ def _host(address: str) -> str:
     return host
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return where `tcp://host:port`, with a key behind it or not, is to be reached.
+
+    Raises:
+        ConfigError: It is not such an address.
+    """
+    endpoint, _ = _split(address)
+    host, port = _host(endpoint), endpoint.rpartition(":")[2]
+    if port == "*" or not int(port):
+        raise ConfigError(f"{address!r:.200} names no port to connect to")
+    return host, int(port)
+
+
 def _is_wildcard(host: str) -> bool:
     return host in ("*", "0.0.0.0", "::")
 
@@ -182,7 +195,7 @@ class ZmqPlane:
     """A ROUTER to be asked, and DEALERs to ask with.
 
     Args:
-        bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose.
+        bind: Where to listen, such as `tcp://127.0.0.1:0`; port 0 lets the system choose. None: only ask.
         advertise: What others are told, if it is not the bound address.
         allow_insecure: Listen beyond loopback although nothing is encrypted.
         keys: Who this is, and who else may speak.
@@ -192,25 +205,16 @@ class ZmqPlane:
     """
 
     def __init__(
-        self, bind: str, advertise: str = "", allow_insecure: bool = False, keys: KeysConfig | None = None
+        self, bind: str | None, advertise: str = "", allow_insecure: bool = False, keys: KeysConfig | None = None
     ) -> None:
-        for name, address in (("bind", bind), ("advertise", advertise)):
+        for name, address in (("bind", bind or ""), ("advertise", advertise)):
             if KEY_MARK in address:
                 raise ConfigError(
                     f"{name} {address!r:.200} carries a key, which the engine adds itself; leave out what begins with "
                     f"{KEY_MARK!r}"
                 )
-        host = _host(bind)
-        if not _is_loopback(host) and not allow_insecure and keys is None:
-            raise ConfigError(
-                f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: anybody who reaches "
-                f"it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, or set "
-                f"allow_insecure=True in a trusted network"
-            )
-        if _is_wildcard(host) and not advertise:
-            raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
-        if advertise and _is_wildcard(_host(advertise)):
-            raise ConfigError(f"advertise {advertise!r} is a wildcard, which peers cannot connect to")
+        if bind is not None:
+            self._check(bind, advertise, allow_insecure or keys is not None)
         self._bind, self._advertise = bind, advertise
         self._pair: KeyPair | None = None
         self._peers: AllowList | None = None
@@ -226,6 +230,21 @@ class ZmqPlane:
         self._on_refused: OnRefused = lambda cause, who: None
         self._counts: Counter[str] = Counter()
 
+    @staticmethod
+    def _check(bind: str, advertise: str, is_protected: bool) -> None:
+        """Refuse addresses that cannot serve."""
+        host = _host(bind)
+        if not _is_loopback(host) and not is_protected:
+            raise ConfigError(
+                f"bind {bind!r} is not a loopback address, and the control plane is not encrypted: anybody who reaches "
+                f"it could claim and release blocks; give keys (asynckv keygen makes them), bind to 127.0.0.1, or set "
+                f"allow_insecure=True in a trusted network"
+            )
+        if _is_wildcard(host) and not advertise:
+            raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
+        if advertise and _is_wildcard(_host(advertise)):
+            raise ConfigError(f"advertise {advertise!r} is a wildcard, which peers cannot connect to")
+
     @property
     def address(self) -> Address:
         """Where others reach this rank."""
@@ -235,32 +254,32 @@ class ZmqPlane:
         """Bind the listener."""
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._context.set(zmq.MAX_SOCKETS, min(MAX_LINKS, self._context.get(zmq.SOCKET_LIMIT)))
+        if self._bind is None:
+            return
         socket = self._socket(zmq.ROUTER, self._bind)
         try:
             self._guard(socket)
-            self._address = self._listen(socket)
+            self._address = self._listen(socket, self._bind)
         except BaseException:
             self._unguard(socket)
             socket.close(0)
             raise
         self._router = _Link(socket, self._from_router)
 
-    def _listen(self, socket: zmq.Socket[bytes]) -> Address:
+    def _listen(self, socket: zmq.Socket[bytes], bind: str) -> Address:
         """Bind, and return what others are told."""
         try:
-            socket.bind(self._bind)
+            socket.bind(bind)
         except zmq.ZMQError as exc:
             raise BackendError(
-                f"cannot listen at {self._bind!r}: {exc.strerror or exc}; choose another port (0 lets the system "
+                f"cannot listen at {bind!r}: {exc.strerror or exc}; choose another port (0 lets the system "
                 f"choose), or an address of this host"
             ) from exc
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         if not self._advertise and _is_wildcard(_host(bound)):
             # Spelled so that it did not look like one (`tcp://0:0`).
-            raise ConfigError(
-                f"bind {self._bind!r} is a wildcard, which peers cannot connect to; set advertise as well"
-            )
+            raise ConfigError(f"bind {bind!r} is a wildcard, which peers cannot connect to; set advertise as well")
         advertised = self._advertise or bound
         if advertised.endswith((":0", ":*")):
             advertised = advertised.rpartition(":")[0] + ":" + port
@@ -270,10 +289,10 @@ class ZmqPlane:
 
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, or drop and count."""
-        if self._context is None or self._router is None:
+        if self._context is None:
             return False
         if isinstance(to, bytes):
-            sent = self._router.send([to, packet])
+            sent = self._router is not None and self._router.send([to, packet])
         else:
             link = self._links.get(Address(to)) or self._connect(Address(to))
             sent = link is not None and link.send([packet])

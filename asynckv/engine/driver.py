@@ -37,6 +37,10 @@ from asynckv.core.outbox import (
     PeerDraining,
     PullEnded,
     PullOver,
+    ReaderMet,
+    ReaderRefused,
+    ReleaseRefused,
+    ReleaseUnanswered,
     RemovePeer,
     SlowGeometry,
     TableRefused,
@@ -46,10 +50,12 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.types import Address, PullId, ReplyTo
+from asynckv.core.wire import Status, StatusRequest
 from asynckv.engine.home import Home
 from asynckv.engine.lag import LoopLag
 from asynckv.errors import BackendError, EngineClosed, PullError
 from asynckv.errors import BlocksRetired as Retired
+from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
@@ -118,6 +124,7 @@ class Driver:
         waiting: Who waits for a pull that is not over.
         lent: Leases that are not over, and who waits for that.
         turned: Set by every turn, for whoever waits for something to be over.
+        began_at: When it was given its first core.
         release_s: How long the last releases took in the background.
         lag: How late the timer fired.
         observers: Who else is told what happens.
@@ -143,6 +150,7 @@ class Driver:
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)
         self.lag = LoopLag(away_s)
+        self.began_at = math.inf
         self.observers: tuple[Observer, ...] = ()
         self.data_down = ""
         self._held: set[PullId] = set()
@@ -156,7 +164,7 @@ class Driver:
         """The data plane was told that remote ranks may read."""
         self._polled_at = -math.inf
         self._timer: TimerHandle | None = None
-        self._timer_at = math.inf
+        self._timer_at = self._due_at = math.inf
         self._beat_at = math.inf
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
@@ -178,8 +186,9 @@ class Driver:
 
     def begin(self, core: RankCore) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
-        self.core, self._is_serving = core, False
-        self._beat_at = self.clock.now() + IDLE_BEAT_S
+        self.core, self._is_serving, now = core, False, self.clock.now()
+        self.began_at = min(self.began_at, now)
+        self._beat_at = now + IDLE_BEAT_S
         core.outbox.trace = self.recorder.is_tracing
 
     def counters(self) -> dict[str, int]:
@@ -192,6 +201,7 @@ class Driver:
         counters["keys.given_up"] = core.prefill.spent.num_given_up
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self.recorder.num_failed
+        counters["log.dropped"] = self.recorder.num_dropped
         return counters
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:
@@ -233,8 +243,10 @@ class Driver:
             if waiting.outcome is not None and not waiting.outcome.done():
                 waiting.outcome.set_exception(EngineClosed("the engine was closed"))
             waiting.returned.set()
-        for ended in self.lent.values():
+        now = self.clock.now()
+        for lease, ended in self.lent.items():
             ended.set()
+            self.recorder.lease_ended(lease, now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()
@@ -253,6 +265,11 @@ class Driver:
             self.core.receive(origin, data, self.clock.now())
         except Exception as exc:
             self._internal_error(exc)
+        self.soon()
+
+    def on_question(self, who: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
+        """Take a question that came by another way than the control plane's."""
+        self._safely(self.core.survey.ask, who, asked, answer, self.clock.now())
         self.soon()
 
     def on_refused(self, cause: str, who: str) -> None:
@@ -274,14 +291,14 @@ class Driver:
                     self.data_down = news.cause
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
-                        self.recorder.event("error", "data_plane_broken", cause=news.cause, pause_s=news.pause_s)
+                        self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)
                 case AgentReplaced():
                     self.data_down = ""
                     self.core.outbox.counters["agents_replaced"] += 1
                     self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
                     self.recorder.event(
                         "warning",
-                        "data_plane_restarted",
+                        EVENT.DATA_PLANE_RESTARTED,
                         cause=news.cause,
                         agent=news.agent.name,
                         seconds=round(news.seconds, 6),
@@ -293,7 +310,7 @@ class Driver:
             self.soon()
 
     def _on_timer(self) -> None:
-        due, self._timer, self._timer_at = self._timer_at, None, math.inf
+        due, self._timer, self._timer_at = self._due_at, None, math.inf
         self._safely(self._tick, due)
         if self._timer is None:
             self.soon()  # which arms it, as everybody's deadlines hang on it
@@ -320,6 +337,8 @@ class Driver:
         if when < math.inf:
             self._timer = self.clock.call_at(when, self._on_timer)
         self._timer_at = when
+        # What should have been done before (a peer is pinged that was idle until now) is due now, and nobody is late.
+        self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
         """Hand one event to the core."""
@@ -354,7 +373,7 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, self._beat_at)
+        when = min(core.timers.earliest, core.prefill.next_at, core.watch.next_at, core.survey.next_at, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
 
@@ -466,6 +485,14 @@ class Driver:
                 recorder.lease_granted(lease, pull_id, now)
             case HeldForLong():
                 recorder.held_for_long(command, [self.core.inspect.status(held, now) for held in command.oldest])
+            case ReleaseUnanswered(pull, ranks, cause, detail):
+                recorder.release_unanswered(pull, ranks, cause, detail, now)
+            case ReleaseRefused(pull, rank, cause, detail):
+                recorder.release_refused(pull, rank, cause, detail)
+            case ReaderMet(name, incarnation, minor):
+                recorder.reader_met(name, incarnation, minor, now)
+            case ReaderRefused(name, what, cause, detail):
+                recorder.reader_refused(name, what, cause, detail, now)
             case LeaseEnded(lease):
                 if (ended := self.lent.pop(lease, None)) is not None:
                     ended.set()
@@ -477,9 +504,9 @@ class Driver:
                 self._loading.add(task)
                 task.add_done_callback(self._loading.discard)
             case TableRefused(peer, cause):
-                recorder.event("error", "table_refused", peer=peer.name, detail=cause)
+                recorder.event("error", EVENT.TABLE_REFUSED, peer=peer.name, detail=cause)
             case SlowGeometry(peer, detail):
-                recorder.event("warning", "slow_geometry", peer=peer.name, detail=detail)
+                recorder.event("warning", EVENT.SLOW_GEOMETRY, peer=peer.name, detail=detail)
             case RemovePeer(peer, keep):
                 self.data.remove_remote_agent(peer.agent_name, keep=keep)
             case Disconnect(address):
@@ -489,7 +516,7 @@ class Driver:
                 if self.observers:
                     self.tell(Observer.peer_changed, peer, before, after, now)
             case PeerDraining(peer):
-                recorder.event("info", "peer_draining", peer=peer.name, address=peer.address)
+                recorder.event("info", EVENT.PEER_DRAINING, peer=peer.name, address=peer.address)
             case Traced(subject, entries):
                 recorder.traced(subject, entries)
             case _:

@@ -24,8 +24,10 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.types import Reason
+from asynckv.edges.local import LocalDoor
 from asynckv.engine.attempts import Retries
 from asynckv.engine.driver import Driver
+from asynckv.observe.events import EVENT
 from asynckv.observe.observer import Observer
 
 __all__ = ["Ending"]
@@ -61,6 +63,8 @@ class Ending:
         """What the last suspension did not wait for."""
         self.is_letting_go = False
         """A data plane is about to be closed."""
+        self.door: LocalDoor | None = None
+        """Where processes of this host ask."""
 
     @property
     def is_closing(self) -> bool:
@@ -78,9 +82,11 @@ class Ending:
         now, requests = driver.clock.now(), (retrying.request for retrying in self._retrying.values())
         stragglers = core.inspect.stragglers(now) + driver.core.inspect.between_attempts(requests, now)
         if stragglers:
-            self._recorder.event("warning", "drain_incomplete", stragglers=len(stragglers), oldest=_names(stragglers))
+            self._recorder.event(
+                "warning", EVENT.DRAIN_INCOMPLETE, stragglers=len(stragglers), oldest=_names(stragglers)
+            )
         else:
-            self._recorder.event("info", "drained")
+            self._recorder.event("info", EVENT.DRAINED)
         return stragglers
 
     async def suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
@@ -111,6 +117,7 @@ class Ending:
         if self._life.takes(LifeEvent.SHUT):  # or what came up after all was closed is closed
             self._life.receive(LifeEvent.SHUT)
         try:
+            await self.close_door()
             await self._driver.control.aclose()
         finally:
             try:
@@ -121,6 +128,12 @@ class Ending:
                 raise
             if self._life.takes(LifeEvent.DESTROYED):
                 self._life.receive(LifeEvent.DESTROYED)
+
+    async def close_door(self) -> None:
+        """Take the socket for processes of this host away."""
+        if (door := self.door) is not None:
+            self.door = None
+            await door.close()
 
     async def close_data(self) -> None:
         """Let go of the data plane."""
@@ -154,7 +167,7 @@ class Ending:
         driver.destroyed()
         driver.at_once()
         self._life.receive(LifeEvent.LET_GO)
-        self._recorder.event("info", "engine_suspended", cut_short=len(stragglers))
+        self._recorder.event("info", EVENT.ENGINE_SUSPENDED, cut_short=len(stragglers))
         return stragglers
 
     async def _close(self) -> tuple[HeldBlocks, ...]:
@@ -179,10 +192,21 @@ class Ending:
         if driver.home.is_settled:
             driver.stop()
             driver.destroyed()
-            self._recorder.event("info", "engine_stopped")
+            self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
             if driver.observers:
                 driver.tell(Observer.engine_stopped)
+            await self._recorder.aclose()
         return left
+
+    def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:
+        """What the last line of a log says, so that one that ends is told from one that stops."""
+        counters = self._driver.core.outbox.counters
+        kinds = ("leases.", "pulls.", "refused.", "blocks.", "parked.", "requests.", "internal_errors")
+        return {
+            "seconds": round(self._driver.clock.now() - self._driver.began_at, 3),
+            "cut_short": len(left),
+            "counters": {name: n for name, n in sorted(counters.items()) if n and name.startswith(kinds)},
+        }
 
     async def _end_work(self, how: str) -> tuple[HeldBlocks, ...]:
         """Cancel pulls, revoke leases, keep the promises that run, say goodbye; return what was not waited for."""
@@ -202,12 +226,16 @@ class Ending:
             promised = [hold.request_id[:80] for hold in left if hold.reason in PROMISED]
             self._recorder.event(
                 "warning",
-                "engine_closed_with_stragglers",
+                EVENT.ENGINE_CLOSED_WITH_STRAGGLERS,
                 how=how,
                 stragglers=len(left),
                 oldest=_names(left),
                 **({"promises_cut_short": promised[:MAX_NAMED]} if promised else {}),
             )
+            for pull in core.decode.pulls.values():
+                if pull.is_published and (unsettled := tuple(x.name for x in pull.sources if not x.is_settled)):
+                    now = driver.clock.now()
+                    self._recorder.release_unanswered(pull, unsettled, Reason.ENGINE_CLOSED, f"this side {how}", now)
         core.say_goodbye()
         driver.at_once()
         return left

@@ -7,7 +7,11 @@ core (`core/lifecycle.py`); how it starts and resumes is said here, and how it e
 
 from __future__ import annotations
 
+import functools
+import math
+import os
 import secrets
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -17,13 +21,25 @@ import msgspec
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
+from asynckv.core.account import Facts, Lag
 from asynckv.core.attempts import Request
 from asynckv.core.inspect import HeldBlocks, RequestStatus, retry_status
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import MAX_HASHES, Address, Endpoint, Params, Reason, decode_params, rank_name, sendable
+from asynckv.core.types import (
+    MAX_HASHES,
+    Address,
+    Endpoint,
+    Params,
+    Reason,
+    RequestId,
+    decode_params,
+    rank_name,
+    sendable,
+)
+from asynckv.edges.local import LocalDoor, socket_name
 from asynckv.engine.attempts import RenewParams, Retries, attempt, error_of, result_of
 from asynckv.engine.driver import Driver, Waiting
 from asynckv.engine.ending import Ending
@@ -35,7 +51,8 @@ from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.observe.log import Recorder
+from asynckv.observe.events import EVENT
+from asynckv.observe.log import Recorder, started
 from asynckv.observe.observer import Observer
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
@@ -43,6 +60,9 @@ from asynckv.results import PullResult, Statistics
 __all__ = ["Engine"]
 
 Groups = Sequence[tuple[int, BlockIds]]
+
+MAX_RETRYING = 64
+"""Requests between two attempts that are told one by one to whoever inspects the engine."""
 
 
 class Engine:
@@ -101,6 +121,7 @@ class Engine:
             self._recorder,
             config.log.away_s,
         )
+        self._started_at, self._planes = math.inf, dict[str, str]()
         self._retrying: dict[str, Retries] = {}
         """Requests whose attempts follow each other."""
         self._ending = Ending(self._driver, config, self._retrying)
@@ -139,23 +160,36 @@ class Engine:
                 self._home.leave()
                 raise
             await driver.control.start(driver.on_packet, driver.on_refused)
+            await self._open_door()
             if self._ending.is_closing:
                 raise EngineClosed("the engine was closed while it started")
-            planes = driver.data.describe()
+            planes = self._planes = driver.data.describe()
+            self._started_at = self._clock.now()
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._ending.close_planes()
+                await self._recorder.aclose()
             raise
         self._recorder.event(
             "info",
-            "engine_started",
+            EVENT.ENGINE_STARTED,
             address=driver.control.address,
             layout=fingerprint(self.registration.layout),
             bytes=sum(m.length for m in self.registration.layout.memories),
+            **started(self.config),
             **planes,
         )
         driver.soon()
+
+    async def _open_door(self) -> None:
+        """Make this rank's socket for processes of this host, if one is wanted."""
+        if not (directory := self.config.inspect.directory):
+            return
+        layout = self.registration.layout
+        door = self._ending.door = LocalDoor(directory, self._driver.on_question)
+        name = socket_name(self.config.engine_id, layout.pp_stage, layout.tp_rank, self.incarnation)
+        await door.open(name, self.incarnation)
 
     def _choose_data(self) -> DataPlane:
         """Choose where NIXL runs: in this process, or in one of its own."""
@@ -165,7 +199,7 @@ class Engine:
         place = f"{config.engine_id}-tp{layout.tp_rank}-{self.incarnation}"
         plane, warning = choose_plane(config, layout.memories, place)
         if warning:
-            self._recorder.event("warning", "data_plane_in_process", detail=warning)
+            self._recorder.event("warning", EVENT.DATA_PLANE_IN_PROCESS, detail=warning)
         return plane
 
     def _begin(self, memory_epoch: int = 0) -> None:
@@ -176,7 +210,9 @@ class Engine:
         identity = Identity(
             self.config.engine_id, self.incarnation, agent.name, agent.metadata, layout, first_nonce, memory_epoch
         )
-        driver.begin(RankCore(identity, self.config))
+        core = RankCore(identity, self.config)
+        core.survey.facts = self._facts
+        driver.begin(core)
 
     async def drain(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Take nothing new, tell the readers so, and wait for what is under way.
@@ -280,10 +316,11 @@ class Engine:
             driver.core.outbox.counters[counter] += count
         driver.core.prefill.spent.num_given_up += old.prefill.spent.num_given_up
         driver.core.prefill.spent.num_forgotten += old.prefill.spent.num_forgotten
+        self._planes = driver.data.describe()
         self._recorder.bind(incarnation=self.incarnation, rank=self._rank)
         self._life.receive(LifeEvent.RESUMED)
         self._recorder.event(
-            "info", "engine_resumed", memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
+            "info", EVENT.ENGINE_RESUMED, memory_epoch=self.memory_epoch, layout=fingerprint(self.registration.layout)
         )
         driver.soon()
 
@@ -577,6 +614,29 @@ class Engine:
             counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
         )
 
+    def _facts(self) -> Facts:
+        """Say what the core cannot know, for whoever inspects this engine."""
+        driver, now = self._driver, self._clock.now()
+        between = [
+            retrying.request
+            for request_id, retrying in self._retrying.items()
+            if RequestId(request_id) not in driver.core.decode.by_request
+        ]
+        some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
+        lag = driver.lag
+        return Facts(
+            version=_version(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            life=self._life.state.value,
+            uptime_s=now - self._started_at,
+            planes=self._planes,
+            counters=driver.counters(),
+            lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
+            retrying=tuple(map(retry_status, some)),
+            num_retrying=len(between),
+        )
+
     def holds(self) -> tuple[HeldBlocks, ...]:
         """Say who holds which blocks, why, since when, until when, and waiting for whom; the oldest first."""
         self._home.asked(self.holds)
@@ -628,6 +688,17 @@ def _zmq(config: EngineConfig) -> ControlPlane:
     from asynckv.edges.zmq import ZmqPlane
 
     return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+
+
+@functools.cache
+def _version() -> str:
+    """Which release this is; looking costs a millisecond."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("asynckv")
+    except PackageNotFoundError:
+        return "unknown"  # run from a directory
 
 
 def _loop_clock() -> Clock:

@@ -12,27 +12,35 @@ same words.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import os
+import socket
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
 import structlog
 
 from asynckv.arguments import shown
-from asynckv.config import LogConfig
+from asynckv.config import EngineConfig, LogConfig
 from asynckv.core.inspect import RequestStatus
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Params, PullId, Reason
+from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.errors import ConfigError
+from asynckv.observe.events import EVENT
+from asynckv.observe.sampling import Rate, Sampler
+from asynckv.observe.sink import FileSink, file_name
 
-__all__ = ["Recorder", "configure", "phases"]
+__all__ = ["Recorder", "configure", "phases", "started"]
 
 SAME_S = 1.0
 """For so long a failure with the same words as another is logged in short."""
@@ -45,6 +53,19 @@ MAX_RANKS = 8
 MAX_REFUSALS = 10
 """Refusals logged at once; then one per second."""
 
+MAX_MET, MET_PER_S = 1000, 10.0
+"""Readers that are met, at once and then per second: a whole fleet may start with its prefill engine."""
+
+MAX_NAMED = 64
+"""Ranks named of one request that has ended."""
+
+NEVER = logging.CRITICAL + 1
+MAX_TEXT = 512
+"""Letters of what others have said."""
+
+LATE_S = 0.1
+"""A lease that expired so much later than its time was up says so: the loop was away."""
+
 _logfmt = structlog.processors.LogfmtRenderer()
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -54,11 +75,18 @@ def configure(
     *,
     form: Literal["json", "console"] = "json",
     stream: TextIO | None = None,
+    file: str | os.PathLike[str] = "",
 ) -> None:
     """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
 
+    Args:
+        level: From which level on.
+        form: What a line looks like.
+        stream: Where it goes, if not to stderr.
+        file: A file that lines go to instead, as `LogConfig.file`: written by a thread, and rotated as by default.
+
     Raises:
-        ConfigError: There is no such level or form.
+        ConfigError: There is no such level or form, or the file cannot be written.
     """
     if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
         raise ConfigError(
@@ -66,7 +94,13 @@ def configure(
         )
     if stream is not None and not callable(getattr(stream, "write", None)):
         raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
-    renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()
+    config = LogConfig(file=file)
+    if stream is not None and config.file:
+        raise ConfigError("both stream and file were given; lines go to one of them")
+    where: Any = _file_sink(config) if config.file else stream or sys.stderr
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=not config.file)
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -75,7 +109,7 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(stream or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(where),
         cache_logger_on_first_use=False,
     )
 
@@ -96,6 +130,14 @@ def _logger(**bound: Any) -> tuple[Any, int]:
         **bound,
     )
     return logger, standard.getEffectiveLevel()
+
+
+def _file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
+    """Return what writes the file of a configuration."""
+    engine_id = str(bound.get("engine_id", ""))
+    place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
+    path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))
+    return FileSink.shared(path, config.max_bytes, config.backups)
 
 
 def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -140,9 +182,20 @@ def phases(pull: Pull) -> dict[str, float]:
     }
 
 
-def _each_second(rate: float) -> Limiter:
-    """A rate, with bursts of one second's worth."""
-    return Limiter(rate, max(rate, 1.0) if rate else 0.0)
+def started(config: EngineConfig) -> dict[str, Any]:
+    """What a reader of logs needs to know of a process: where it runs, and how long things last there."""
+    lease, pull = config.lease, config.pull
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": version("asynckv"),
+        "lease_s": lease.lease_s,
+        "grant_s": lease.grant_s,
+        "timeout_s": pull.timeout_s,
+        "announce_s": pull.announce_s,
+        "held_s": pull.held_s,
+        "release_timeout_s": pull.release_timeout_s,
+    }
 
 
 class Recorder:
@@ -150,19 +203,42 @@ class Recorder:
 
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
-        self._log, self._level = _logger(**bound)
-        self._successes, self._slow = _each_second(config.successes_per_s), _each_second(config.slow_per_s)
+        self._log, self._log_level = _logger(**bound)
+        self._bound, self._sink, self._sink_level = bound, None if not config.file else _file_sink(config, bound), 0
+        self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
+        self._level = min(self._log_level, self._sink_level)
+        self._successes = Sampler(config.successes_per_s)
+        self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
+        self._is_closed = False
         self.num_failed = 0
         """Events that the application's logging raised at."""
-        self._refusals, self._refusals_skipped = Limiter(1.0, MAX_REFUSALS), 0
+        self._refusals, self._turned_down = Rate(1.0, MAX_REFUSALS), Rate(1.0, MAX_REFUSALS)
+        self._met = Rate(MET_PER_S, MAX_MET)
         self._failure: tuple[Reason | None, str] = (None, "")
         self._failed_at, self._failed_as = 0.0, ""
-        self._away, self._away_skipped = _each_second(AWAY_PER_S), 0
+        self._away, self._away_s = Rate(AWAY_PER_S, 1.0), 0.0
 
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
         self._log = self._log.bind(**bound)
+        self._bound = self._bound | bound
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that the log file has not got."""
+        return self._sink.num_dropped if self._sink is not None else 0
+
+    async def aclose(self) -> None:
+        """Let what is still to be written be written, for a bounded time."""
+        if self._sink is not None and not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(None, self._sink.close)
+
+    def listen(self, logger: Any, level: int) -> None:
+        """Log to another logger of structlog's, from this level on."""
+        self._log, self._log_level = logger.bind(**self._bound), level
+        self._level = min(level, self._sink_level)
 
     @property
     def is_tracing(self) -> bool:
@@ -171,7 +247,10 @@ class Recorder:
 
     def event(self, level: Literal["debug", "info", "warning", "error"], name: str, **fields: Any) -> None:
         """Log an event, if anybody listens."""
-        if LEVELS[level] >= self._level:
+        number = LEVELS[level]
+        if number >= self._sink_level and self._sink is not None:
+            self._sink.put(level, name, self._bound, fields)
+        if number >= self._log_level:
             try:
                 getattr(self._log, level)(name, **fields)
             except Exception:  # the application's logging is broken; no request is to suffer for it
@@ -183,18 +262,16 @@ class Recorder:
         is_discharge = pull.reason is Reason.DISCHARGED
         good = is_discharge or pull.reason in (Reason.COMPLETE, Reason.CANCELLED)
         slow = took > self._config.slow_s and not is_discharge  # nobody waited for that
-        if self._level > logging.WARNING or (good and not self._may_log(now, slow)):
+        if self._level > logging.WARNING or (good and not self._may_log(pull.params.key, now, slow)):
             return
         held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources)}
         if not good and (like := self._same_as(pull, now)):
             self.event(
                 "warning",
-                "pull_ended",
+                EVENT.PULL_ENDED,
                 cause=pull.reason,
                 same_as=like,
-                request_id=pull.request_id,
-                prefill_request_id=pull.params.request_id,
-                pull_id=pull.pull_id,
+                **_names(pull),
                 **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
                 seconds=round(took, 6),
                 **held,
@@ -202,17 +279,13 @@ class Recorder:
             return
         self.event(
             "info" if good and not slow else "warning",
-            "pull_ended",
+            EVENT.PULL_ENDED,
             cause=pull.reason,
-            **({"failed_in": pull.failed_in, "detail": pull.detail} if pull.failed_in and not is_discharge else {}),
-            request_id=pull.request_id,
-            prefill_request_id=pull.params.request_id,
-            pull_id=pull.pull_id,
-            sequence=pull.params.key.sequence,
+            **(_why(pull) if pull.failed_in and not is_discharge else {}),
+            **_names(pull),
             **({"attempt": pull.attempt} if pull.attempt > 1 else {}),
-            peer=pull.params.engine_id,
-            peer_ranks=[source.name for source in pull.sources],
-            read_ranks=[source.name for source in pull.sources if source.reads],
+            peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
+            read_ranks=[source.name for source in pull.sources if source.reads][:MAX_NAMED],
             seconds=round(took, 6),
             bytes=pull.num_bytes if pull.reason is Reason.COMPLETE else 0,
             descriptors=pull.num_descriptors,
@@ -220,6 +293,7 @@ class Recorder:
             rereads=pull.rereads,
             phases={k: round(v, 6) for k, v in phases(pull).items()},
             **held,
+            **({"unanswered": list(pull.unanswered[:MAX_NAMED])} if pull.unanswered else {}),
             **({} if good and not slow else {"history": _relative(pull.history)}),
             **self._skip_count(),
         )
@@ -236,10 +310,9 @@ class Recorder:
         """Log that another attempt follows."""
         self.event(
             "info",
-            "pull_retried",
+            EVENT.PULL_RETRIED,
             cause=pull.reason,
-            request_id=pull.request_id,
-            pull_id=pull.pull_id,
+            **_names(pull),
             attempt=attempt,
             after_s=round(after_s, 6),
         )
@@ -247,17 +320,14 @@ class Recorder:
     def blocks_returned(self, pull: Pull, now: float) -> None:
         """Log blocks that came back after their pull had failed."""
         held_s = round(now - pull.published_at, 6)
-        self.event(
-            "warning", "blocks_returned", request_id=pull.request_id, pull_id=pull.pull_id, seconds_after_failure=held_s
-        )
+        self.event("warning", EVENT.BLOCKS_RETURNED, **_names(pull), seconds_after_failure=held_s)
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         """Log blocks that are given up: the alarm of a transfer that does not end."""
         self.event(
             "error",
-            "blocks_retired",
-            request_id=pull.request_id,
-            pull_id=pull.pull_id,
+            EVENT.BLOCKS_RETIRED,
+            **_names(pull),
             blocks=sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0,
             held_by=[x.where for x in pull.sources if x.running or x.doubtful],
             transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
@@ -269,32 +339,80 @@ class Recorder:
         """Log that somebody was not let in, or may not be talked to: strangers cannot fill the log."""
         if LEVELS["warning"] < self._level:
             return
-        if not self._refusals.take("", now):
-            self._refusals_skipped += 1
-            return
-        skipped, self._refusals_skipped = self._refusals_skipped, 0
-        self.event("warning", "refused", cause=cause, who=who, **({"not_logged": skipped} if skipped else {}))
+        if self._refusals.take(now):
+            self.event("warning", EVENT.REFUSED, cause=cause, who=_short(who), **self._refusals.left_out())
 
     def loop_was_away(self, seconds: float, gauges: Mapping[str, int], now: float) -> None:
         """Log that the event loop did not come to us for long: a step loop that is always away cannot fill the log."""
-        if not self._away.take("", now):
-            self._away_skipped += 1
+        if not self._away.take(now):
+            self._away_s += seconds
             return
-        skipped, self._away_skipped = self._away_skipped, 0
+        more_s, self._away_s = self._away_s, 0.0
         self.event(
             "warning",
-            "loop_was_away",
+            EVENT.LOOP_WAS_AWAY,
             seconds=round(seconds, 3),
             leases=gauges["leases"],
             pulls=gauges["pulls"],
             parked=gauges["parked"],
-            **({"not_logged": skipped} if skipped else {}),
+            **self._away.left_out(),
+            **({"not_logged_s": round(more_s, 3)} if more_s else {}),
         )
+
+    def release_unanswered(self, pull: Pull, ranks: Sequence[str], cause: str, detail: str, now: float) -> None:
+        """Log that ranks never acknowledged a pull's release."""
+        self.event(
+            "warning",
+            EVENT.RELEASE_UNANSWERED,
+            cause=cause,
+            **({"detail": _short(detail)} if detail else {}),
+            **_names(pull),
+            outcome=pull.outcome,
+            ranks=list(ranks[:MAX_NAMED]),
+            seconds=round(now - pull.published_at, 6),
+        )
+
+    def release_refused(self, pull: Pull, rank: str, cause: str, detail: str) -> None:
+        """Log that a rank turned a pull's release down."""
+        self.event(
+            "warning",
+            EVENT.RELEASE_REFUSED,
+            cause=cause,
+            detail=_short(detail),
+            **_names(pull),
+            outcome=pull.outcome,
+            ranks=[rank],
+        )
+
+    def reader_met(self, name: str, incarnation: str, minor: int, now: float) -> None:
+        """Log that a start of a reader's process was welcomed for the first time."""
+        if self._met.take(now):
+            self.event(
+                "info",
+                EVENT.READER_MET,
+                reader=name,
+                reader_incarnation=incarnation,
+                minor=minor,
+                **self._met.left_out(),
+            )
+
+    def reader_refused(self, name: str, what: str, cause: str, detail: str, now: float) -> None:
+        """Log that a reader is not served by this start of the process, or not at all."""
+        if self._turned_down.take(now):
+            self.event(
+                "warning",
+                EVENT.READER_REFUSED,
+                reader=name,
+                said=what,
+                cause=cause,
+                detail=_short(detail),
+                **self._turned_down.left_out(),
+            )
 
     def internal_error(self, exc: Exception) -> None:
         """Log a bug of ours, with its traceback."""
         text = "".join(traceback.format_exception(exc))
-        self.event("error", "internal_error", error=repr(exc), traceback=text)
+        self.event("error", EVENT.INTERNAL_ERROR, error=repr(exc), traceback=text)
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a prefill side's lease; one that expired names the readers still owed."""
@@ -303,14 +421,14 @@ class Recorder:
             return
         self.event(
             "info" if good else "warning",
-            "lease_ended",
-            cause=lease.state.value,
+            EVENT.LEASE_ENDED,
+            cause=lease.state.value if lease.is_over else "closed",
             request_id=lease.lent.request_id,
             sequence=lease.lent.key.sequence,
-            seconds=round(lease.ended_at - lease.lent_at, 6),
-            readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())},
+            seconds=round(min(lease.ended_at, now) - lease.lent_at, 6),
+            readers={x.name: x.outcome.value for _, x in sorted(lease.discharged.items())[:MAX_NAMED]},
             blocks=_num_blocks(lease),
-            **({} if good else {"owed": list(lease.waits_for()), "history": _relative(lease.history)}),
+            **({} if good else _why_kept(lease, now)),
             **self._skip_count(),
         )
 
@@ -318,7 +436,7 @@ class Recorder:
         """Log that a request will never be lent, and how many pulls waited for it."""
         self.event(
             "info",
-            "request_withdrawn",
+            EVENT.REQUEST_WITHDRAWN,
             request_id=params.request_id,
             sequence=params.key.sequence,
             waited=len(waited),
@@ -327,12 +445,12 @@ class Recorder:
 
     def lease_lent(self, lease: Lease, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its good end are logged as well."""
-        if not self._may_log(now):
+        if not self._may_log(lease.lent.key, now):
             return
         lease.sample()
         self.event(
             "info",
-            "lease_lent",
+            EVENT.LEASE_LENT,
             request_id=lease.lent.request_id,
             sequence=lease.lent.key.sequence,
             blocks=_num_blocks(lease),
@@ -349,7 +467,7 @@ class Recorder:
         if grant is not None:
             self.event(
                 "info",
-                "lease_granted",
+                EVENT.LEASE_GRANTED,
                 request_id=lease.lent.request_id,
                 sequence=lease.lent.key.sequence,
                 reader=grant.name,
@@ -363,11 +481,14 @@ class Recorder:
         is_lease = bool(oldest) and oldest[0].kind == "lease"
         self.event(
             "warning",
-            "lease_held" if is_lease else "pull_held",
+            EVENT.LEASE_HELD if is_lease else EVENT.PULL_HELD,
             **({"state": held.state} if held.state else {}),
             waits=held.waits,
             requests=held.number,
-            oldest=[_lease_entry(x) if x.kind == "lease" else _pull_entry(x) for x in oldest],
+            oldest=[
+                _lease_entry(x, status) if isinstance(x, Lease) else _pull_entry(x, status)
+                for x, status in zip(held.oldest, oldest, strict=True)
+            ],
         )
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState) -> None:
@@ -377,7 +498,7 @@ class Recorder:
         said = peer.detail and (bad or over)
         self.event(
             "warning" if bad else "info",
-            "peer_changed",
+            EVENT.PEER_CHANGED,
             peer=peer.name,
             address=peer.address,
             peer_incarnation=peer.incarnation,
@@ -390,20 +511,19 @@ class Recorder:
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str]]) -> None:
         """Log transitions one by one, at debug level."""
         if isinstance(subject, Pull):
-            kind, names = "pull", {"request_id": subject.request_id, "pull_id": subject.pull_id}
+            kind, names = EVENT.PULL_TRANSITION, _names(subject)
             start = subject.history[0][0]
         else:
-            kind, names = "lease", {"request_id": subject.lent.request_id}
+            kind, names = EVENT.LEASE_TRANSITION, _lease_names(subject)
             start = subject.lent_at
         for at, text in entries:
-            self.event("debug", f"{kind}_transition", to=str(text), at_s=round(at - start, 6), **names)
+            self.event("debug", kind, to=str(text), at_s=round(at - start, 6), **names)
 
-    def _may_log(self, now: float, is_slow: bool = False) -> bool:
+    def _may_log(self, key: Key, now: float, is_slow: bool = False) -> bool:
         """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        limit = self._slow if is_slow else self._successes
-        if not limit.take("", now):
+        if not (self._slow.take("", now) if is_slow else self._successes.take(key.token, now)):
             self._skipped += 1
             return False
         return True
@@ -417,28 +537,84 @@ def _num_blocks(lease: Lease) -> int:
     return sum(n for g in lease.lent.groups for _, n in g.runs)
 
 
-def _lease_entry(lease: RequestStatus) -> dict[str, Any]:
-    """One lease among those that are held for long."""
-    claims = {x.rank: {"pull_id": x.pull_id, "heard_s": _rounded(x.heard_s)} for x in lease.ranks if x.pull_id}
+def _names(pull: Pull) -> dict[str, Any]:
+    """What joins a decode side's request with the prefill side's."""
+    params = pull.params
     return {
-        "request_id": lease.request_id,
-        "sequence": lease.sequence,
-        "lent_s": _rounded(lease.age_s),
-        "left_s": _rounded(lease.left_s),
-        "claims": dict(list(claims.items())[:MAX_RANKS]),
+        "request_id": pull.request_id,
+        "prefill_request_id": params.request_id,
+        "pull_id": pull.pull_id,
+        "peer": params.engine_id,
+        "sequence": params.key.sequence,
     }
 
 
-def _pull_entry(pull: RequestStatus) -> dict[str, Any]:
+def _lease_names(lease: Lease) -> dict[str, Any]:
+    """What joins a prefill side's request with the decode side's."""
+    return {"request_id": lease.lent.request_id, "sequence": lease.lent.key.sequence}
+
+
+def _why(pull: Pull) -> dict[str, Any]:
+    """Why a pull failed: in which phase, in what words, and what it waited for then."""
+    waited_for = {"waited_for": _short(pull.waited_for)} if pull.waited_for else {}
+    return {"failed_in": pull.failed_in, "detail": pull.detail, **waited_for}
+
+
+def _why_kept(lease: Lease, now: float) -> dict[str, Any]:
+    """Why a lease did not end well: who is owed, when each of them was heard of last, and what was turned down."""
+    start = lease.lent_at
+    late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
+    return {
+        "owed": list(lease.waits_for()[:MAX_NAMED]),
+        "claims": {
+            x.name: {
+                "pull_id": x.pull_id,
+                "claimed_s": round(x.since - start, 3),
+                "heard_s": round(x.asked_at - start, 3),
+            }
+            for x in lease.claims()[:MAX_RANKS]
+        },
+        **_refused(lease),
+        **({"revoked_by": lease.revoked_by} if lease.revoked_by else {}),
+        **({"late_s": round(late_s, 3)} if late_s > LATE_S else {}),
+        "history": _relative(lease.history),
+    }
+
+
+def _refused(lease: Lease) -> dict[str, Any]:
+    """What readers said of a lease and was turned down: seconds since it was lent, what, why, who, in what words."""
+    said = [[round(x.at - lease.lent_at, 3), x.what, x.reason, _short(x.who), _short(x.detail)] for x in lease.refused]
+    return {"refused": said} if said else {}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 4]} ..."
+
+
+def _lease_entry(lease: Lease, status: RequestStatus) -> dict[str, Any]:
+    """One lease among those that are held for long."""
+    since = {x.pull_id: round(x.since - lease.lent_at, 3) for x in lease.claims()}
+    claims = [
+        (x.rank, {"pull_id": x.pull_id, "heard_s": _rounded(x.heard_s), "claimed_s": since.get(PullId(x.pull_id))})
+        for x in status.ranks
+        if x.pull_id
+    ]
+    return {
+        **_lease_names(lease),
+        "lent_s": _rounded(status.age_s),
+        "left_s": _rounded(status.left_s),
+        "claims": dict(claims[:MAX_RANKS]),
+        **_refused(lease),
+    }
+
+
+def _pull_entry(pull: Pull, status: RequestStatus) -> dict[str, Any]:
     """One pull among those that are held for long."""
     return {
-        "request_id": pull.request_id,
-        "prefill_request_id": pull.prefill_request_id,
-        "pull_id": pull.pull_id,
-        "sequence": pull.sequence,
-        "state_s": _rounded(pull.state_s),
-        "left_s": _rounded(pull.left_s),
-        "ranks": {x.rank: x.state for x in pull.ranks[:MAX_RANKS]},
+        **_names(pull),
+        "state_s": _rounded(status.state_s),
+        "left_s": _rounded(status.left_s),
+        "ranks": {x.rank: x.state for x in status.ranks[:MAX_RANKS]},
     }
 
 

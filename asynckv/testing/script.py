@@ -9,6 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asynckv.testing.mishaps import Mishap
+
 __all__ = [
     "ABORTED",
     "AFTER_FAILURE",
@@ -161,6 +163,8 @@ class Script:
     """Of each prefill engine, taking turns."""
     memory: int = 0
     """Endings, and gaps between keys, that a prefill rank remembers; 0: as many as it likes."""
+    mishaps: tuple[Mishap, ...] = ()
+    """What befalls single requests."""
 
     @property
     def prefill_names(self) -> tuple[tuple[str, ...], ...]:
@@ -170,11 +174,13 @@ class Script:
     @property
     def is_only_hostile(self) -> bool:
         """Nothing goes wrong by itself."""
-        return all(fault.kind == "hostile" for fault in self.faults)
+        return not self.mishaps and all(fault.kind == "hostile" for fault in self.faults)
 
     @property
     def spared(self) -> frozenset[int]:
         """Prefill engines that no fault touches, nor any of their readers: their requests must not notice any."""
+        if self.mishaps:
+            return frozenset()
         hit = {who for fault in self.faults for who in fault.who}
         own = [
             {*names, *(str(ask.number) for ask in self.asks if ask.prefill == engine)}

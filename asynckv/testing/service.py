@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from asynckv.geometry.match import owed_readers
 from asynckv.scheduler import PrefillGroup
 from asynckv.testing.doors import Doors
 from asynckv.testing.hostile import Hostile
+from asynckv.testing.mishaps import Mishaps
 from asynckv.testing.oracles import TURN_S, Stopwatch, Wire, check_belief
 from asynckv.testing.script import (
     AFTER_FAILURE,
@@ -186,19 +187,22 @@ class _Rank:
         self.is_draining = self.is_asleep = self.is_moving = False
         data = WorldData(process, f"agent-{name}", [memory], self.layout.memories)
         data.on_post, data.on_land = self._posted, self._landing
+        if self.service.script.mishaps:
+            data.fate_of = partial(self.service.mishaps.fate_of, self)
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
         doors = self.service.doors(process)
-        self.engine = doors.engine(
-            Engine(
-                doors.config(self.config()),
-                Registration(self.layout),
-                data=doors.data(data),
-                control=doors.control(WorldControl(process, f"sim://{self.name}")),
-                clock=doors.clock(WorldClock(process)),
-                token_hex=doors.token_hex(world.token(name)),
-            )
+        engine = Engine(
+            doors.config(self.config()),
+            Registration(self.layout),
+            data=doors.data(data),
+            control=doors.control(WorldControl(process, f"sim://{self.name}")),
+            clock=doors.clock(WorldClock(process)),
+            token_hex=doors.token_hex(world.token(name)),
         )
+        for listener in self.service.listeners:
+            listener.listen(process, engine)
+        self.engine = doors.engine(engine)
         process.spawn(self.engine.start)
         world.note(self.name, "started", name)
 
@@ -301,16 +305,26 @@ class _Prefill:
         ]
 
 
+class Listener(Protocol):
+    """Watches engines of a service."""
+
+    def listen(self, process: Process, engine: Engine) -> None:
+        """Take an engine that was just made, in a process that has just begun."""
+
+
 class Service:
     """Prefill and decode engines, their schedulers and the router between them.
 
     Args:
         script: What is asked of them, and what goes wrong.
         doors: What every rank is connected by, each time its process starts.
+        listeners: Who is told of each engine before it starts.
     """
 
-    def __init__(self, script: Script, doors: Callable[[Process], Doors] = Doors) -> None:
-        self.script, self.doors = script, doors
+    def __init__(
+        self, script: Script, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
+    ) -> None:
+        self.script, self.doors, self.listeners = script, doors, listeners
         self.world = World(script.seed)
         self.world.fate = self._fate
         self.world.transfer_fate = self._transfer_fate
@@ -324,14 +338,15 @@ class Service:
         ]
         self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
         self.spared = script.spared
-        self.is_heard = {f.kind for f in script.faults} <= HEARD
+        self.is_heard = not script.mishaps and {f.kind for f in script.faults} <= HEARD
         """No process falls silent."""
-        self.is_counted = {f.kind for f in script.faults} <= COUNTED
+        self.is_counted = not script.mishaps and {f.kind for f in script.faults} <= COUNTED
         self._faults: dict[str, list[Fault]] = {}
         for fault in script.faults:
             self._faults.setdefault(fault.kind, []).append(fault)
         self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
+        self.lent_ever: list[_Lent] = []
         self.num_contents = 0
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -341,6 +356,9 @@ class Service:
         """Those that close without time for every promise: they give nothing back, and write nothing any more."""
         self.discharged: dict[tuple[int, str], float] = {}
         """Requests, the readers that need them no more, and since when."""
+        self.mishaps = Mishaps(self, script.mishaps)
+        self.addressed: dict[tuple[int, str], tuple[Process, float]] = {}
+        """To which process of a reader the router sent a request's params, to arrive when."""
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -517,7 +535,7 @@ class Service:
 
     def _is_calm(self, until: float) -> bool:
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
-        return not any(f.at < until and f.at + 5.0 > self.world.now for f in deaths)
+        return not (self.script.mishaps or any(f.at < until and f.at + 5.0 > self.world.now for f in deaths))
 
     def _heal(self) -> None:
         for process in self.world.processes.values():
@@ -721,7 +739,9 @@ class Service:
             f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
         )
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.lent_ever.append(lent)
         self.outcomes["asks"] += 1
+        self.mishaps.asked(ask.number, params)
         now = world.now
         written_at = now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
         for rank in engine.ranks:
@@ -741,9 +761,13 @@ class Service:
             self._settle(lent)
         for number in ask.engines:
             for reader in self.decode[number]:
-                if self.rng.random() < 0.03:
+                is_lost = self.rng.random() < 0.03 and not self.script.mishaps
+                if is_lost or self.mishaps.at(ask.number, reader.name, "params_lost"):
                     continue  # the router lost it
                 at = now + self.rng.random() ** 3 * ask.routed_s
+                if (late := self.mishaps.at(ask.number, reader.name, "late")) is not None:
+                    at = now + late.seconds
+                self.addressed[ask.number, reader.name] = reader.process, at
                 reader.process.call_at(at, self._read, reader, lent, ask.retries)
 
     def _write(self, rank: _Rank, lent: _Lent) -> None:
@@ -886,6 +910,8 @@ class Service:
         A rank whose reads failed for good is told once that they are over, which may be lost.
         Garbage (a flipped bit in a pull id) and a hostile peer may, before a request is lent: they have its token.
         """
+        if self.script.mishaps:
+            return False
         return not {"fail", "loss"} <= {f.kind for f in self.script.faults} and all(
             f.kind == "forget" or (f.kind in MILD and (f.kind != "loss" or f.seconds <= SHORT_LOSS_S))
             for f in self.script.faults
@@ -1034,7 +1060,11 @@ class Attempt:
 
     def __init__(self, service: Service, rank: _Rank, lent: _Lent) -> None:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
+        self.params = service.mishaps.params(lent.ask.number, rank.name, lent.params)
         self.is_open = True
+        self.handed_at = self.process.now
+        self.called = ""
+        """What was asked of the engine: nothing, `announced`, `pulled`, `discharged`."""
         self.announced_at = math.inf
         self.memory_epoch = rank.engine.memory_epoch
         self.reason = ""
@@ -1053,16 +1083,26 @@ class Attempt:
         """Pull, check, give back; again if it fails and retries are left."""
         service, rank, ask = self.service, self.rank, self.lent.ask
         engine, world = rank.engine, service.world
-        request_id = f"D{ask.number}"
+        request_id, mishaps = f"D{ask.number}", service.mishaps
+        if mishaps.at(ask.number, rank.name, "aborted"):
+            self.is_open = False
+            return
+        is_forgotten = mishaps.at(ask.number, rank.name, "announced") is not None
         try:
-            if ask.announce_s:
-                engine.announce(request_id, self.lent.params)
+            if ask.announce_s or is_forgotten:
+                self.called = "announced"
+                engine.announce(request_id, self.params)
                 self.announced_at, self.memory_epoch = self.process.now, engine.memory_epoch
                 await asyncio.sleep(ask.announce_s)
+            if is_forgotten:
+                return
             if ask.discharged == NEVER_PULLED:
                 self._discharge(request_id)
                 return
             own = 0 if ask.is_engine_retry else retries
+            if mishaps.at(ask.number, rank.name, "retry_never"):
+                await self._pull(request_id, False)
+                return
             for attempt in range(own + 1):
                 if not await self._pull(request_id, attempt == own):
                     break
@@ -1084,10 +1124,10 @@ class Attempt:
 
     def _discharge(self, request_id: str) -> None:
         """Say that nothing of the request is needed; some say it twice."""
-        service, rank = self.service, self.rank
+        service, rank, self.called = self.service, self.rank, "discharged"
         times = service.rng.choice([1, 1, 2])
         for _ in range(times):
-            rank.engine.discharge(request_id, self.lent.params)
+            rank.engine.discharge(request_id, self.params)
         service.outcomes["pull.discharged"] += 1
         self.said.add("complete")
         if (
@@ -1109,7 +1149,7 @@ class Attempt:
             self.is_open = False
             await asyncio.sleep(0.2)
         self.is_open = True
-        token = object()
+        token, self.called = object(), "pulled"
         blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
         for block in blocks:
             rank.owner[block] = token
@@ -1179,7 +1219,7 @@ class Attempt:
         ask = self.lent.ask
         retries = ask.retries if ask.is_engine_retry else 0
         result = await self.rank.engine.pull(
-            request_id, groups, self.lent.params, is_last=is_last, priority=ask.priority, retries=retries
+            request_id, groups, self.params, is_last=is_last, priority=ask.priority, retries=retries
         )
         self.service.outcomes["pull.retried"] += result.attempts > 1
 

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from asynckv.core.wire import decode_packet
 from asynckv.errors import AsyncKVError
 from asynckv.testing.doors import Doors
+from asynckv.testing.logs import Logs
 from asynckv.testing.script import FAULTS, Ask, Fault, Script, make_script
 from asynckv.testing.service import Service
 from asynckv.testing.world import Process
@@ -96,18 +98,23 @@ def _silent() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def play(script: Script, doors: Callable[[Process], Doors] = Doors) -> Outcome:
-    """Run one script, with other ranks than honest ones if their doors say so."""
+def play(script: Script, doors: Callable[[Process], Doors] = Doors, logs: Logs | None = None) -> Outcome:
+    """Run one script, with other ranks than honest ones if their doors say so, and keep what they log if asked."""
     with _silent():
-        service = Service(script, doors)
+        service = Service(script, doors, [logs] if logs is not None else [])
         service.run()
     world = service.world
     return Outcome(script, world.violation, service.outcomes + world.counts, world.trace)
 
 
-def simulate(seed: int, faults: Sequence[str] = FAULTS, doors: Callable[[Process], Doors] = Doors) -> Outcome:
-    """Run what a seed stands for."""
-    return play(make_script(seed, faults), doors)
+def simulate(
+    seed: int,
+    faults: Sequence[str] = FAULTS,
+    doors: Callable[[Process], Doors] = Doors,
+    logs: Logs | None = None,
+) -> Outcome:
+    """Run what a seed stands for; `logs` has afterwards what its processes have logged."""
+    return play(make_script(seed, faults), doors, logs)
 
 
 @dataclass(slots=True)
@@ -124,10 +131,15 @@ CHUNK = 25
 MOST_VIOLATIONS = 20
 
 
-def _chunk(seeds: Sequence[int], faults: Sequence[str]) -> tuple[int, dict[int, str], Counter[str]]:
+def _chunk(
+    seeds: Sequence[int], faults: Sequence[str], directory: Path | None
+) -> tuple[int, dict[int, str], Counter[str]]:
     violations, counts = {}, Counter[str]()
     for seed in seeds:
-        outcome = simulate(seed, faults)
+        logs = None if directory is None else Logs()
+        outcome = simulate(seed, faults, logs=logs)
+        if logs is not None and directory is not None:
+            logs.write(directory / f"seed-{seed}")
         counts += outcome.counts
         if outcome.violation:
             violations[seed] = outcome.violation
@@ -139,6 +151,7 @@ def simulate_many(
     faults: Sequence[str] = FAULTS,
     jobs: int = 1,
     progress: Callable[[int], None] = lambda done: None,
+    directory: Path | None = None,
 ) -> Found:
     """Run many seeds, on several processes; stops early once there are many violations.
 
@@ -147,17 +160,18 @@ def simulate_many(
         faults: Kinds that may happen.
         jobs: Processes.
         progress: Called with how many more are done.
+        directory: Where to write what their processes log, each in a directory of its own, if wanted.
     """
     found, begun = Found(), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     with ExitStack() as stack:
         results: Iterator[tuple[int, dict[int, str], Counter[str]]]
         if jobs == 1 or len(chunks) == 1:
-            results = (_chunk(chunk, faults) for chunk in chunks)
+            results = (_chunk(chunk, faults, directory) for chunk in chunks)
         else:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(context.Pool(min(jobs, len(chunks))))
-            results = pool.imap(partial(_chunk, faults=faults), chunks)
+            results = pool.imap(partial(_chunk, faults=faults, directory=directory), chunks)
         for done, violations, counts in results:
             found.seeds += done
             found.violations |= violations

@@ -132,6 +132,8 @@ class Process:
         self.now = world.now
         self.frozen_until = -math.inf
         self.frozen_s = 0.0
+        self.away: list[tuple[float, float]] = []
+        """From when to when it was stopped, or did not come to run."""
         self.pauses = 0.0
         self.is_dead, self.died_at = False, math.inf
         self.random, self.wire = world.random_of(name), world.random_of("wire", name)
@@ -165,6 +167,7 @@ class Process:
         r = self.random.random()
         if r < self.pauses:
             pause = self.random.choice((0.001, 0.05, 0.4, 1.5, 2.5))
+            self.away.append((self.now, self.now + pause))
             self.now += pause
             self.frozen_s += pause
         else:
@@ -173,6 +176,7 @@ class Process:
     def freeze(self, seconds: float) -> None:
         """Stop it (SIGSTOP), and let it go on later."""
         until = self.world.now + seconds
+        self.away.append((self.world.now, until))
         self.frozen_s += max(until - max(self.frozen_until, self.world.now), 0.0)
         self.frozen_until = max(self.frozen_until, until)
 
@@ -227,12 +231,16 @@ class World(Fabric):
         """Called with what a process says to an address."""
         self.on_delivered: Callable[[Process, str, bytes], None] = lambda process, origin, packet: None
         """Called with what a process is about to hear from an address."""
+        self.censor: Callable[[Process, Process, bytes], bytes] = lambda source, target, packet: packet
+        """Says what is left of a packet that is about to leave; nothing: it is lost."""
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
         self._order = itertools.count()
 
     def carry(self, sender: Port, receiver: Port, origin: Origin, packet: bytes) -> None:
         """Let fate decide when a packet arrives, and how often."""
         source, target = self.processes[sender.name], self.processes[receiver.name]
+        if not (packet := self.censor(source, target, packet)):
+            return
         if isinstance(origin, bytes):
             self.asked[receiver.name].add(origin)
         sent_at = source.now
@@ -397,6 +405,7 @@ class WorldData(Nic):
 
     Attributes:
         on_post, on_land: Called with a transfer when it is posted, and before some of it lands.
+        fate_of: Says what becomes of one transfer, given what became of it otherwise.
     """
 
     def __init__(self, process: Process, agent_name: str, arrays: Sequence[Bytes], memories: Sequence[Memory]) -> None:
@@ -404,6 +413,7 @@ class WorldData(Nic):
         self.process, self._declared = process, tuple(memories)
         self.on_post: Callable[[Transfer], None] = lambda transfer: None
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
+        self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
         self._has_agent = self._can_read = self._reads_stay = True
         self._random = process.world.random_of("nic", process.name)
@@ -436,7 +446,7 @@ class WorldData(Nic):
         if name not in world.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         transfer = self.prepare(transfer_id, name, read)
-        fate = world.transfer_fate(self.host, transfer.owner.host, self._random)
+        fate = self.fate_of(transfer, world.transfer_fate(self.host, transfer.owner.host, self._random))
         self.on_post(transfer)
         world.note(process.name, f"posted {transfer_id} from {name}", fate)
         if (

@@ -15,6 +15,7 @@ from typing import Any
 from asynckv.arguments import seconds, shown
 from asynckv.config import (
     EngineConfig,
+    InspectConfig,
     KeysConfig,
     LeaseConfig,
     LimitsConfig,
@@ -39,6 +40,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "nixl": NixlConfig,
     "log": LogConfig,
     "limits": LimitsConfig,
+    "inspect": InspectConfig,
     "keys": KeysConfig,
 }
 
@@ -87,6 +89,7 @@ class Options:
         nixl: See `NixlConfig`.
         log: See `LogConfig`.
         limits: See `LimitsConfig`.
+        inspect: See `InspectConfig`.
         turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
             end, wait for the next turn.
     """
@@ -100,6 +103,7 @@ class Options:
     nixl: NixlConfig = field(default_factory=NixlConfig)
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    inspect: InspectConfig = field(default_factory=InspectConfig)
     turn_lease_s: float = 480.0
 
     def __post_init__(self) -> None:

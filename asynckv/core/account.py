@@ -1,0 +1,176 @@
+"""What a rank says of itself to people and tools: a value with bounds, and the two ends of its way over the wire.
+
+An *account* travels as bytes inside a `Status` (`core/wire.py`), so that an engine and whoever asks it may be of
+different versions: fields are only ever added, with defaults, and those that are not known are skipped. Whoever asks
+believes nothing of it but its types: `decode_account` looks at the length first, and returns a value or raises
+`RemoteProtocolError`. It says nothing that anybody could act with: no key's token, no metadata, no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from asynckv.core.inspect import HeldBlocks, RequestStatus
+from asynckv.errors import RemoteProtocolError
+
+__all__ = ["Account", "Facts", "Lag", "PeerStatus", "PhaseCount", "decode_account", "encode_account"]
+
+MAX_ACCOUNT = 4 * 1024 * 1024
+"""Bytes; whoever asks takes no more of an answer."""
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class PhaseCount(Struct, frozen=True, kw_only=True):
+    """How many requests are at the same.
+
+    Attributes:
+        kind: `lease`, `announced`, `pull` or `retrying`.
+        phase: Of a lease `unclaimed` (no reader has spoken up), `granted` (a promise runs), `lapsed` (a reader has
+            spoken up, no promise runs) or `ending`; of others the state, see `docs/states.md`. A pull that has failed
+            and whose blocks something may still write is `quarantined`, and `retired` if they were given up.
+        number: Of them all, not only of those that are told.
+        oldest_s: For how long the oldest is there.
+    """
+
+    kind: str
+    phase: str
+    number: Count
+    oldest_s: float
+
+
+class PeerStatus(Struct, frozen=True, kw_only=True):
+    """A prefill rank that this one reads from.
+
+    Attributes:
+        rank: Its name, as in the logs.
+        state: See `docs/states.md`.
+        heard_s: For how long nothing was heard; None if nothing ever was.
+        pulls: Requests that have something owed or held there.
+        transfers: Under way, or in doubt.
+        bytes_in_flight: Asked for and not there yet.
+        is_draining: It has said that it lends nothing new.
+        failures: Handshakes that failed in a row.
+        cause: Why the last handshake failed, or why it is gone.
+    """
+
+    rank: str
+    address: str
+    state: str
+    heard_s: float | None = None
+    pulls: Count = 0
+    transfers: Count = 0
+    bytes_in_flight: Count = 0
+    is_draining: bool = False
+    failures: Count = 0
+    cause: str = ""
+
+
+class Lag(Struct, frozen=True, kw_only=True):
+    """How late the engine's event loop came.
+
+    Attributes:
+        last_s, most_s: The last time, and at most since the start.
+        was_away: How often the loop was away (`log.away_s`).
+        counts: How often it was how late, at most: seconds as text, or `inf`.
+    """
+
+    last_s: float = 0.0
+    most_s: float = 0.0
+    was_away: Count = 0
+    counts: Mapping[str, Count] = {}
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """What only the engine around a rank knows.
+
+    Attributes:
+        version: Of asynckv.
+        host, pid: Where it runs.
+        life: What the engine is at (`running`, `draining`, `suspended` ...).
+        uptime_s: Since it started.
+        planes: Versions, transports and modes, as `Engine.describe` names them.
+        counters: As `Engine.statistics` counts, the planes' and the log's included.
+        lag: How late its event loop came.
+        retrying: Requests that wait for another attempt: a few.
+        num_retrying: How many those are in all.
+    """
+
+    version: str = ""
+    host: str = ""
+    pid: int = 0
+    life: str = ""
+    uptime_s: float = 0.0
+    planes: Mapping[str, str] = {}
+    counters: Mapping[str, int] = {}
+    lag: Lag = Lag()
+    retrying: tuple[RequestStatus, ...] = ()
+    num_retrying: Count = 0
+
+
+class Account(Struct, frozen=True, kw_only=True):
+    """One rank, as it sees itself.
+
+    Attributes:
+        refused: Why nothing else is said; empty if something is.
+        retry_s: Ask again after so long; 0 if that is of no use.
+        rank: Its name, as in the logs.
+        incarnation: Which start of its process.
+        closed_as: How it takes nothing new; empty while it does.
+        counts: All requests by kind and phase, none left out.
+        requests: Some of them, the oldest first.
+        holds: The blocks of these, with their ids as far as there is room.
+        after: Ask for what follows with this; empty if nothing does.
+        num_peers: Peers by state, none left out.
+        peers: Some of them: those with something to do, or that are not well, first.
+        num_readers: Process starts that shook hands, to read from this rank.
+        budgets: What is used of what there is, by name.
+    """
+
+    refused: str = ""
+    retry_s: float = 0.0
+    engine_id: str = ""
+    rank: str = ""
+    incarnation: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_stage: int = 0
+    pp_size: int = 1
+    memory_epoch: int = 0
+    closed_as: str = ""
+    facts: Facts = Facts()
+    counts: tuple[PhaseCount, ...] = ()
+    requests: tuple[RequestStatus, ...] = ()
+    holds: tuple[HeldBlocks, ...] = ()
+    after: str = ""
+    num_peers: Mapping[str, int] = {}
+    peers: tuple[PeerStatus, ...] = ()
+    num_readers: int = 0
+    budgets: Mapping[str, tuple[int, int]] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Account] = msgspec.msgpack.Decoder(Account)
+
+
+def encode_account(account: Account) -> bytes:
+    """Encode an account for a `Status`."""
+    return _encoder.encode(account)
+
+
+def decode_account(data: bytes) -> Account:
+    """Decode what an engine said of itself.
+
+    Raises:
+        RemoteProtocolError: It is no account, or too long.
+    """
+    if len(data) > MAX_ACCOUNT:
+        raise RemoteProtocolError(f"an account of {len(data)} bytes; at most {MAX_ACCOUNT} are taken")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RemoteProtocolError(f"malformed account of {len(data)} bytes: {exc}") from exc

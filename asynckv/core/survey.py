@@ -1,0 +1,346 @@
+"""Answers who asks what a rank holds, a slice at a time: with 50,000 leases no turn of the loop gets any longer.
+
+A question waits in a queue of bounded length, and `tick` carries it on by one slice. First everything is counted, which
+serves all questions of the next half second, so that several watchers cost little more than one. Then the requests that
+are wanted are told, the oldest first. Nothing is sorted for that: leases and pulls are kept in the order in which they
+began. Where a page ended is said by the last request on it, so that nothing is kept for whoever asks, and none is left
+out or told twice while others come and go (but for requests that began at the very same moment as one that has ended
+since; those may be told again).
+
+How often may be asked is bounded for each connection and for all together. Whoever asks too often, or where it is
+turned off, is told so. Nothing in here changes anything but the counts of questions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from itertools import islice
+
+from msgspec import Struct
+
+from asynckv.config import EngineConfig
+from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account
+from asynckv.core.decode import DecodeSide
+from asynckv.core.inspect import HeldBlocks, Inspector, RequestStatus, Tally
+from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.ledger import Ledger
+from asynckv.core.limits import Limiter
+from asynckv.core.peer import Peer, PeerState
+from asynckv.core.prefill import PrefillSide
+from asynckv.core.pull import Pull
+from asynckv.core.readers import Identity, Readers
+from asynckv.core.types import members
+from asynckv.core.wire import Status, StatusRequest
+
+__all__ = ["Survey"]
+
+RATE, BURST = 8.0, 16
+"""Questions per second of one connection, and how many may come at once after a silence."""
+
+TOTAL_RATE, TOTAL_BURST = 16.0, 32
+"""The same for all together."""
+
+MAX_WAITING = 64
+"""Questions that wait for their answer."""
+
+FRESH_S = 0.5
+"""For how long what was counted serves other questions."""
+
+SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
+"""Looked at in one turn of the loop: half a millisecond each."""
+
+SLICE_FOUND = 2048
+"""Looked at in one turn where one request is wanted of many."""
+
+MAX_TEXT = 128 * 1024
+"""Letters in one account's requests: longer ids make shorter pages."""
+
+MAX_PEERS = 256
+"""Peers in one account."""
+
+MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
+"""Block ids of each group of one request, in a list of many and where it is wanted alone."""
+
+L = members(LeaseState)
+IDLE = PeerState.NEW, PeerState.READY
+
+Answer = Callable[[Status], None]
+
+
+class _Question(Struct, frozen=True):
+    asked: StatusRequest
+    answer: Answer
+
+
+class _Counts(Struct):
+    """Everything, counted at some moment."""
+
+    at: float
+    phases: dict[tuple[str, str], list[float]]
+    """By kind and phase: how many, and when the oldest began."""
+    tally: Tally
+    peers: dict[str, int]
+    busy: list[Peer]
+    idle: list[Peer]
+
+    def add(self, kind: str, phase: str, begun_at: float) -> None:
+        """Count a request in."""
+        known = self.phases.get((kind, phase))
+        if known is None:
+            self.phases[kind, phase] = [1, begun_at]
+        else:
+            known[0] += 1  # those that began before came before
+
+
+class Survey:
+    """One rank's answers.
+
+    Attributes:
+        next_at: When `tick` has something to do.
+        facts: What only the engine knows; the engine puts its own function here.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: EngineConfig,
+        ledger: Ledger,
+        prefill: PrefillSide,
+        decode: DecodeSide,
+        readers: Readers,
+        inspector: Inspector,
+    ) -> None:
+        self.next_at = math.inf
+        self.facts: Callable[[], Facts] = Facts
+        self._identity, self._config, self._ledger = identity, config, ledger
+        self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
+        self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
+        self._waiting: deque[_Question] = deque()
+        self._working: Generator[None, float, Status] | None = None
+        self._counts: _Counts | None = None
+
+    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float) -> None:
+        """Take a question of a connection; it is answered now if it is refused, or in one of the next turns."""
+        if not self._config.inspect.enabled:
+            refusal = Account(refused="inspection is turned off here (InspectConfig.enabled)")
+        elif asked.after and _place(asked.after) is None:
+            refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
+        elif not self._limits.take(whose, now):
+            refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
+        elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
+            refusal = Account(refused=f"all together ask more than {TOTAL_RATE:g} times a second", retry_s=0.5)
+        else:
+            self._waiting.append(_Question(asked, answer))
+            self.next_at = now
+            return
+        answer(self._status(asked.nonce, {}, refusal))
+
+    def tick(self, now: float) -> None:
+        """Carry the question that came first on by one slice."""
+        if now < self.next_at:
+            return
+        if self._working is None and self._waiting:
+            self._working = self._work(self._waiting[0].asked)
+            next(self._working)
+        if self._working is not None:
+            try:
+                self._working.send(now)
+            except StopIteration as done:
+                self._working = None
+                self._waiting.popleft().answer(done.value)
+            except BaseException:
+                # A bug of ours: whoever asked hears nothing, and all others are answered.
+                self._working = None
+                self._waiting.popleft()
+                self.next_at = now
+                raise
+        self.next_at = now if self._waiting else math.inf
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _status(self, nonce: int, gauges: dict[str, int], account: Account) -> Status:
+        layout = self._identity.layout
+        return Status(nonce, self._identity.engine_id, layout.tp_rank, layout.tp_size, gauges, encode_account(account))
+
+    def _work(self, asked: StatusRequest) -> Generator[None, float, Status]:
+        """Answer one question; every `yield` ends a slice, and takes the time when the next begins."""
+        now = yield
+        if self._counts is None or now - self._counts.at > FRESH_S:
+            now = yield from self._count(now)
+        counts = self._counts
+        assert counts is not None
+        requests: list[RequestStatus] = []
+        holds: list[HeldBlocks] = []
+        after = yield from self._tell(asked, requests, holds, now)
+        facts = self.facts()
+        identity, layout = self._identity, self._identity.layout
+        phases = [
+            PhaseCount(kind=kind, phase=phase, number=int(number), oldest_s=counts.at - begun_at)
+            for (kind, phase), (number, begun_at) in sorted(counts.phases.items())
+        ]
+        if facts.num_retrying:
+            oldest = max([request.age_s for request in facts.retrying], default=0.0)
+            phases.append(PhaseCount(kind="retrying", phase="retrying", number=facts.num_retrying, oldest_s=oldest))
+        account = Account(
+            engine_id=identity.engine_id,
+            rank=identity.name,
+            incarnation=identity.incarnation,
+            tp_rank=layout.tp_rank,
+            tp_size=layout.tp_size,
+            pp_stage=layout.pp_stage,
+            pp_size=layout.pp_size,
+            memory_epoch=self._prefill.memory_epoch,
+            closed_as=self._prefill.closed_as,
+            facts=facts,
+            counts=tuple(phases),
+            requests=tuple(requests),
+            holds=tuple(holds),
+            after=after,
+            num_peers=counts.peers,
+            peers=tuple(_peer_status(peer, counts.at) for peer in (counts.busy + counts.idle)[:MAX_PEERS]),
+            num_readers=len(self._readers.minor_versions),
+            budgets=self._budgets(),
+        )
+        return self._status(asked.nonce, self._inspector.gauges(counts.tally), account)
+
+    def _count(self, now: float) -> Generator[None, float, float]:
+        """Look at everything once."""
+        counts = _Counts(now, {}, Tally(), {}, [], [])
+        leases = list(self._prefill.leases.values())
+        for start in range(0, len(leases), SLICE_LEASES):
+            for lease in leases[start : start + SLICE_LEASES]:
+                if phase := _phase(lease, now):
+                    counts.add("lease", phase, lease.lent_at)
+            now = yield
+        pulls = list(self._decode.pulls.values())
+        for start in range(0, len(pulls), SLICE_PULLS):
+            for pull in pulls[start : start + SLICE_PULLS]:
+                if not pull.is_over:
+                    counts.tally.add(pull, self._ledger)
+                    phase = "retired" if pull.is_retired and not pull.is_returned else pull.state.value
+                    counts.add("announced" if pull.is_announced else "pull", phase, pull.called_at)
+            now = yield
+        peers = list(self._decode.peers.by_place.values())
+        for start in range(0, len(peers), SLICE_LEASES):
+            for peer in peers[start : start + SLICE_LEASES]:
+                counts.peers[peer.state.value] = counts.peers.get(peer.state.value, 0) + 1
+                is_busy = peer.pulls or peer.transfers or peer.state not in IDLE
+                some = counts.busy if is_busy else counts.idle
+                if len(some) < MAX_PEERS:
+                    some.append(peer)
+            now = yield
+        self._counts = counts
+        return now
+
+    def _tell(
+        self, asked: StatusRequest, requests: list[RequestStatus], holds: list[HeldBlocks], now: float
+    ) -> Generator[None, float, str]:
+        """Tell of requests, the oldest first; return where the rest begins, or nothing."""
+        leases: Iterator[Lease | Pull] = _rest(self._prefill.leases.values(), asked.after, True)
+        pulls: Iterator[Lease | Pull] = _rest(self._decode.pulls.values(), asked.after, False)
+        letters = work = looked = 0
+        told: Lease | Pull | None = None
+        for request in heapq.merge(leases, pulls, key=_begun_at):
+            looked += 1
+            if work >= SLICE_TOLD or looked >= SLICE_FOUND:
+                work = looked = 0
+                now = yield
+            if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
+                continue
+            if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
+                return _place_of(told)
+            told = request
+            status = self._inspector.status(request, now)
+            requests.append(status)
+            if (
+                held := self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
+            ) is not None:
+                holds.append(held)
+            work += 1 + len(status.ranks)
+            letters += 2 * (len(status.request_id) + len(status.prefill_request_id)) + 200 * len(status.ranks)
+        return ""
+
+    def _budgets(self) -> dict[str, tuple[int, int]]:
+        decode, pull = self._decode, self._config.pull
+        held = self._ledger.num_held("lent") + self._ledger.num_held("writing")
+        return {
+            "pulls_reading": (decode.admission.num_admitted, pull.total_requests),
+            "pulls_queued": (max(decode.num_waiting, 0), pull.max_queued),
+            "bytes_in_flight": (decode.in_flight.num_bytes, pull.total_bytes),
+            "descriptors_in_flight": (decode.in_flight.num_descriptors, pull.total_descriptors),
+            "parked": (self._prefill.num_parked, self._config.lease.max_parked),
+            "blocks_held": (held, self._ledger.num_blocks),
+        }
+
+
+def _begun_at(request: Lease | Pull) -> float:
+    return request.lent_at if isinstance(request, Lease) else request.called_at
+
+
+def _phase(lease: Lease, now: float) -> str:
+    """What most distinguishes a lease from others; empty if it is over."""
+    if lease.state is not L.LENT:
+        return "ending" if lease.state is L.ENDING else ""
+    for grant in lease.grants.values():
+        if grant.until > now:
+            return "granted"
+    return "lapsed" if lease.cohorts else "unclaimed"
+
+
+def _is_named(request: Lease | Pull, name: str) -> bool:
+    if isinstance(request, Lease):
+        return request.lent.request_id == name
+    return name in (request.request_id, request.params.request_id)
+
+
+def _name(request: Lease | Pull) -> str:
+    """What tells it from others that began at the same moment; no secret."""
+    return f"l{request.lent.key.sequence}" if isinstance(request, Lease) else f"p{request.pull_id}"
+
+
+def _place_of(request: Lease | Pull) -> str:
+    return f"{_begun_at(request).hex()} {_name(request)}"
+
+
+def _place(text: str) -> tuple[float, str] | None:
+    """Read where a page ended; None if it says nothing of the kind."""
+    at, _, name = text.partition(" ")
+    try:
+        begun_at = float.fromhex(at)
+    except (ValueError, OverflowError):
+        return None
+    return (begun_at, name) if math.isfinite(begun_at) and name else None
+
+
+def _rest(requests: Iterable[Lease | Pull], after: str, is_first: bool) -> Iterator[Lease | Pull]:
+    """Return those of one kind that follow a place; of what began at the same moment the first kind comes first."""
+    everything = list(requests)
+    if (place := _place(after)) is None:
+        return iter(everything)
+    begun_at, name = place
+    low = bisect_left(everything, begun_at, key=_begun_at)
+    high = bisect_right(everything, begun_at, low, key=_begun_at)
+    is_ours = name.startswith("l") is is_first
+    if not is_ours:
+        return islice(everything, high if is_first else low, None)
+    at = next((n for n in range(low, high) if _name(everything[n]) == name), low - 1)
+    return islice(everything, at + 1, None)
+
+
+def _peer_status(peer: Peer, now: float) -> PeerStatus:
+    return PeerStatus(
+        rank=peer.name,
+        address=peer.address,
+        state=peer.state.value,
+        heard_s=max(now - peer.heard_at, 0.0) if peer.heard_at > -math.inf else None,
+        pulls=len(peer.pulls),
+        transfers=len(peer.transfers),
+        bytes_in_flight=peer.line.in_flight.num_bytes,
+        is_draining=peer.is_draining,
+        failures=peer.failures,
+        cause=peer.detail[:1000],
+    )

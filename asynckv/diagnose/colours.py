@@ -1,0 +1,47 @@
+"""Colours of what pages show: one phase has one colour on every page, in light and in dark.
+
+Found by search: all phases differ from each other, also for eyes that do not tell red from green or blue from yellow,
+and stand out from the page behind them (a contrast of 3 or more). Nothing is said by colour alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BAD", "PHASES", "STATES", "WITHIN", "Colour"]
+
+
+class Colour(NamedTuple):
+    """One colour, for a light page and for a dark one."""
+
+    light: str
+    dark: str
+
+
+PHASES = {
+    "announced": Colour("#424a57", "#9da1b1"),
+    "handshake": Colour("#691a9f", "#a63aa8"),
+    "queue": Colour("#6e5306", "#fdc97a"),
+    "plan": Colour("#f2099c", "#b83c55"),
+    "read": Colour("#0380f5", "#0c56fd"),
+    "confirm": Colour("#0ea560", "#a0fdd1"),
+    "drain": Colour("#4c0701", "#ea2a06"),
+    "release": Colour("#7e9a11", "#d1e419"),
+}
+"""Phases of a pull, in their order: all but `release`, which comes after the result, add up to its seconds."""
+
+WITHIN = {"post": "read", "detect": "read"}
+"""Phases that lie inside another one, and have its colour."""
+
+STATES = {
+    "new": Colour("#8a94a0", "#7f8a97"),
+    "connecting": Colour("#6e5306", "#fdc97a"),
+    "loading": Colour("#691a9f", "#a63aa8"),
+    "ready": Colour("#0ea560", "#3fd0a4"),
+    "suspect": Colour("#f2099c", "#ef8cc8"),
+    "gone": Colour("#4c0701", "#ea2a06"),
+}
+"""States of a peer."""
+
+BAD = Colour("#b3261e", "#ff8a80")
+"""What should not be there."""

@@ -1,0 +1,813 @@
+"""All findings that there can be: how bad each is, why it matters, and what to do about it.
+
+`docs/doctor.md` lists them from here (`python -m asynckv.diagnose.doctor.catalogue` prints its table).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+__all__ = ["KINDS", "LEVELS", "TOPICS", "Finding", "Level", "finding", "table"]
+
+Level = Literal["error", "warning", "note", "good"]
+LEVELS: tuple[Level, ...] = ("error", "warning", "note", "good")
+"""The worst first."""
+
+TOPICS = {
+    "nixl": "NIXL and UCX",
+    "speed": "Speed",
+    "peer": "The other side",
+    "memory": "Processes and shared memory",
+    "limits": "Limits and CPU",
+    "network": "Network and addresses",
+    "keys": "Keys",
+    "software": "Versions",
+}
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One thing that was found.
+
+    Attributes:
+        code: Its name in the catalogue.
+        found: What was seen, with numbers.
+        remedy: A command or a setting; empty where nothing is wrong.
+        link: Where the documentation says more.
+    """
+
+    code: str
+    level: Level
+    topic: str
+    title: str
+    found: str
+    why: str
+    remedy: str
+    link: str
+
+
+class Kind(NamedTuple):
+    """One kind of finding."""
+
+    topic: str
+    level: Level
+    title: str
+    why: str
+    remedy: str
+    link: str
+
+
+def finding(code: str, found: str, *, remedy: str = "", level: Level | None = None) -> Finding:
+    """Make a finding of a kind; what is known better here than in the catalogue takes its place."""
+    kind = KINDS[code]
+    return Finding(
+        code=code,
+        level=level or kind.level,
+        topic=kind.topic,
+        title=kind.title,
+        found=found,
+        why=kind.why,
+        remedy=remedy or kind.remedy,
+        link=kind.link,
+    )
+
+
+TWO_HOSTS, DEPLOY, SECURITY, RELIABILITY = (
+    "docs/two_hosts.md",
+    "docs/deploy.md",
+    "docs/security.md",
+    "docs/reliability.md",
+)
+PERFORMANCE, EMBEDDING, DOCTOR = "docs/performance.md", "docs/embedding.md", "docs/doctor.md"
+DEVICES, LIMITS, CMA = (
+    f"{DEPLOY}#which-devices-ucx-uses",
+    f"{DEPLOY}#limits",
+    f"{DEPLOY}#process_vm_readv-ptrace-and-seccomp",
+)
+SHM, PORTS, DIES = f"{DEPLOY}#shared-memory", f"{DEPLOY}#ports", f"{RELIABILITY}#what-dies-inside-ucx-when-a-peer-does"
+KEYS, CPU, UPGRADES = f"{SECURITY}#how-to-deploy", f"{DEPLOY}#cpu-and-numa", f"{DEPLOY}#rolling-upgrades"
+FAILS = f"{TWO_HOSTS}#6-when-it-does-not-work"
+SLOW = f"{TWO_HOSTS}#5-when-it-is-slow"
+
+KINDS: dict[str, Kind] = {
+    # -- NIXL and UCX ----------------------------------------------------------------------------------
+    "nixl-missing": Kind("nixl", "error", "NIXL is not installed", "It carries all bytes.", "pip install nixl", DEPLOY),
+    "nixl-plugins": Kind(
+        "nixl",
+        "error",
+        "NIXL finds no plug-ins",
+        "Without the plug-in UCX no agent can be made.",
+        "unset NIXL_PLUGIN_DIR, or let it name the folder that holds libplugin_UCX.so",
+        DEVICES,
+    ),
+    "nixl-refused": Kind(
+        "nixl",
+        "error",
+        "No NIXL agent can be made",
+        "An engine would not start here.",
+        "see what UCX says, and run again with the UCX_ variables unset",
+        FAILS,
+    ),
+    "nixl-died": Kind(
+        "nixl",
+        "error",
+        "A process that used NIXL died",
+        "What dies in a process of doctor's own would have ended an engine.",
+        'look at the last words; NixlConfig(process="always") keeps an engine alive when its NIXL dies',
+        DIES,
+    ),
+    "nixl-hung": Kind(
+        "nixl",
+        "error",
+        "NIXL did not come to an end",
+        "A read that never ends holds blocks until they are retired.",
+        "look at the stage at which it stopped; a firewall on this host drops UCX's ports, or the machine is too busy",
+        FAILS,
+    ),
+    "ucx-no-transport": Kind(
+        "nixl",
+        "error",
+        "UCX has nothing to send by",
+        "UCX needs one transport that notices dead peers (TCP or RDMA) beside any that copies.",
+        "unset UCX_TLS, or add tcp to it; unset UCX_NET_DEVICES, or name a device that UCX lists",
+        DEVICES,
+    ),
+    "ucx-unavailable": Kind(
+        "nixl",
+        "warning",
+        "UCX lacks what it was told to use",
+        "UCX goes on without it, by a slower way, or not at all.",
+        "correct UCX_TLS or UCX_NET_DEVICES to what UCX lists",
+        DEVICES,
+    ),
+    "ucx-variable": Kind(
+        "nixl",
+        "warning",
+        "A variable that UCX does not know",
+        "UCX ignores it, and only warns: the setting that was meant is not made.",
+        "correct its name, or unset it",
+        DEVICES,
+    ),
+    "ucx-value": Kind(
+        "nixl",
+        "error",
+        "A value that UCX does not take",
+        "No agent can be made.",
+        "correct or unset the variable",
+        DEVICES,
+    ),
+    "ucx-complains": Kind(
+        "nixl", "note", "UCX complains", "It may explain what is slow or fails.", "see UCX_LOG_LEVEL=info", SLOW
+    ),
+    "reads-rdma": Kind("nixl", "good", "Reads go by RDMA", "The owner's CPU has no part in it.", "", DEVICES),
+    "reads-cma": Kind(
+        "nixl", "good", "Reads within this host go by CMA", "One copy by the kernel (process_vm_readv).", "", CMA
+    ),
+    "reads-memory": Kind(
+        "nixl",
+        "note",
+        "Reads within this host go through shared memory",
+        "Without CMA the owner's process has to answer: it needs its CPU, and can die when a reader does.",
+        "let UCX use CMA (UCX_TLS unset)",
+        DIES,
+    ),
+    "reads-emulated": Kind(
+        "nixl",
+        "warning",
+        "Reads within this host go by TCP, emulated",
+        "The owner's process sends every byte: both sides' CPU, and UCX can end it when a reader dies.",
+        "allow process_vm_readv, leave cma in UCX_TLS, and keep both ranks in one PID namespace",
+        CMA,
+    ),
+    "reads-emulated-asked": Kind(
+        "nixl",
+        "note",
+        "Reads within this host go by TCP, as UCX_TLS says",
+        "The owner's process sends every byte: both sides' CPU, and UCX can end it when a reader dies.",
+        "unset UCX_TLS, unless that is meant",
+        DIES,
+    ),
+    "process-unforeseen": Kind(
+        "nixl",
+        "warning",
+        'process="auto" would not protect an engine here',
+        "asynckv expects CMA by the settings, but reads are emulated: an engine that lends can die with its reader.",
+        'NixlConfig(process="serving"), with shared KV memory (asynckv.shared_memory)',
+        f"{DEPLOY}#the-process-that-may-die",
+    ),
+    "error-mode-none": Kind(
+        "nixl",
+        "warning",
+        "Peers that die would not be noticed",
+        "With ucx_error_handling_mode=none UCX watches no connection; it also does not keep the owner from dying.",
+        "leave ucx_error_handling_mode out of NixlConfig.params",
+        SHM,
+    ),
+    "tcp-segments": Kind(
+        "nixl",
+        "warning",
+        "TCP segments are small",
+        "With UCX's own 8 KiB TCP carries less than half. asynckv sets 64k, but the environment wins.",
+        "unset UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE, or give 64k",
+        TWO_HOSTS,
+    ),
+    "rendezvous": Kind(
+        "nixl",
+        "warning",
+        "UCX_RNDV_THRESH is set",
+        "Measured with 64k over TCP: a fifth of the bandwidth.",
+        "unset UCX_RNDV_THRESH",
+        SLOW,
+    ),
+    "proto-off": Kind(
+        "nixl",
+        "error",
+        "UCX_PROTO_ENABLE=n",
+        "Without its protocols UCX moves no byte at all.",
+        "unset UCX_PROTO_ENABLE",
+        DIES,
+    ),
+    "telemetry-port": Kind(
+        "nixl",
+        "warning",
+        "NIXL's Prometheus exporter takes one port per process",
+        "The second process of a host loses the race, logs one line, and has no telemetry at all.",
+        "unset NIXL_TELEMETRY_EXPORTER, or use prometheus_mp",
+        PERFORMANCE,
+    ),
+    "completions": Kind(
+        "nixl",
+        "note",
+        "Completions have to be polled for",
+        "UCX's descriptors were not found, so the loop polls while something runs.",
+        "report it with UCX's version",
+        PERFORMANCE,
+    ),
+    "gpu-transports": Kind(
+        "nixl",
+        "warning",
+        "UCX_TLS leaves out the GPU's transports",
+        "GPU memory cannot be registered or is copied through the host.",
+        "unset UCX_TLS, or add cuda to it",
+        DEVICES,
+    ),
+    # -- speed -----------------------------------------------------------------------------------------
+    "speed": Kind("speed", "good", "Reads are as fast as can be expected", "", "", PERFORMANCE),
+    "slow-bulk": Kind(
+        "speed",
+        "warning",
+        "Large reads are slow",
+        "NIXL over CMA reaches 0.6 of a copy within memory, over TCP 0.8 of a raw stream.",
+        "see the load and the CPU limits below; run again on a quiet machine",
+        SLOW,
+    ),
+    "slow-small": Kind(
+        "speed",
+        "warning",
+        "Small reads are slow",
+        "A read of 4 KiB takes tens of microseconds; more is a busy machine, or an owner that is not woken.",
+        "see the load and the CPU limits below; run again on a quiet machine",
+        SLOW,
+    ),
+    "wrong-bytes": Kind(
+        "speed",
+        "error",
+        "Reads brought other bytes than were there",
+        "This must not happen.",
+        "report it with the output of --json",
+        RELIABILITY,
+    ),
+    "noisy": Kind(
+        "speed",
+        "note",
+        "The figures differ from round to round",
+        "They say little then.",
+        "run again on a quiet machine",
+        PERFORMANCE,
+    ),
+    # -- processes and shared memory -------------------------------------------------------------------
+    "cma": Kind("memory", "good", "process_vm_readv is allowed", "UCX can read within the host by CMA.", "", CMA),
+    "cma-forbidden": Kind(
+        "memory",
+        "warning",
+        "process_vm_readv is forbidden",
+        "UCX then reads within this host by TCP, emulated: a quarter of the speed, and owners that can die.",
+        "let the seccomp profile allow process_vm_readv and process_vm_writev, and run all ranks as one user",
+        CMA,
+    ),
+    "ptrace-scope": Kind(
+        "memory",
+        "warning",
+        "Yama restricts ptrace",
+        "With 2 CMA needs CAP_SYS_PTRACE, with 3 it is forbidden.",
+        "sysctl kernel.yama.ptrace_scope=1 on the host",
+        CMA,
+    ),
+    "pid-namespace": Kind(
+        "memory",
+        "note",
+        "This process has a PID namespace of its own",
+        "Two pods of one host do not read by CMA, but by TCP or RDMA.",
+        "put ranks that should be close into one pod",
+        DEVICES,
+    ),
+    "shm-none": Kind(
+        "memory",
+        "note",
+        "There is no /dev/shm",
+        "asynckv and UCX need none, but torch's share_memory_() and vLLM do.",
+        "mount a tmpfs at /dev/shm",
+        SHM,
+    ),
+    "shm-small": Kind(
+        "memory",
+        "warning",
+        "/dev/shm is small",
+        "asynckv and UCX need none, but KV memory of torch's share_memory_() has to fit, and vLLM and NCCL need some.",
+        "docker run --shm-size=16g, or an emptyDir with medium: Memory at /dev/shm",
+        SHM,
+    ),
+    "shm-full": Kind(
+        "memory",
+        "warning",
+        "/dev/shm is nearly full",
+        "Who writes to it next is killed by SIGBUS.",
+        "remove what dead processes left in /dev/shm",
+        SHM,
+    ),
+    "huge-pages": Kind(
+        "memory",
+        "note",
+        "Shared memory gets no huge pages",
+        "CMA is a quarter faster on them.",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        LIMITS,
+    ),
+    "memory-limit": Kind(
+        "memory",
+        "warning",
+        "The memory of this control group is nearly used up",
+        "Shared KV memory and its child count towards it; the kernel kills at the limit.",
+        "raise the limit (docker run --memory, resources.limits.memory)",
+        LIMITS,
+    ),
+    # -- limits and CPU ----------------------------------------------------------------------------------
+    "nofile": Kind(
+        "limits",
+        "warning",
+        "Few open files are allowed",
+        "A rank has 40 when it listens, and 4 for each rank of the other side.",
+        "ulimit -n 65536",
+        LIMITS,
+    ),
+    "memlock": Kind(
+        "limits",
+        "error",
+        "Locked memory is limited, and there is RDMA",
+        "RDMA pins all registered memory: registering the KV cache will fail, or UCX falls back to TCP.",
+        "ulimit -l unlimited; in a container IPC_LOCK and --ulimit memlock=-1",
+        LIMITS,
+    ),
+    "one-core": Kind(
+        "limits",
+        "warning",
+        "This process may use one core",
+        "The engine's loop, posting threads and the inference engine then wait for each other.",
+        "give the process two cores or more (taskset, cpuset, resources.limits.cpu)",
+        CPU,
+    ),
+    "throttled": Kind(
+        "limits",
+        "warning",
+        "The control group is throttled",
+        "It looks like a network that stalls.",
+        "raise the CPU limit, or leave it out and use exclusive cores",
+        CPU,
+    ),
+    "cpu-quota": Kind(
+        "limits",
+        "note",
+        "A CPU limit below the cores that are seen",
+        "More threads than that are started, and throttled when all run.",
+        "use whole exclusive cores",
+        CPU,
+    ),
+    "busy": Kind(
+        "limits", "note", "The machine is busy", "Figures of this run are too low.", "run again on a quiet machine", CPU
+    ),
+    "numa": Kind(
+        "limits",
+        "note",
+        "Several NUMA nodes, and none is chosen",
+        "Memory of another node is slower to copy, and so is a network card of another node.",
+        "numactl --cpunodebind=N --membind=N, N being the node of the network card",
+        CPU,
+    ),
+    "clocksource": Kind(
+        "limits",
+        "warning",
+        "Reading the clock is slow",
+        "Each event reads it; with such a source that takes a microsecond instead of 30 ns.",
+        "boot with clocksource=tsc, if the machine has one that is stable",
+        CPU,
+    ),
+    "clock-unsynchronised": Kind(
+        "limits",
+        "note",
+        "The wall clock is not synchronised",
+        "asynckv compares no clocks, but logs of several hosts are joined more easily if they agree.",
+        "run chrony or another NTP client on the host",
+        f"{DOCTOR}#clocks",
+    ),
+    # -- network and addresses ---------------------------------------------------------------------------
+    "only-loopback": Kind(
+        "network",
+        "note",
+        "No network but loopback",
+        "No other host reaches an engine here.",
+        "give the container a network",
+        PORTS,
+    ),
+    "many-devices": Kind(
+        "network",
+        "note",
+        "UCX listens on several devices",
+        "Unless it is told, UCX takes all that it finds, those of containers as well.",
+        "export UCX_NET_DEVICES=... to name the device of the data network",
+        DEVICES,
+    ),
+    "small-mtu": Kind(
+        "network",
+        "note",
+        "Small packets",
+        "More CPU per byte.",
+        "raise the MTU on the whole way (9000 in a data centre)",
+        FAILS,
+    ),
+    "hostname-loopback": Kind(
+        "network",
+        "note",
+        "This host's name leads to itself only",
+        "Whoever advertises the name tells others to connect to themselves (the 127.0.1.1 of Debian's /etc/hosts).",
+        "advertise an address instead of the name, or correct /etc/hosts",
+        PORTS,
+    ),
+    "rdma": Kind("network", "good", "RDMA devices", "", "", DEVICES),
+    "rdma-unusable": Kind(
+        "network",
+        "warning",
+        "RDMA devices that cannot be used",
+        "UCX falls back to TCP without a word.",
+        "pass /dev/infiniband into the container and let this user open uverbs*; see ibstat for ports that are down",
+        DEVICES,
+    ),
+    "gpu-peermem": Kind(
+        "network",
+        "note",
+        "GPUs and RDMA without nvidia_peermem",
+        "The network card reads GPU memory by nvidia_peermem, or by dmabuf where there is such; else it "
+        "is copied through the host.",
+        "modprobe nvidia_peermem",
+        DEVICES,
+    ),
+    "listen-refused": Kind(
+        "network", "error", "An engine would refuse to listen so", "It would not start.", "see what it says", PORTS
+    ),
+    "bind-fails": Kind(
+        "network",
+        "error",
+        "Nothing can listen there",
+        "The engine would not start.",
+        "choose an address of this host, and a port that is free (0 lets the system choose)",
+        PORTS,
+    ),
+    "bind-loopback": Kind(
+        "network",
+        "note",
+        "Only this host reaches the engine",
+        "Good for ranks on one host.",
+        'bind="tcp://0.0.0.0:0" and advertise="tcp://ADDRESS:0", with keys, to be reached from others',
+        PORTS,
+    ),
+    "advertise-loopback": Kind(
+        "network",
+        "error",
+        "What is advertised leads every host to itself",
+        "Readers on other hosts connect to themselves, and time out.",
+        "advertise an address that the others reach",
+        PORTS,
+    ),
+    "advertise-foreign": Kind(
+        "network",
+        "note",
+        "What is advertised is no address of this host",
+        "Right behind a forwarded port, but UCX's own addresses are not translated: data will not flow through NAT.",
+        "advertise an address of this host",
+        PORTS,
+    ),
+    "insecure": Kind(
+        "network",
+        "warning",
+        "Anybody may claim and release blocks",
+        "Beyond loopback without keys whoever reaches the port can.",
+        "asynckv keygen NAME, and KeysConfig",
+        KEYS,
+    ),
+    # -- keys ----------------------------------------------------------------------------------------------
+    "keys": Kind("keys", "good", "The keys can be used", "", "", KEYS),
+    "key-rights": Kind(
+        "keys", "error", "Others can read the secret key", "Whoever reads it is that engine.", "chmod 600 FILE", KEYS
+    ),
+    "key-bad": Kind(
+        "keys", "error", "The secret key cannot be used", "The engine would not start.", "asynckv keygen NAME", KEYS
+    ),
+    "key-owner": Kind(
+        "keys",
+        "warning",
+        "The secret key belongs to another user",
+        "That user can replace it.",
+        "chown it to the engine's user",
+        KEYS,
+    ),
+    "authorized-bad": Kind(
+        "keys",
+        "error",
+        "The authorized keys cannot be used",
+        "The engine would not start.",
+        "make the directory, and copy into it the .key file of every engine that this one talks to",
+        KEYS,
+    ),
+    "own-key-unlisted": Kind(
+        "keys",
+        "note",
+        "This engine's own key is not in its directory",
+        "It needs not be; but the same directory copied to the others would keep this engine out.",
+        "copy this engine's .key into the authorized directory of all others",
+        KEYS,
+    ),
+    "zmq-no-curve": Kind(
+        "keys",
+        "error",
+        "libzmq knows no CURVE",
+        "Keys cannot be used.",
+        "pip install --force-reinstall pyzmq (its wheel has it)",
+        KEYS,
+    ),
+    # -- versions --------------------------------------------------------------------------------------------
+    "two-variants": Kind(
+        "software",
+        "note",
+        "NIXL is installed for two CUDA versions",
+        "Two in one process abort it; asynckv loads one, and import nixl the same.",
+        "nothing, unless something else in the process imports the other by name",
+        DOCTOR,
+    ),
+    "variant-clash": Kind(
+        "software",
+        "warning",
+        "NIXL is built for another CUDA than torch",
+        "import nixl fails beside this torch, and two CUDA runtimes meet in one process.",
+        "pip install nixl-cuN, N as in torch.version.cuda",
+        DOCTOR,
+    ),
+    "nixl-mixed": Kind(
+        "software",
+        "warning",
+        "Packages of NIXL of different versions",
+        "They are released together.",
+        "pip install --upgrade --force-reinstall nixl",
+        UPGRADES,
+    ),
+    "gpu-torch": Kind(
+        "software",
+        "warning",
+        "A GPU, and a torch without CUDA",
+        "KV memory of the GPU cannot be registered.",
+        "install torch for CUDA",
+        DOCTOR,
+    ),
+    # -- the other side ------------------------------------------------------------------------------------
+    "to-name": Kind("peer", "error", "The name cannot be resolved", "", "correct the name, or use an address", FAILS),
+    "to-wildcard": Kind(
+        "peer",
+        "error",
+        "A wildcard is no address to connect to",
+        "The engine that gave it advertises its bind address.",
+        "set advertise there",
+        PORTS,
+    ),
+    "to-port-zero": Kind(
+        "peer",
+        "error",
+        "Port 0 is no port to connect to",
+        "The system chose one when the engine bound it.",
+        "take the address from engine.endpoint, or give the engine a fixed port",
+        PORTS,
+    ),
+    "to-refused": Kind(
+        "peer",
+        "error",
+        "Nothing listens there",
+        "The host answers, and the port is closed: the engine is down, or on another port.",
+        "start the engine, or correct the port",
+        FAILS,
+    ),
+    "to-timeout": Kind(
+        "peer",
+        "error",
+        "The address swallows what is sent",
+        "No answer and no refusal: a firewall drops packets, or the host is off.",
+        "open the port in the firewall or NetworkPolicy; ping the host",
+        PORTS,
+    ),
+    "to-no-route": Kind("peer", "error", "There is no way to that host", "", "see ip route get ADDRESS", FAILS),
+    "to-not-zmq": Kind(
+        "peer", "error", "Something else listens there", "It does not speak ZMQ's protocol.", "correct the port", FAILS
+    ),
+    "to-silent": Kind(
+        "peer",
+        "error",
+        "The listener does not answer",
+        "ZMQ answers, and asynckv does not: the process hangs, is stopped, or is another program.",
+        "look at that process: py-spy dump, loop_was_away in its log",
+        FAILS,
+    ),
+    "to-turned-away": Kind(
+        "peer",
+        "error",
+        "The other side refuses our key",
+        "Our public key is not in its authorized directory.",
+        "copy our .key file into the authorized directory there; its log says `refused` with the key",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-wrong-key": Kind(
+        "peer",
+        "error",
+        "The listener is not who the address says",
+        "It does not prove the key in the address: that is an old address, or another process took the port.",
+        "take the address from engine.endpoint anew",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-unlisted": Kind(
+        "peer",
+        "error",
+        "The key in the address is not listed here",
+        "An engine with these keys would not talk to it.",
+        "copy the other side's .key file into our authorized directory",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-no-key": Kind(
+        "peer",
+        "error",
+        "The address names no key, and we have keys",
+        "The other engine runs without keys, or somebody cut off what begins with #.",
+        "give the whole address, or leave --secret and --authorized out",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-needs-keys": Kind(
+        "peer",
+        "error",
+        "The other side wants keys",
+        "Without keys nobody is admitted there.",
+        "give --secret and --authorized, and the address with its #key",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-keyless": Kind(
+        "peer",
+        "error",
+        "The other side runs without keys",
+        "The address names a key, and the listener uses none.",
+        "set EngineConfig.keys there, or take the address from engine.endpoint anew",
+        f"{SECURITY}#what-you-see-and-what-it-means",
+    ),
+    "to-version": Kind(
+        "peer",
+        "error",
+        "The other side speaks another protocol",
+        "Different major versions do not work together.",
+        "upgrade the older side",
+        UPGRADES,
+    ),
+    "to-minor": Kind(
+        "peer",
+        "note",
+        "Another minor version of the protocol",
+        "They work together; what the older does not know is not sent.",
+        "upgrade the older side when it suits",
+        UPGRADES,
+    ),
+    "to-unwelcome": Kind("peer", "error", "The engine serves nobody new", "", "see what it says", FAILS),
+    "to-damaged": Kind(
+        "peer",
+        "error",
+        "The metadata was damaged on its way",
+        "A bad byte can end the process that loads it, so it was not loaded.",
+        "look for what changes packets on the way",
+        RELIABILITY,
+    ),
+    "to-engine": Kind("peer", "good", "The engine answers", "", "", DOCTOR),
+    "to-round-trip": Kind(
+        "peer", "good", "Round trips of control packets", "A pull that was not announced waits for one.", "", DOCTOR
+    ),
+    "to-slow": Kind(
+        "peer",
+        "warning",
+        "Control packets are slow or lost",
+        "Claims and proofs wait for them; readers give up a handshake after 5 s.",
+        "look at the network, and at loop_was_away in the engine's log",
+        f"{DEPLOY}#what-to-watch",
+    ),
+    "to-loopback": Kind(
+        "peer",
+        "note",
+        "That address is this very host's",
+        "Other hosts are led to themselves by it.",
+        "advertise an address that the others reach, if there are others",
+        PORTS,
+    ),
+    "to-name-loopback": Kind(
+        "peer",
+        "warning",
+        "That name leads to this very host",
+        "On the other host the name may lead to another one (the 127.0.1.1 of Debian's /etc/hosts).",
+        "use an address, or correct /etc/hosts",
+        PORTS,
+    ),
+    "to-mtu": Kind(
+        "peer",
+        "warning",
+        "The way takes smaller packets than the device sends",
+        "Where messages about that are dropped, large reads hang.",
+        "one MTU on the whole way; ping -M do -s 8972 ADDRESS",
+        FAILS,
+    ),
+    "to-data": Kind(
+        "peer",
+        "error",
+        "Control works, data does not",
+        "UCX could not open a connection to the other side's agent.",
+        "open UCX's ports on both sides (UCX_TCP_PORT_RANGE=20000-20100), and name the device of the data network on "
+        "both (UCX_NET_DEVICES)",
+        FAILS,
+    ),
+    "to-rdma": Kind("peer", "good", "Reads from there go by RDMA", "The owner's CPU has no part in it.", "", DEVICES),
+    "to-cma": Kind("peer", "good", "Reads from there go by CMA", "It is a process of this host.", "", CMA),
+    "to-emulated": Kind(
+        "peer",
+        "note",
+        "Reads from there go by TCP, emulated",
+        "Both sides' CPU moves the bytes, and UCX can end the process that lends when a reader dies.",
+        'share the KV memory there, so that process="auto" protects the engine; or use RDMA',
+        DIES,
+    ),
+    "to-not-rdma": Kind(
+        "peer",
+        "warning",
+        "RDMA is here, and TCP is used",
+        "The other side has none, or UCX may not use it there.",
+        "run asynckv doctor there; look at UCX_TLS, UCX_NET_DEVICES and memlock on both",
+        DEVICES,
+    ),
+    "to-speed": Kind("peer", "good", "Reads from there", "", "", TWO_HOSTS),
+    "to-unmeasured": Kind(
+        "peer",
+        "note",
+        "No bytes were read from there",
+        "Doctor reads no engine's blocks.",
+        "asynckv doctor --serve on that host, and --to its address, measures the way",
+        TWO_HOSTS,
+    ),
+    "to-versions": Kind(
+        "peer",
+        "warning",
+        "The two sides have different versions",
+        "NIXL's metadata is its own affair between versions: it refuses what it cannot load.",
+        "install the same versions on both",
+        UPGRADES,
+    ),
+    "to-clock": Kind(
+        "peer",
+        "warning",
+        "The wall clocks differ",
+        "asynckv compares no clocks, but logs of both sides are read together.",
+        "run chrony or another NTP client on both hosts",
+        f"{DOCTOR}#clocks",
+    ),
+}
+
+
+def table() -> str:
+    """Write all kinds as a table for the documentation."""
+    lines = ["| code | level | finding | why it matters | what to do |", "|---|---|---|---|---|"]
+    for topic, title in TOPICS.items():
+        lines.append(f"| **{title}** | | | | |")
+        for code, kind in KINDS.items():
+            if kind.topic == topic:
+                cells = (f"`{code}`", kind.level, kind.title, kind.why, kind.remedy)
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

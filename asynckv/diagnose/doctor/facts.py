@@ -1,0 +1,314 @@
+"""What is known of a host: plain values. The defaults are those of a machine on which nothing is wrong."""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+__all__ = [
+    "Facts",
+    "Gpu",
+    "Interface",
+    "KeyFacts",
+    "Listening",
+    "Machine",
+    "Network",
+    "PeerFacts",
+    "Rdma",
+    "Software",
+    "Spread",
+    "Ucx",
+    "Use",
+]
+
+UNLIMITED = -1
+
+
+class Machine(Struct, frozen=True, kw_only=True):
+    """Processor, memory, limits and permissions of this process.
+
+    Attributes:
+        cpu_quota: Cores that the control group grants; 0 for all.
+        throttled: Share of its periods in which the group was held up.
+        memory_limit, memory_used: Of the control group; 0 if it has no limit.
+        shm_bytes: Size of `/dev/shm`; 0 if there is none.
+        nofile, memlock: Soft limits; -1 for none.
+        ptrace_scope: Yama's; 0 where Yama is not.
+        cma_error: What `process_vm_readv` said between two processes of ours; empty if it read.
+        clock_synchronised: What the kernel says of its clock; unknown in some sandboxes.
+    """
+
+    kernel: str = "6.1"
+    cpu: str = ""
+    cores_present: int = 16
+    cores_allowed: int = 16
+    cpu_quota: float = 0.0
+    throttled: float = 0.0
+    load: float = 0.1
+    numa_nodes: int = 1
+    memory_bytes: int = 64 << 30
+    memory_available: int = 48 << 30
+    memory_limit: int = 0
+    memory_used: int = 0
+    huge_pages: str = "madvise"
+    shmem_huge_pages: str = "advise"
+    huge_pages_reserved: int = 0
+    shm_bytes: int = 32 << 30
+    shm_free: int = 32 << 30
+    nofile: int = 65_536
+    memlock: int = UNLIMITED
+    ptrace_scope: int = 0
+    seccomp: bool = False
+    no_new_privileges: bool = False
+    container: str = ""
+    own_pid_namespace: bool = False
+    uid: int = 1000
+    cma_error: str = ""
+    clocksource: str = "tsc"
+    clock_synchronised: bool | None = True
+
+
+class Interface(Struct, frozen=True, kw_only=True):
+    """One network interface that is up."""
+
+    name: str
+    mtu: int = 1500
+    addresses: tuple[str, ...] = ()
+    speed_mbit: int = 0
+    is_loopback: bool = False
+
+
+class Rdma(Struct, frozen=True, kw_only=True):
+    """One RDMA device, whether it can be used or not."""
+
+    name: str
+    state: str = "ACTIVE"
+    rate: str = ""
+    usable: bool = True
+
+
+class Network(Struct, frozen=True, kw_only=True):
+    """Interfaces and names. `hostname_addresses` is what this host's own name resolves to."""
+
+    hostname: str = "host"
+    hostname_addresses: tuple[str, ...] = ("10.0.0.1",)
+    interfaces: tuple[Interface, ...] = (
+        Interface(name="lo", mtu=65_536, addresses=("127.0.0.1",), is_loopback=True),
+        Interface(name="eth0", addresses=("10.0.0.1",)),
+    )
+    rdma: tuple[Rdma, ...] = ()
+
+
+class Gpu(Struct, frozen=True, kw_only=True):
+    """NVIDIA GPUs, as the driver lists them. `peermem`: the network card may read their memory by `nvidia_peermem`."""
+
+    count: int = 0
+    driver: str = ""
+    peermem: bool = False
+
+
+class Software(Struct, frozen=True, kw_only=True):
+    """What is installed.
+
+    Attributes:
+        variants: NIXL's packages for CUDA versions, and their versions.
+        variant: The one that asynckv loads; empty if none.
+        environment: The variables of UCX and NIXL that are set.
+        plugin_dir_error: What is wrong with `NIXL_PLUGIN_DIR`, if it is set.
+    """
+
+    asynckv: str = "0.1.0"
+    python: str = "3.11.7"
+    nixl: str = "1.5.1"
+    variants: dict[str, str] = field(default_factory=lambda: {"nixl_cu12": "1.5.1"})
+    variant: str = "nixl_cu12"
+    torch: str = ""
+    torch_cuda: str = ""
+    pyzmq: str = "27"
+    libzmq: str = "4.3.5"
+    curve: bool = True
+    msgspec: str = "0.20"
+    environment: dict[str, str] = field(default_factory=dict)
+    plugin_dir_error: str = ""
+
+
+class Listening(Struct, frozen=True, kw_only=True):
+    """What an engine would be told: from `--bind` and `--advertise`, or a configuration file.
+
+    Attributes:
+        advertise_addresses: What the advertised name resolves to.
+        bind_error: What the system says to binding there.
+        error: What the engine itself says to these settings.
+    """
+
+    bind: str = "tcp://127.0.0.1:0"
+    advertise: str = ""
+    allow_insecure: bool = False
+    has_keys: bool = False
+    advertise_addresses: tuple[str, ...] = ()
+    bind_error: str = ""
+    error: str = ""
+    error_mode: str = "peer"
+    process: str = "auto"
+
+
+class KeyFacts(Struct, frozen=True, kw_only=True):
+    """The files of `--secret` and `--authorized`.
+
+    Attributes:
+        secret_error, authorized_error: What an engine says to them.
+        own_listed: This engine's own public key is in the directory.
+    """
+
+    secret: str = ""
+    mode: int = 0o600
+    owner: int = 1000
+    secret_error: str = ""
+    public: str = ""
+    authorized: str = ""
+    authorized_error: str = ""
+    num_authorized: int = 2
+    own_listed: bool = True
+
+
+class Use(Struct, frozen=True, kw_only=True):
+    """One line of the tables that UCX writes of what it used: how often, for which sizes, by which way."""
+
+    count: int
+    sizes: str
+    how: str
+    transport: str
+
+
+class Ucx(Struct, frozen=True, kw_only=True):
+    """What two processes of ours saw of NIXL and UCX, or one of ours and an engine's.
+
+    Attributes:
+        stage: How far it came: `start`, `agent`, `connect`, `read`, `done`.
+        failure: How it ended before that: `refused`, `died`, `hung`; empty if it did not.
+        detail: What was said then.
+        lanes: What the connection is made of, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
+        uses: What remote memory was read by.
+        unknown: Variables that UCX does not know, with what it takes them for.
+        unavailable: What UCX said of transports and devices that were asked for and are not there.
+        errors: UCX's other complaints.
+        facts: What the data plane says of itself (`NixlPlane.describe`).
+    """
+
+    stage: str = "done"
+    failure: str = ""
+    detail: str = ""
+    version: str = "1.23.0"
+    library: str = ""
+    plugins: tuple[str, ...] = ("UCX", "POSIX")
+    lanes: tuple[str, ...] = ("tcp/lo", "cma/memory")
+    uses: tuple[Use, ...] = (Use(count=1, sizes="0..inf", how="zero-copy", transport="cma/memory"),)
+    unknown: tuple[tuple[str, str], ...] = ()
+    unavailable: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+    facts: dict[str, str] = field(default_factory=dict)
+    measured: Measured | None = None
+    seconds: float = 0.0
+
+
+class Spread(Struct, frozen=True, kw_only=True):
+    """Median, least and largest of some rounds."""
+
+    median: float
+    least: float
+    most: float
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """Latency in seconds, bandwidth in bytes per second; ratios are of figures of the same round.
+
+    Attributes:
+        read_p50, read_p99: Of a read of 4 KiB, one at a time.
+        socket_p50, socket_p99: Of a request for 4 KiB over a raw TCP connection to the same process.
+        read, copied, streamed: Large reads, a copy within memory, a raw TCP stream of the same bytes.
+        scattered: Reads of many small pieces.
+        of_copy, of_stream: Large reads in relation to those.
+    """
+
+    rounds: int = 5
+    block_bytes: int = 4 << 20
+    piece_bytes: int = 16 << 10
+    read_p50: float = 30e-6
+    read_p99: float = 60e-6
+    socket_p50: float = 30e-6
+    socket_p99: float = 60e-6
+    read: Spread = Spread(median=3.3e9, least=3.2e9, most=3.4e9)
+    scattered: Spread = Spread(median=2e9, least=1.9e9, most=2.1e9)
+    copied: Spread | None = Spread(median=5e9, least=4.9e9, most=5.1e9)
+    streamed: Spread | None = Spread(median=2.9e9, least=2.8e9, most=3e9)
+    of_copy: Spread | None = Spread(median=0.66, least=0.6, most=0.7)
+    of_stream: Spread | None = Spread(median=1.1, least=1.0, most=1.2)
+    wrong: int = 0
+
+
+class PeerFacts(Struct, frozen=True, kw_only=True):
+    """What came of talking to `--to`.
+
+    Attributes:
+        stage: How far it came: `resolve`, `connect`, `speak`, `hello`, `done`.
+        error: What was said there; empty if nothing was wrong.
+        addresses: What the name resolves to.
+        local: From which address of ours.
+        path_mtu: What the system knows of the way.
+        mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
+        turned_away: The listener refused our key.
+        round_trips: Seconds, of control packets.
+        minor: Of the protocol, there.
+        gauges: What the engine says of itself.
+        is_doctor: It is no engine, but `asynckv doctor --serve`.
+        versions: Of the other side, if it tells them.
+        clock_offset, clock_error: Its wall clock ahead of ours, and how wrong that may be.
+    """
+
+    address: str
+    stage: str = "done"
+    error: str = ""
+    errno: int = 0
+    has_key: bool = False
+    has_keys: bool = False
+    key_refusal: str = ""
+    addresses: tuple[str, ...] = ("10.0.0.2",)
+    local: str = "10.0.0.1"
+    path_mtu: int = 1500
+    connect_s: float = 0.0002
+    mechanism: str = ""
+    turned_away: bool = False
+    round_trips: tuple[float, ...] = (0.0002,)
+    lost: int = 0
+    major: int = 1
+    minor: int = 0
+    our_minor: int = 0
+    unwelcome: str = ""
+    engine_id: str = ""
+    rank: str = ""
+    incarnation: str = ""
+    layout: str = ""
+    agent: str = ""
+    memories: int = 0
+    memory_bytes: int = 0
+    memory_kinds: tuple[str, ...] = ()
+    metadata_bytes: int = 0
+    digest_ok: bool = True
+    gauges: dict[str, int] = field(default_factory=dict)
+    is_doctor: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    clock_offset: float | None = None
+    clock_error: float = 0.0
+    ucx: Ucx | None = None
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """All of it; what was not asked for is not there."""
+
+    machine: Machine = field(default_factory=Machine)
+    network: Network = field(default_factory=Network)
+    gpu: Gpu = field(default_factory=Gpu)
+    software: Software = field(default_factory=Software)
+    listening: Listening | None = None
+    keys: KeyFacts | None = None
+    ucx: Ucx | None = None
+    peer: PeerFacts | None = None

@@ -1,0 +1,205 @@
+"""A socket of the host on which an engine answers what it holds, and nothing else: no address, no port, no keys.
+
+Who may ask is said by the file system: the socket is its user's alone (0600), in a directory that is this user's and
+that nobody else may write to. There is one socket per rank; its name carries engine, stage, rank and start of the
+process, so that all ranks of a host share one directory. A packet is preceded by its length, in four bytes.
+
+A socket appears under its name only when somebody listens behind it. So one that refuses connections was left behind
+by a process that is dead, and the next engine that comes into the directory removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from asynckv.core.types import rank_name
+from asynckv.core.wire import MAX_REQUEST_PACKET, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.errors import BackendError, RemoteProtocolError
+
+__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "rank_of", "read_packet", "socket_name", "write_packet"]
+
+SUFFIX = ".sock"
+MAX_PATH = 107
+"""Bytes that the system has room for."""
+
+MAX_GUESTS = 16
+"""Connections at a time; more are closed at once."""
+
+MAX_STALE = 1024
+"""Sockets that are looked at when an engine starts."""
+
+IDLE_S = 60.0
+"""A guest that says nothing for so long is sent away."""
+
+OnQuestion = Callable[[object, StatusRequest, Callable[[Status], None]], None]
+"""Who asks, what, and where the answer goes."""
+
+
+def socket_name(engine_id: str, pp_stage: int, tp_rank: int, incarnation: str) -> str:
+    """Name a rank's socket; what may not be in a file's name, or is too long, is left out."""
+    engine = re.sub(r"[^A-Za-z0-9_-]", "_", engine_id)[:32]
+    return f"{engine}.pp{pp_stage}.tp{tp_rank}.{incarnation[:8]}{SUFFIX}"
+
+
+def rank_of(path: Path) -> str:
+    """Return the rank that made a socket, as it is named in all logs; empty if the name is another one's."""
+    found = re.fullmatch(r"([A-Za-z0-9_-]+)\.pp(\d+)\.tp(\d+)\.(\w+)" + re.escape(SUFFIX), path.name)
+    if found is None:
+        return ""
+    engine, stage, rank, incarnation = found.groups()
+    return rank_name(engine, int(rank), int(stage), incarnation)
+
+
+def write_packet(writer: asyncio.StreamWriter, packet: bytes) -> None:
+    """Send a packet behind its length."""
+    writer.write(len(packet).to_bytes(4, "big") + packet)
+
+
+async def read_packet(reader: asyncio.StreamReader, most: int) -> bytes:
+    """Read a packet of so many bytes at most.
+
+    Raises:
+        EOFError: Nobody is there any more.
+        RemoteProtocolError: It is longer.
+    """
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > most:
+        raise RemoteProtocolError(f"a packet of {length} bytes; at most {most} are taken")
+    return await reader.readexactly(length)
+
+
+def is_left_behind(path: Path) -> bool:
+    """Whether nobody listens behind a socket any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # it is busy, or is not ours to say
+    return False
+
+
+class LocalDoor:
+    """One rank's socket.
+
+    Args:
+        directory: Where it is made.
+        on_question: Takes what is asked.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], on_question: OnQuestion) -> None:
+        self._directory, self._on_question = Path(directory), on_question
+        self._server: asyncio.Server | None = None
+        self._guests: set[asyncio.Task[None]] = set()
+        self.path: Path | None = None
+        """Of the socket, while it is open."""
+
+    async def open(self, name: str, incarnation: str) -> None:
+        """Make the socket, and answer on it.
+
+        Raises:
+            BackendError: The directory cannot be trusted, or the socket cannot be made there.
+        """
+        self._check_directory()
+        self._incarnation, path = incarnation, self._directory / name
+        if (length := len(os.fsencode(path))) > MAX_PATH:
+            raise BackendError(
+                f"the socket {str(path)!r} would have a path of {length} bytes, and the system has room for "
+                f"{MAX_PATH}; choose a shorter inspect.directory"
+            )
+        hidden = path.with_name(f".{path.name[-40:]}")
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            os.fchmod(made.fileno(), 0o600)  # before it has a name
+            for old in (hidden, path):
+                old.unlink(missing_ok=True)
+            made.bind(os.fspath(hidden))
+            made.listen(MAX_GUESTS)
+            hidden.rename(path)
+            self.path = path
+            self._server = await asyncio.start_unix_server(self._welcome, sock=made)
+        except OSError as exc:
+            made.close()
+            self.path = None
+            for each in (hidden, path):
+                each.unlink(missing_ok=True)
+            raise BackendError(f"the socket {str(path)!r} cannot be made: {exc.strerror or exc}") from exc
+
+    async def close(self) -> None:
+        """Take the socket away. Idempotent."""
+        server, self._server, path, self.path = self._server, None, self.path, None
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        if server is not None:
+            server.close()
+        for guest in list(self._guests):
+            guest.cancel()
+        await asyncio.gather(*self._guests, return_exceptions=True)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _check_directory(self) -> None:
+        directory = self._directory
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = directory.stat()
+        except OSError as exc:
+            raise BackendError(f"inspect.directory {str(directory)!r} cannot be used: {exc.strerror or exc}") from exc
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid != os.geteuid() or mode & 0o022:
+            raise BackendError(
+                f"inspect.directory {str(directory)!r} is of user {found.st_uid} with mode {mode:04o}; it must be this "
+                f"user's ({os.geteuid()}), and nobody else's to write to: chmod go-w, or choose another"
+            )
+        for n, path in enumerate(directory.glob(f"*{SUFFIX}")):
+            if n >= MAX_STALE:
+                break
+            with contextlib.suppress(OSError):
+                if path.is_socket() and is_left_behind(path):
+                    path.unlink(missing_ok=True)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        guest = asyncio.current_task()
+        assert guest is not None
+        if len(self._guests) >= MAX_GUESTS or self.path is None:  # the door was closed behind it
+            writer.close()
+            return
+        self._guests.add(guest)
+        try:
+            await self._serve(guest, reader, writer)
+        except (OSError, EOFError, TimeoutError, RemoteProtocolError):
+            pass  # it left, or says what is not to be said here
+        except asyncio.CancelledError:
+            pass  # the door closes; nobody waits for this task
+        finally:
+            self._guests.discard(guest)
+            writer.close()
+
+    async def _serve(self, guest: object, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question after the other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                packet = decode_packet(await read_packet(reader, MAX_REQUEST_PACKET))
+            (asked,) = packet.messages[:1] or (None,)
+            if not isinstance(asked, StatusRequest) or len(packet.messages) != 1:
+                raise RemoteProtocolError("only one question for the status is taken here")
+            answered: asyncio.Future[Status] = loop.create_future()
+
+            def answer(status: Status, to: asyncio.Future[Status] = answered) -> None:
+                if not to.done():
+                    to.set_result(status)
+
+            self._on_question(guest, asked, answer)
+            write_packet(writer, encode_packet(self._incarnation, packet.sender, [await answered]))
+            async with asyncio.timeout(IDLE_S):
+                await writer.drain()

@@ -1,0 +1,85 @@
+"""Which of many events are logged: of what others can bring about a few, of what went well a sample.
+
+**Requests that end well** are sampled consistently. A request is logged by several processes: its prefill ranks, which
+lend it, and its decode ranks, which read it. If each of them chose a share of its own, hardly any request would be in
+all of their logs: of one in a hundred here and one in a hundred there it is one in ten thousand. So it is not left to
+chance, but to a hash of the request's token, which all of them know and nobody chose: a request is logged if its hash
+ends in `n` zeros. Who sees twice as many requests asks for one zero more, and what it logs is then a subset of what
+the others do. (Traces are sampled so, as "consistent probability sampling".)
+
+The number of zeros follows the rate: it rises as soon as more than the configured number was logged within a second,
+and falls by one a second. What exceeds the configured rate for all that is left out whatever its hash.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+from asynckv.core.limits import Limiter
+
+__all__ = ["Rate", "Sampler"]
+
+ROOM = 0.75
+"""Of the rate that is configured so much is aimed at: what comes is never even."""
+
+
+class Rate:
+    """How often something may be logged; what is left out is counted for the next line.
+
+    Args:
+        per_s: Events per second.
+        burst: How many may come at once after a silence.
+    """
+
+    def __init__(self, per_s: float, burst: float) -> None:
+        self._limit, self._skipped = Limiter(per_s, burst), 0
+
+    def take(self, now: float) -> bool:
+        """Whether this one is logged."""
+        may = self._limit.take("", now)
+        self._skipped += not may
+        return may
+
+    def left_out(self) -> dict[str, int]:
+        """How many were not, since the last one that was; empty if none."""
+        skipped, self._skipped = self._skipped, 0
+        return {"not_logged": skipped} if skipped else {}
+
+
+class Sampler:
+    """Chooses, by their tokens, which requests are logged that end well.
+
+    Args:
+        per_s: Most per second.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        self.zeros = 0
+        """How many zeros a token's hash has to end in."""
+        self._per_s = per_s
+        self._limit = Limiter(per_s, max(per_s, 1.0) if per_s else 0.0)
+        self._since = -math.inf
+        self._seen = self._chosen = 0
+
+    def take(self, token: str, now: float) -> bool:
+        """Whether the request of this token is logged."""
+        if not self._per_s:
+            return False
+        if now - self._since >= 1.0:
+            self._next_second(now)
+        self._seen += 1
+        if zlib.crc32(token.encode("utf-8", "replace")) & ((1 << self.zeros) - 1):
+            return False
+        self._chosen += 1
+        if self._chosen > self._per_s and self.zeros < 32:
+            self.zeros, self._chosen = self.zeros + 1, self._chosen // 2
+        return self._limit.take("", now)
+
+    def _next_second(self, now: float) -> None:
+        seconds = now - self._since
+        wanted = self._seen / max(seconds, 1.0) / (self._per_s * ROOM)
+        needed = math.ceil(math.log2(wanted)) if wanted > 1 else 0
+        fallen = self.zeros - int(min(seconds, 32))
+        self.zeros = min(max(needed, fallen, 0), 32)
+        self._since, self._seen, self._chosen = now, 0, 0

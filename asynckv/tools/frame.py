@@ -1,0 +1,120 @@
+"""The frame of pages with plots: one HTML file that opens without a network, in the reader's theme, and on paper.
+
+What is shown is up to others. A plot is traces and a layout for plotly; colours are the frame's to choose, one set for
+each theme: a trace's `meta` is the number of a series, or its two colours, for a light page and for a dark one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table"]
+
+REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
+
+
+def is_installed() -> bool:
+    """Say whether plots can be drawn."""
+    return importlib.util.find_spec("plotly") is not None
+
+
+def make(title: str, hint: str, body: str) -> str:
+    """Make a page.
+
+    Args:
+        title: A text.
+        hint: A text, below it.
+        body: HTML, in which all that comes from elsewhere is escaped.
+    """
+    from plotly.offline import get_plotlyjs
+
+    parts = {"title": escape(title), "hint": f'<p class="hint">{escape(hint)}</p>', "body": body}
+    parts["plotly"] = get_plotlyjs()
+    text = resources.files("asynckv.tools").joinpath("frame.html").read_text(encoding="utf-8")
+    # In one pass, so that nothing inside a part is taken for a mark.
+    head, *rest = text.split("@@")
+    return head + "".join(parts[x] if i % 2 == 0 else x for i, x in enumerate(rest))
+
+
+def figure(
+    caption: str,
+    spoken: str,
+    traces: Sequence[Mapping[str, Any]],
+    layout: Mapping[str, Any],
+    *,
+    note: str = "",
+    is_wide: bool = False,
+) -> str:
+    """Draw one plot, checked against plotly's own schema.
+
+    Args:
+        caption: What is seen.
+        spoken: The same in words, for those who do not see it.
+        traces: Of plotly.
+        layout: Of plotly; `meta` may have a `height` in pixels, without the legend.
+        note: Below the caption: what to know to read it.
+        is_wide: It has a row of the page to itself.
+    """
+    import plotly.graph_objects as go
+
+    drawn = go.Figure(data=list(traces), layout=dict(layout))
+    # Without plotly's template: the page has its own colours.
+    drawn.update_layout(template=None)
+    height = (layout.get("meta") or {}).get("height", 340) + 21
+    # A "</script" inside a string must not end the script.
+    data = drawn.to_json().replace("<", "\\u003c")
+    return (
+        f"<figure{' class=wide' if is_wide else ''}><figcaption>{escape(caption)}"
+        f"{f'<small>{escape(note)}</small>' if note else ''}</figcaption>"
+        f'<div class="plot" role="img" aria-label="{escape(spoken)}" style="min-height:{height}px"></div>'
+        f'<script type="application/json">{data}</script></figure>\n'
+    )
+
+
+def axis(unit: str) -> dict[str, Any]:
+    """Make an axis from zero."""
+    return {"title": {"text": unit}, "rangemode": "tozero"}
+
+
+def log_axis(unit: str, values: Sequence[float]) -> dict[str, Any]:
+    """Make a logarithmic axis with its ticks written out: plotly's own say 2 and 5 in every decade."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+    ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
+    return {
+        "title": {"text": f"{unit} (log scale)"},
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [plain(v) for v in ticks],
+    }
+
+
+def plain(x: Any) -> str:
+    """Write a number without what it does not need."""
+    return f"{x:g}" if isinstance(x, float) else str(x)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, texts: Sequence[str] = ()) -> str:
+    """Make a table of texts; the first cell of a row names it, and the columns in `texts` are words, not numbers."""
+    kinds = [' class="text"' if head in texts else "" for head in heads]
+    top = "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, kinds, strict=True))
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        f"{''.join(f'<td{kind}>{escape(cell)}</td>' for cell, kind in zip(cells, kinds[1:], strict=True))}</tr>\n"
+        for name, *cells in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f'<table class="words"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
+    )
+
+
+def facts(named: Mapping[str, str]) -> str:
+    """Make a list of names and texts."""
+    return f"<dl>{''.join(f'<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in named.items())}</dl>\n"

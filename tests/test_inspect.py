@@ -1,0 +1,236 @@
+"""What a rank says of itself: all of it counted, a page of it told, a slice of it per turn."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from asynckv import EngineConfig, InspectConfig
+from asynckv.core import survey
+from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
+from asynckv.core.types import Address, ReplyTo
+from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, encode_packet
+from asynckv.errors import RemoteProtocolError
+from tests.world import Rank, World, make_layout
+
+
+def prefill_rank(world: World, num_blocks: int = 12) -> Rank:
+    return world.add("p", make_layout(num_blocks=num_blocks))
+
+
+def asked(world: World, rank: Rank, *questions: StatusRequest, who: bytes = b"asker") -> list[Status]:
+    """Ask, and let the rank take as many turns as it wants."""
+    said: list[Status] = []
+    for question in questions:
+        rank.core.survey.ask(who, question, said.append, world.time(rank))
+    while rank.core.survey.next_at <= world.time(rank):
+        rank.core.survey.tick(world.time(rank))
+    return said
+
+
+def account(world: World, rank: Rank, most: int = MAX_TOLD, after: str = "", request_id: str = "") -> Account:
+    (status,) = asked(world, rank, StatusRequest(1, most, after, request_id))
+    return decode_account(status.account)
+
+
+def pages(world: World, rank: Rank, most: int, between: object = lambda page: None) -> list[Account]:
+    found, after = [], ""
+    while True:
+        world.now += 1.0  # nobody is asked too often
+        found.append(account(world, rank, most, after))
+        after = found[-1].after
+        if not after:
+            return found
+        between(len(found))  # type: ignore[operator]
+
+
+def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
+    world = World()
+    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    first, second = (world.params([prefill], f"p{n}", [n], 4, lease_s=20.0) for n in (1, 2))
+    world.lend(prefill, first)
+    world.now = 2.0
+    world.lend(prefill, second)
+    decode.core.announce("d2", second, "", 30.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    world.now = 3.0
+    seen = account(world, prefill)
+    assert (seen.engine_id, seen.rank, seen.refused) == ("p", "p/tp0@p-0", "")
+    assert [(x.kind, x.phase, x.number, x.oldest_s) for x in seen.counts] == [
+        ("lease", "granted", 1, 1.0),
+        ("lease", "unclaimed", 1, 3.0),
+    ]
+    assert [(x.request_id, x.age_s, x.waits) for x in seen.requests] == [
+        ("p1", 3.0, "not claimed by anybody"),
+        ("p2", 1.0, "claimed and renewed by d/tp0@d-1"),
+    ]
+    assert [(x.request_id, x.blocks, x.waits_for) for x in seen.holds] == [
+        ("p1", {0: (1,)}, ("*",)),
+        ("p2", {0: (2,)}, ("d/tp0@d-1",)),
+    ]
+    assert (seen.num_readers, seen.budgets["blocks_held"]) == (1, (2, 12))
+    reads = account(world, decode)
+    (announced,) = reads.requests
+    assert (announced.kind, announced.prefill_request_id, announced.sequence) == ("announced", "p2", 1)
+    assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("p/tp0@p-0", "ready", 1)]
+    assert reads.num_peers == {"ready": 1}
+    assert account(world, decode, request_id="p2").requests[0].request_id == "d2"
+    assert account(world, prefill, request_id="p2").requests[0].request_id == "p2"
+    assert account(world, prefill, request_id="nobody's").requests == ()
+
+
+def test_it_tells_no_token() -> None:
+    """Who knows one could release what he never read."""
+    world = World()
+    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
+    for each in params:
+        world.lend(prefill, each)
+    world.pull(decode, "d1", [3], params[0])
+    world.deliver()
+    for rank in (prefill, decode):
+        (status,) = asked(world, rank, StatusRequest(1, 1))
+        said = msgspec.msgpack.encode(status)
+        assert b"p1" in said
+        assert not any(each.key.token.encode() in said or each.key.epoch.encode() in said for each in params)
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 256])
+def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> None:
+    world = World()
+    prefill, both = prefill_rank(world), world.add("b", make_layout(base=1 << 41))
+    for n in range(9):
+        world.now += n % 3  # some begin at the very same moment
+        if n % 2:
+            world.lend(both, world.params([both], f"lent{n}", [n], 4))
+        else:
+            world.pull(both, f"pull{n}", [n], world.params([prefill], f"p{n}", [n], 4))
+    found = pages(world, both, most)
+    told = [each for page in found for each in page.requests]
+    assert sorted(each.request_id for each in told) == sorted(f"{'lent' if n % 2 else 'pull'}{n}" for n in range(9))
+    ages = [each.age_s + page for page, each in enumerate(told)] if most == 1 else [each.age_s for each in told]
+    assert most != 256 or ages == sorted(ages, reverse=True)
+    assert {sum(x.number for x in page.counts) for page in found} == {9}
+
+
+def test_what_ends_between_pages_hides_nothing_else() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    leases = []
+    for n in range(12):
+        world.now += 0.5
+        leases.append(world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4, lease_s=1000.0)))
+
+    def end_one(page: int) -> None:
+        prefill.core.prefill.revoke(leases[3 * page - 1], world.time(prefill))  # the last that was told
+        world.settle(prefill)
+
+    told = [each.request_id for page in pages(world, prefill, 3, end_one) for each in page.requests]
+    assert told == [f"p{n}" for n in range(12)]
+
+
+@pytest.mark.parametrize("place", ["x", "0x1p+0", "nan l1", "inf l1", "0x1p+99999 l1", " l1", "\0"])
+def test_a_place_that_is_none_is_refused(place: str) -> None:
+    world = World()
+    assert "a place that is none" in account(world, prefill_rank(world), after=place).refused
+
+
+def test_a_place_of_somebody_elses_making_is_only_a_moment() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    world.lend(prefill, world.params([prefill], "p1", [1], 4))
+    assert [x.request_id for x in account(world, prefill, after="-0x1p+40 pnobody").requests] == ["p1"]
+    assert account(world, prefill, after="0x1p+40 l0").requests == ()
+
+
+def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said = asked(world, prefill, *[StatusRequest(n, 1) for n in range(survey.BURST + 3)])
+    refusals = [x for status in said if (x := decode_account(status.account)).refused]
+    assert len(said) == survey.BURST + 3
+    assert [(x.refused, x.retry_s > 0) for x in refusals] == [("asked more than 8 times a second", True)] * 3
+    assert account(world, prefill).refused == "asked more than 8 times a second"
+    (status,) = asked(world, prefill, StatusRequest(1, 1), who=b"another")
+    assert not decode_account(status.account).refused
+
+
+def test_many_who_ask_are_bounded_together() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said = [status for n in range(100) for status in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
+    refusals = [x for status in said if (x := decode_account(status.account)).refused]
+    assert len(refusals) == 100 - survey.TOTAL_BURST
+    assert refusals[0].retry_s > 0
+    world.now += 1.0
+    assert not account(world, prefill).refused
+
+
+def test_an_engine_may_say_nothing_and_says_that() -> None:
+    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=False)))
+    prefill, stranger = prefill_rank(world), world.add("s", make_layout(base=1 << 41))
+    world.lend(prefill, world.params([prefill], "p1", [1], 4))
+    for question in (StatusRequest(1), StatusRequest(2, 1)):
+        prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [question]), world.time(prefill))
+        ((_, status),) = [(to, x) for (to, _), xs in prefill.core.outbox.messages.items() for x in xs]
+        prefill.core.outbox.take_packets()
+        assert isinstance(status, Status)
+        assert (status.nonce, status.gauges) == (question.nonce, {})
+        assert "turned off" in decode_account(status.account).refused
+    assert stranger.address == Address("world://s")
+
+
+def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(1)]), world.time(prefill))
+    ((status,),) = prefill.core.outbox.messages.values()
+    assert isinstance(status, Status)
+    assert (status.gauges["leases"], status.account) == (0, b"")
+
+
+def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said: list[Status] = []
+    prefill.core.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    for n in (1, 2):
+        prefill.core.survey.ask(b"asker", StatusRequest(n, 1), said.append, 0.0)
+    with pytest.raises(ZeroDivisionError):
+        prefill.core.survey.tick(0.0)
+    del prefill.core.survey.facts
+    prefill.core.survey.facts = type(account(World(), prefill_rank(World())).facts)
+    while prefill.core.survey.next_at <= 0.0:
+        prefill.core.survey.tick(0.0)
+    assert [status.nonce for status in said] == [2]
+
+
+def test_an_account_that_is_too_long_is_not_looked_at() -> None:
+    with pytest.raises(RemoteProtocolError, match=f"at most {MAX_ACCOUNT} are taken"):
+        decode_account(bytes(MAX_ACCOUNT + 1))
+
+
+@pytest.mark.slow
+def test_no_turn_is_long_where_there_is_much() -> None:
+    """50,000 leases, a page of 256 of them: some sixty turns, each of about a millisecond of this thread's own time."""
+    world = World(reuse=False)
+    prefill = prefill_rank(world, num_blocks=50_000)
+    for n in range(50_000):
+        world.now += 1e-4
+        prefill.core.lend(world.params([prefill], f"p{n}", [n], 4, lease_s=1000.0), 1, world.time(prefill))
+    after, longest = "", []
+    for _ in range(5):
+        world.now += 1.0
+        said: list[Status] = []
+        prefill.core.survey.ask(b"asker", StatusRequest(1, MAX_TOLD, after), said.append, world.time(prefill))
+        turns = []
+        while not said:
+            began = time.thread_time()
+            prefill.core.survey.tick(world.time(prefill))
+            turns.append(time.thread_time() - began)
+        after = decode_account(said[0].account).after
+        longest.append(max(turns))
+    assert min(longest) < 0.004

@@ -1,0 +1,221 @@
+"""Logs as they come: rotated, compressed, cut short, wrapped, of other configurations, mixed with others', hostile."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asynckv.config import LogConfig
+from asynckv.diagnose import records
+from asynckv.diagnose.records import read_logs
+from asynckv.errors import ConfigError
+from asynckv.observe.log import Recorder
+
+START = "0a1b2c3d4e5f60718293a4b5c6d7e8f9"
+
+
+def row(event: str = "lease_ended", at: str = "2026-11-22T15:46:42.123456Z", **fields: Any) -> dict[str, Any]:
+    bound = {"engine_id": "prefill", "tp_rank": 0, "incarnation": START, "rank": "prefill/tp0@0a1b2c3d"}
+    return {**bound, "request_id": "a", **fields, "event": event, "level": "info", "timestamp": at}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    return path
+
+
+def test_a_line_becomes_a_record(tmp_path: Path) -> None:
+    logs = read_logs([write(tmp_path / "a.log", row(seconds=1.5, owed=["*"]))])
+    [record] = logs.records
+    assert (record.event, record.level, record.rank, record.incarnation) == (
+        "lease_ended",
+        "info",
+        "prefill/tp0@0a1b2c3d",
+        START,
+    )
+    assert record.at == pytest.approx(1795362402.123456)
+    assert record.number("seconds") == 1.5
+    assert record.texts("owed") == ("*",)
+    assert record.text("request_id") == "a"
+    assert record.where == f"{tmp_path / 'a.log'}:1"
+    assert "engine_id" not in record.fields
+
+
+def test_pieces_in_any_order_and_twice_are_one_log(tmp_path: Path) -> None:
+    rows = [row(request_id=str(i), at=f"2026-11-22T15:46:{i:02}Z") for i in range(9)]
+    write(tmp_path / "a.log", *rows[6:])
+    write(tmp_path / "a.log.1", *rows[3:7])
+    with gzip.open(tmp_path / "a.log.2.gz", "wt") as file:
+        file.writelines(json.dumps(x) + "\n" for x in rows[:3])
+    link = tmp_path / "b.log"
+    link.symlink_to(tmp_path / "a.log")
+    logs = read_logs([tmp_path / "a.log.1", tmp_path, link])
+    assert [x.text("request_id") for x in logs.records] == [str(i) for i in range(9)]
+    assert logs.num_repeated == 1
+    assert not logs.skipped
+    assert len(logs.sources) == 3
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {**row(), "timestamp": None, "time": 1795362402.5},
+        {**row(), "timestamp": None, "ts": 1795362402500},
+        {**row(), "timestamp": None, "@timestamp": 1795362402500000},
+        {**row(), "timestamp": 1795362402500000000},
+        {**row(), "timestamp": "2026-11-22T15:46:42.5"},
+        {**row(), "timestamp": "2026-11-22T16:46:42.5+01:00"},
+        {**row(), "timestamp": None, "asctime": "2026-11-22 15:46:42,500"},
+        {
+            "log": json.dumps(row(at="2026-11-22T15:46:42.5Z")) + "\n",
+            "stream": "stderr",
+            "time": "2026-11-22T15:46:50Z",
+        },
+        {"MESSAGE": json.dumps(row(at="2026-11-22T15:46:42.5Z")), "__REALTIME_TIMESTAMP": "1795362402500000"},
+        {"MESSAGE": json.dumps({**row(), "timestamp": None}), "__REALTIME_TIMESTAMP": "1795362402500000"},
+        "2026-11-22T15:46:43Z stderr F " + json.dumps(row(at="2026-11-22T15:46:42.5Z")),
+        {**row(at="2026-11-22T15:46:42.5Z"), "event": None, "message": "lease_ended engine_id=prefill cause=expired"},
+    ],
+)
+def test_other_configurations_say_the_same(tmp_path: Path, line: Any) -> None:
+    logs = read_logs([write(tmp_path / "a.log", line)])
+    [record] = logs.records
+    assert (record.at, record.event, record.text("request_id")) == (1795362402.5, "lease_ended", "a")
+
+
+def test_docker_cuts_long_lines(tmp_path: Path) -> None:
+    text = json.dumps(row(history=[[0.0, "x" * 50]] * 1000)) + "\n"
+    pieces = [{"log": text[i : i + 16384], "stream": "stderr"} for i in range(0, len(text), 16384)]
+    logs = read_logs([write(tmp_path / "a.log", *pieces, {"log": json.dumps(row(request_id="b")) + "\n"})])
+    assert sorted(x.text("request_id") for x in logs.records) == ["a", "b"]
+    assert not logs.skipped
+
+
+def test_the_standard_logger_with_a_json_formatter(tmp_path: Path) -> None:
+    """Fields are attributes of the record there, and formatters call the time and the level what they like."""
+    stream = io.StringIO()
+
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            known = set(vars(logging.makeLogRecord({})))
+            extra = {k: v for k, v in vars(record).items() if k not in known}
+            said = {"asctime": self.formatTime(record), "levelname": record.levelname, "message": record.getMessage()}
+            return json.dumps(said | extra)
+
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(Formatter())
+    logger = logging.getLogger("asynckv")
+    logger.addHandler(handler)
+    before, logger.level = logger.level, logging.INFO
+    structlog.reset_defaults()
+    try:
+        Recorder(LogConfig(), engine_id="prefill", tp_rank=0, incarnation=START, rank="prefill/tp0@0a1b2c3d").event(
+            "warning", "lease_ended", request_id="a", sequence=0, cause="expired", seconds=1.0, readers={}, blocks=1
+        )
+    finally:
+        logger.removeHandler(handler)
+        logger.level = before
+    [record] = read_logs([write(tmp_path / "a.log", stream.getvalue())]).records
+    assert (record.event, record.level, record.text("request_id")) == ("lease_ended", "warning", "a")
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    whole = json.dumps(row())
+    path = tmp_path / "a.log"
+    path.write_bytes(
+        b"\n".join(
+            [
+                b"GET /health",
+                whole.encode(),
+                whole.encode()[:-20],
+                ('{"incarnation": ' + "[" * 100_000).encode(),
+                json.dumps(row(at="yesterday")).encode(),
+                b'{"incarnation": "' + b"x" * (records.MAX_LINE + 5) + b'"}',
+                b'["incarnation"]',
+                json.dumps({**row(), "event": "Something else"}).encode(),
+                json.dumps(row("of_the_future", number=float("inf"), other=float("nan"))).encode(),
+                whole.encode()[: -len(whole) // 2],
+            ]
+        )
+    )
+    logs = read_logs([path])
+    assert [x.event for x in logs.records] == ["lease_ended", "of_the_future"]
+    skipped = {x.reason: (x.lines, x.where) for x in logs.skipped}
+    assert skipped == {
+        "cut short": (2, f"{path}:3"),
+        "nested too deeply": (1, f"{path}:4"),
+        "without a time that can be read (timestamp, time, ts, @timestamp, asctime)": (1, f"{path}:5"),
+        "longer than 1,048,576 bytes": (1, f"{path}:6"),
+    }
+    assert logs.num_others == 3
+    assert logs.num_lines == 10
+    assert logs.records[1].number("number") != logs.records[1].number("number")
+
+
+def test_a_damaged_archive_gives_what_is_whole(tmp_path: Path) -> None:
+    text = "".join(json.dumps(row(request_id=str(i))) + "\n" for i in range(20_000))
+    (tmp_path / "a.gz").write_bytes(gzip.compress(text.encode())[:-500])
+    logs = read_logs([tmp_path / "a.gz"])
+    assert len(logs.records) > 1000
+    assert any("compressed, and cut short" in x.reason for x in logs.skipped)
+
+
+def test_a_log_without_events_says_why(tmp_path: Path) -> None:
+    assert "nothing is in there" in read_logs([write(tmp_path / "empty")]).nothing
+    assert "of other programs" in read_logs([write(tmp_path / "other", "GET /health", {"event": "x"})]).nothing
+    text = f"lease_ended engine_id=prefill incarnation={START} cause=expired"
+    assert "as text" in read_logs([write(tmp_path / "text", text)]).nothing
+    assert "cannot be read" in read_logs([write(tmp_path / "cut", json.dumps(row())[:-5])]).nothing
+    assert not read_logs([write(tmp_path / "good", row())]).nothing
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    for paths in ([], [tmp_path / "none.log"], ["a\0b"]):
+        with pytest.raises(ConfigError):
+            read_logs(paths)
+
+
+def test_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stdin:
+        buffer = io.BytesIO((json.dumps(row()) + "\n").encode())
+
+    monkeypatch.setattr(sys, "stdin", Stdin)
+    logs = read_logs(["-", "-"])
+    assert [x.where for x in logs.records] == ["stdin:1"]
+
+
+def test_progress_and_choice(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    path = write(tmp_path / "a.log", *[row(request_id=str(i)) for i in range(9000)], row("pull_ended"))
+    logs = read_logs([path], lambda done, total: seen.append((done, total)), keep=lambda event: event == "pull_ended")
+    assert [x.event for x in logs.records] == ["pull_ended"]
+    assert seen[-1] == (path.stat().st_size, path.stat().st_size)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+KEYS = st.sampled_from([*row(), *records.TIMES, *records.EVENTS, *records.WRAPS, "cause", "owed", "history"])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.binary(max_size=60) | st.dictionaries(KEYS, JSON).map(lambda x: json.dumps(row() | x).encode())))
+def test_anything_can_be_read(lines: list[bytes]) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"\n".join(lines))
+        file.flush()
+        logs = read_logs([file.name])
+    assert len(logs.records) <= len(lines)
