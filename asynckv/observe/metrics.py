@@ -196,7 +196,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "control.rejected.": ("connections_rejected", (), ()),
     "control.refused.": ("connections_refused", (), ()),
     "control.packets_": ("packets", (), ("in", "out")),
-    "log.": ("log_events_lost", (), ("failed",)),
+    "log.": ("log_events_lost", (), ("failed", "dropped")),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
 
