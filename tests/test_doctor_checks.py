@@ -209,6 +209,10 @@ PROVOKED: dict[str, list[Facts]] = {
     ],
     "to-speed": [peer(ucx=Ucx(measured=Measured()))],
     "to-unmeasured": [peer()],
+    "to-life": [peer(life="draining")],
+    "to-away": [peer(away_s=6.0)],
+    "to-device": [peer(planes={"ucx_net_devices": "lo"})],
+    "to-error-mode": [peer(planes={"ucx_error_handling_mode": "none"})],
     "to-versions": [peer(versions={"nixl": "1.6.0"}), peer(versions={"ucx": "1.20.0"})],
     "to-clock": [peer(clock_offset=-5.0, clock_error=0.001)],
 }

@@ -90,6 +90,9 @@ async def test_an_engine_says_who_it_is_and_how_it_is_reached() -> None:
     assert (facts.major, facts.minor) == (wire.MAJOR, wire.MINOR)
     assert facts.memories == len(memory(1)[0].layout.memories)
     assert facts.gauges
+    assert facts.versions["asynckv"]
+    assert facts.life == "running"
+    assert facts.planes
     assert len(facts.round_trips) == peer.PINGS
     assert asked.place is not None
     assert not asked.may_read  # never a block of an engine's

@@ -15,6 +15,7 @@ __all__ = ["PEER_CHECKS"]
 
 SLOW_S = 0.05
 CLOCK_S = 1.0
+AWAY_S = 1.0
 MOST_PACKET = 65_535
 """Of IP: loopback's own MTU is above it."""
 
@@ -120,6 +121,22 @@ def answered(facts: Facts) -> Iterator[Finding]:
     yield from _differences(facts, peer)
 
 
+def settings(facts: Facts) -> Iterator[Finding]:
+    """What the other engine says of how it was set up, and how it fares."""
+    peer = facts.peer
+    if peer is None:
+        return
+    if peer.life not in ("", "running"):
+        yield finding("to-life", f"it is {peer.life}")
+    if peer.away_s > AWAY_S:
+        yield finding("to-away", f"for {peer.away_s:.1f} s at most since its start")
+    device = peer.planes.get("ucx_net_devices", "")
+    if device == "lo" and not all(map(_is_loopback, peer.addresses)):
+        yield finding("to-device", f"UCX_NET_DEVICES={device} there")
+    if peer.planes.get("ucx_error_handling_mode", "").startswith("none"):
+        yield finding("to-error-mode", "ucx_error_handling_mode is none there")
+
+
 def _round_trips(peer: PeerFacts) -> Iterator[Finding]:
     taken = sorted(peer.round_trips)
     lost = f", {peer.lost} not answered within 1 s" if peer.lost else ""
@@ -186,4 +203,4 @@ def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
                 yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
 
 
-PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, data)
+PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, settings, data)

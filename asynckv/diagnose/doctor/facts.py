@@ -261,6 +261,9 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
         gauges: What the engine says of itself.
         is_doctor: It is no engine, but `asynckv doctor --serve`.
         versions: Of the other side, if it tells them.
+        planes: What its data plane says of itself (`Engine.describe`), if it tells.
+        life: What the engine is at; empty if it does not tell.
+        away_s: For how long its event loop was away at most.
         clock_offset, clock_error: Its wall clock ahead of ours, and how wrong that may be.
     """
 
@@ -296,6 +299,9 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     gauges: dict[str, int] = field(default_factory=dict)
     is_doctor: bool = False
     versions: dict[str, str] = field(default_factory=dict)
+    planes: dict[str, str] = field(default_factory=dict)
+    life: str = ""
+    away_s: float = 0.0
     clock_offset: float | None = None
     clock_error: float = 0.0
     ucx: Ucx | None = None

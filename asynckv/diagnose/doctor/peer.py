@@ -21,6 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from asynckv.config import KeysConfig
+from asynckv.core.account import decode_account
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
@@ -154,6 +155,7 @@ class _Asking:
         self._know(stage="hello", connect_s=time.perf_counter() - began, engine_id=status.engine_id)
         self._know(rank=f"tp{status.tp_rank} of {status.tp_size}", gauges=dict(status.gauges))
         await self._measure()
+        await self._ask_account()
         if status.engine_id == words.DOCTOR:
             return await self._take_offer()
         return await self._shake_hands(status)
@@ -206,6 +208,21 @@ class _Asking:
             self._know(error=f"no answer within {waited:g} s", errno=errno.ETIMEDOUT)
         except OSError as exc:
             self._know(error=exc.strerror or str(exc), errno=exc.errno or 0)
+
+    async def _ask_account(self) -> None:
+        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv inspect`)."""
+        answer = await self._answer(lambda nonce: StatusRequest(nonce, most=1), SILENCE_S)
+        if not isinstance(answer, Status) or not answer.account:
+            return  # it is older, or does not want to
+        with suppress(RemoteProtocolError):
+            there = decode_account(answer.account).facts
+            told = {"asynckv": there.version, "nixl": there.planes.get("nixl", "")}
+            self._know(
+                versions={name: value for name, value in told.items() if value},
+                planes=dict(there.planes),
+                life=there.life,
+                away_s=there.lag.most_s,
+            )
 
     # -- what it has -------------------------------------------------------------------------------------
 
