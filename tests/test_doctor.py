@@ -122,9 +122,12 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
 
 def test_limits_of_a_control_group_are_read(tmp_path: Path) -> None:
     group = tmp_path / "fs/cgroup"
-    group.mkdir(parents=True)
+    inner = group / "pods/engine"
+    inner.mkdir(parents=True)
     (tmp_path / "self").mkdir()
-    (tmp_path / "self/cgroup").write_text("0::/\n")
+    (tmp_path / "self/cgroup").write_text("0::/pods/engine\n")
+    (inner / "cpu.max").write_text("max 100000")
+    (inner / "memory.max").write_text("2000")
     for name, text in (
         ("cpu.max", "150000 100000"),
         ("cpu.stat", "nr_periods 100\nnr_throttled 25\n"),

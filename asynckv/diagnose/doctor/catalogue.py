@@ -244,6 +244,14 @@ KINDS: dict[str, Kind] = {
         "report it with UCX's version",
         PERFORMANCE,
     ),
+    "ucx-elsewhere": Kind(
+        "nixl",
+        "note",
+        "UCX is not the one of NIXL's wheel",
+        "LD_LIBRARY_PATH or another package brought it; NIXL was built and measured with its own.",
+        "unset LD_LIBRARY_PATH and LD_PRELOAD, unless that is meant",
+        DOCTOR,
+    ),
     "gpu-transports": Kind(
         "nixl",
         "warning",
@@ -303,6 +311,14 @@ KINDS: dict[str, Kind] = {
         "With 2 CMA needs CAP_SYS_PTRACE, with 3 it is forbidden.",
         "sysctl kernel.yama.ptrace_scope=1 on the host",
         CMA,
+    ),
+    "no-child": Kind(
+        "memory",
+        "warning",
+        "NIXL cannot have a process of its own here",
+        "Where reads are emulated, an engine that lends can die with its reader.",
+        "allow pidfd_open (seccomp), and an interpreter that knows its path",
+        f"{DEPLOY}#the-process-that-may-die",
     ),
     "pid-namespace": Kind(
         "memory",
@@ -504,6 +520,22 @@ KINDS: dict[str, Kind] = {
         "What is advertised is no address of this host",
         "Right behind a forwarded port, but UCX's own addresses are not translated: data will not flow through NAT.",
         "advertise an address of this host",
+        PORTS,
+    ),
+    "ucx-ports": Kind(
+        "network",
+        "note",
+        "UCX listens on ports of its own choice",
+        "A firewall or NetworkPolicy that opens only the control port lets nobody read.",
+        "export UCX_TCP_PORT_RANGE=20000-20100 on both sides, and open it",
+        PORTS,
+    ),
+    "ucx-few-ports": Kind(
+        "network",
+        "warning",
+        "UCX_TCP_PORT_RANGE is narrow",
+        "Every agent takes one port per device: the loop's, one per posting thread, and the process that serves.",
+        "UCX_TCP_PORT_RANGE=20000-20100",
         PORTS,
     ),
     "insecure": Kind(

@@ -155,6 +155,8 @@ def _chosen(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
     is_local = told is None or is_loopback(told.bind)
     if way in ("tcp", "memory") and not expected and is_local and (told is None or told.process == "auto"):
         yield finding("process-unforeseen", f"reads went by {by}")
+    if ucx.library and "nixl_cu" not in ucx.library:
+        yield finding("ucx-elsewhere", f"UCX {ucx.version} of {ucx.library}")
     if ucx.facts.get("completions") == "polling":
         yield finding("completions", f"UCX {ucx.version}")
 

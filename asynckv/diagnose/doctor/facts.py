@@ -34,6 +34,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         nofile, memlock: Soft limits; -1 for none.
         ptrace_scope: Yama's; 0 where Yama is not.
         cma_error: What `process_vm_readv` said between two processes of ours; empty if it read.
+        child_error: Why no process can be kept that may die in an engine's place; empty if one can.
         clock_synchronised: What the kernel says of its clock; unknown in some sandboxes.
     """
 
@@ -63,6 +64,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     own_pid_namespace: bool = False
     uid: int = 1000
     cma_error: str = ""
+    child_error: str = ""
     clocksource: str = "tsc"
     clock_synchronised: bool | None = True
 
