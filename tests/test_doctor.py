@@ -442,6 +442,8 @@ def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
     assert peer["ucx"]["measured"]["streamed"]
     assert peer["ucx"]["uses"][0]["transport"] == "tcp/akv1"
     assert "to-emulated" in levels(report)
+    secret = (tmp_path / "there.key_secret").read_text().split('"')[-2]
+    assert secret not in json.dumps(report)
 
 
 def test_bad_input_is_refused(

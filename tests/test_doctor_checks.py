@@ -183,10 +183,12 @@ PROVOKED: dict[str, list[Facts]] = {
     "to-not-zmq": [silent(stage="speak", error="it said b'HTTP/1.1 400'")],
     "to-silent": [
         silent(stage="speak", mechanism="NULL"),
+        silent(stage="speak", mechanism="CURVE", has_keys=True, has_key=True),
+        silent(stage="speak", errno=errno.ETIMEDOUT, error="no answer within 2 s"),
         peer(stage="hello", agent="", ucx=None, error="a hello was not answered within 4 s"),
     ],
     "to-turned-away": [silent(stage="speak", turned_away=True, has_keys=True, has_key=True, mechanism="CURVE")],
-    "to-wrong-key": [silent(stage="speak", has_keys=True, has_key=True, mechanism="CURVE")],
+    "to-wrong-key": [silent(stage="speak", has_keys=True, has_key=True, mechanism="CURVE", hung_up=True)],
     "to-unlisted": [silent(stage="connect", has_keys=True, has_key=True, key_refusal="its key is not ...")],
     "to-no-key": [silent(stage="connect", has_keys=True, key_refusal="its address names no key")],
     "to-needs-keys": [

@@ -165,6 +165,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
         network=host.network(),
         gpu=host.gpu(),
         software=has,
+        posting_threads=config.nixl.num_posters,
         listening=software.listening(config) if is_told else None,
         keys=key_facts,
         ucx=ucx,

@@ -81,11 +81,13 @@ def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
         yield finding("to-keyless", f"{who} offers NULL")
     elif peer.turned_away:
         yield finding("to-turned-away", f"{who} refuses the key of {facts_key(peer)}")
+    elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
+        yield finding("to-silent", f"{who} takes connections, and does not even greet")
     elif not peer.mechanism:
         yield finding("to-not-zmq", f"{who}: {peer.error or 'it does not greet'}")
     elif peer.mechanism == "CURVE" and not peer.has_keys:
         yield finding("to-needs-keys", f"{who} asks for CURVE")
-    elif peer.mechanism == "CURVE" and peer.has_key:
+    elif peer.mechanism == "CURVE" and peer.has_key and peer.hung_up:
         yield finding(
             "to-wrong-key", f"{who} asks for CURVE, and does not take what is meant for the key in the address"
         )

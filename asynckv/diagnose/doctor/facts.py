@@ -258,6 +258,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
         path_mtu: What the system knows of the way.
         mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
         turned_away: The listener refused our key.
+        hung_up: It ended the connection before, or while, hands were shaken.
         round_trips: Seconds, of control packets.
         minor: Of the protocol, there.
         gauges: What the engine says of itself.
@@ -282,6 +283,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     connect_s: float = 0.0002
     mechanism: str = ""
     turned_away: bool = False
+    hung_up: bool = False
     round_trips: tuple[float, ...] = (0.0002,)
     lost: int = 0
     major: int = 1
@@ -316,6 +318,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     network: Network = field(default_factory=Network)
     gpu: Gpu = field(default_factory=Gpu)
     software: Software = field(default_factory=Software)
+    posting_threads: int = 2
     listening: Listening | None = None
     keys: KeyFacts | None = None
     ucx: Ucx | None = None

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -55,6 +56,9 @@ RETRY_S = 0.25
 PINGS, PING_S, PINGS_S = 50, 1.0, 2.0
 CONNECT_S = 3.0
 GREETING_S = 2.0
+HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000
+"""ZMQ's events: disconnected, and a handshake that failed for whatever cause."""
+
 IP_MTU, IPV6_MTU = 14, 24
 MECHANISM_END = 32
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -132,9 +136,18 @@ class _Asking:
         if not await self._route() or refusal:
             return self._done()
         await self._plane.start(self._hear, self._refused)
+        link = self._plane._connect(self._address)
+        hung_up: Any = None if link is None else link.socket.get_monitor_socket(HUNG_UP)
         try:
-            return await self._talk()
+            asked = await self._talk()
+            if hung_up is not None and hung_up.poll(0):
+                asked.facts = msgspec.structs.replace(asked.facts, hung_up=True)
+            return asked
         finally:
+            if hung_up is not None and link is not None:
+                with suppress(Exception):  # the link was given up, and the monitor with it
+                    link.socket.disable_monitor()
+                hung_up.close(0)
             await self._plane.aclose()
 
     async def _talk(self) -> Asked:

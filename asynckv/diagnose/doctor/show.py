@@ -102,8 +102,10 @@ def _headline(facts: Facts) -> list[str]:
     if ucx is not None and not ucx.failure:
         lines.append(
             f"connection {', '.join(ucx.lanes)}; error mode {ucx.facts.get('ucx_error_handling_mode', 'unknown')}; "
-            f"no progress thread; woken by {ucx.facts.get('completions', 'unknown')}"
+            f"no progress thread, {facts.posting_threads} posting threads; "
+            f"woken by {ucx.facts.get('completions', 'unknown')}"
         )
+        lines.append(f"plug-ins of NIXL: {', '.join(ucx.plugins)}")
     if has.environment:
         lines.append(" ".join(f"{name}={value}" for name, value in has.environment.items()))
     return lines
