@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from string import Formatter
 from typing import Any, Literal
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, is_text, number, seconds, shown, text
@@ -26,6 +27,9 @@ __all__ = [
 MAX_RETRIES = 1000
 MAX_PATH = 4096
 MAX_POSTING_THREADS = 16
+MAX_BACKUPS = 1000
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FILE = ("engine_id", "rank", "pid", "host")
 CORES_FOR_TWO = 2
 
 MIN_GRANT_S = 0.5
@@ -225,7 +229,7 @@ class NixlConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What is logged of requests that end well; failures always are, with their history.
+    """What is logged of requests that end well, and where; failures always are, with their history.
 
     What is left out is counted in the next event.
 
@@ -238,6 +242,12 @@ class LogConfig:
         held_fraction: What has been held for this fraction of its lease is warned of, and again at each doubling: a
             lent request, and an announcement or a pull that has been in one state for so long (0: nothing is). What
             waits for the same is one line, and there are a few lines in ten seconds at most.
+        file: A file that the engine writes as JSON lines, beside what the application's logging gets of it; none if
+            empty. The name may have `{engine_id}`, `{rank}`, `{pid}` and `{host}`; no two processes may share a file.
+        level: From which level on: `debug`, `info`, `warning` or `error`. (Of the application's logging it is the
+            application that says so.)
+        max_bytes: When the file is as long as this, it is renamed and another begun (0: never).
+        backups: How many of the renamed ones are kept; the oldest is removed.
     """
 
     successes_per_s: float = 10.0
@@ -245,8 +255,20 @@ class LogConfig:
     slow_per_s: float = 10.0
     away_s: float = 1.0
     held_fraction: float = 1 / 3
+    file: str | os.PathLike[str] = ""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    max_bytes: int = 64 * 1024 * 1024
+    backups: int = 3
 
     def __post_init__(self) -> None:
+        if not isinstance(self.file, str | os.PathLike) or not is_text(os.fspath(self.file), MAX_PATH):
+            raise ConfigError(f"log.file is {shown(self.file)}; give a path, or '' for none")
+        object.__setattr__(self, "file", os.fspath(self.file))
+        check_log_file(str(self.file))
+        if not (isinstance(self.level, str) and self.level in LOG_LEVELS):
+            raise ConfigError(f"log.level is {shown(self.level)}; it must be one of {', '.join(LOG_LEVELS)}")
+        for name, least, most in (("max_bytes", 0, MAX_INTEGER), ("backups", 1, MAX_BACKUPS)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least, most, ConfigError))
         for name in ("successes_per_s", "slow_per_s"):
             object.__setattr__(self, name, number(name, getattr(self, name), 0, 1e6, ConfigError))
         for name in ("slow_s", "away_s"):
@@ -358,6 +380,22 @@ class EngineConfig:
                 "allow_insecure=True and keys were both given, and contradict each other: keys protect the control "
                 "plane on any address; remove allow_insecure"
             )
+
+
+def check_log_file(pattern: str) -> None:
+    """Refuse a log file's name that asks for what is not known.
+
+    Raises:
+        ConfigError: Naming what it asks for.
+    """
+    try:
+        parts = list(Formatter().parse(pattern))
+        wrong = [name for _, name, form, how in parts if name is not None and (name not in LOG_FILE or form or how)]
+    except ValueError as exc:
+        wrong = [str(exc)]
+    if wrong or "\0" in pattern:
+        known = ", ".join(f"{{{name}}}" for name in LOG_FILE)
+        raise ConfigError(f"log.file is {shown(pattern)}; of what stands in braces it may have {known}")
 
 
 def check_lease(lease_s: float, max_lease_s: float) -> None:

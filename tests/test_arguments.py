@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -364,7 +365,8 @@ async def test_events_are_waited_for_or_refused() -> None:
             await written(value)
 
 
-def test_logging_is_configured_or_refused() -> None:
+def test_logging_is_configured_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some are names of files
     for name in parameters(configure_logging):
         for value in HOSTILE.values():
             tried(ConfigError, configure_logging, **{name: value})

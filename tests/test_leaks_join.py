@@ -16,7 +16,13 @@ def say(at: float, event: str, start: str = PREFILL, rank: str = "", **fields: A
 
 
 def pull(at: float, pull_id: str, **fields: Any) -> Record:
-    both: dict[str, Any] = {"request_id": "gen-a", "prefill_request_id": "a", "sequence": 0, "peer": "prefill", "seconds": 1.0}
+    both: dict[str, Any] = {
+        "request_id": "gen-a",
+        "prefill_request_id": "a",
+        "sequence": 0,
+        "peer": "prefill",
+        "seconds": 1.0,
+    }
     return say(at, "pull_ended", DECODE, pull_id=pull_id, **(both | fields))
 
 

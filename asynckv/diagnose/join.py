@@ -336,7 +336,8 @@ class Pull:
     def begun_at(self) -> float:
         """When it was asked for or announced, by its process's clock."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            return self.ended.at - seconds
+            # An announcement's time is in the history only: its pull counts from when it was asked for.
+            return self.ended.at - max([seconds, *(at for at, _ in _history(self.ended))])
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
                 return record.at - seconds

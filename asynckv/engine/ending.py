@@ -195,6 +195,7 @@ class Ending:
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
             if driver.observers:
                 driver.tell(Observer.engine_stopped)
+            await self._recorder.aclose()
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ same words.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -36,6 +38,7 @@ from asynckv.core.types import Key, Params, PullId, Reason
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 from asynckv.observe.sampling import Rate, Sampler
+from asynckv.observe.sink import FileSink, file_name
 
 __all__ = ["Recorder", "configure", "phases", "started"]
 
@@ -56,6 +59,7 @@ MAX_MET, MET_PER_S = 1000, 10.0
 MAX_NAMED = 64
 """Ranks named of one request that has ended."""
 
+NEVER = logging.CRITICAL + 1
 MAX_TEXT = 512
 """Letters of what others have said."""
 
@@ -71,11 +75,18 @@ def configure(
     *,
     form: Literal["json", "console"] = "json",
     stream: TextIO | None = None,
+    file: str | os.PathLike[str] = "",
 ) -> None:
     """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
 
+    Args:
+        level: From which level on.
+        form: What a line looks like.
+        stream: Where it goes, if not to stderr.
+        file: A file that lines go to instead, as `LogConfig.file`: written by a thread, and rotated as by default.
+
     Raises:
-        ConfigError: There is no such level or form.
+        ConfigError: There is no such level or form, or the file cannot be written.
     """
     if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
         raise ConfigError(
@@ -83,7 +94,13 @@ def configure(
         )
     if stream is not None and not callable(getattr(stream, "write", None)):
         raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
-    renderer: Any = structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer()
+    config = LogConfig(file=file)
+    if stream is not None and config.file:
+        raise ConfigError("both stream and file were given; lines go to one of them")
+    where: Any = _file_sink(config) if config.file else stream or sys.stderr
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=not config.file)
+    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -92,7 +109,7 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(stream or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(where),
         cache_logger_on_first_use=False,
     )
 
@@ -113,6 +130,14 @@ def _logger(**bound: Any) -> tuple[Any, int]:
         **bound,
     )
     return logger, standard.getEffectiveLevel()
+
+
+def _file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
+    """Return what writes the file of a configuration."""
+    engine_id = str(bound.get("engine_id", ""))
+    place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
+    path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))
+    return FileSink.shared(path, config.max_bytes, config.backups)
 
 
 def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -178,10 +203,14 @@ class Recorder:
 
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
-        self._log, self._level = _logger(**bound)
+        self._log, self._log_level = _logger(**bound)
+        self._bound, self._sink, self._sink_level = bound, None if not config.file else _file_sink(config, bound), 0
+        self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
+        self._level = min(self._log_level, self._sink_level)
         self._successes = Sampler(config.successes_per_s)
         self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
+        self._is_closed = False
         self.num_failed = 0
         """Events that the application's logging raised at."""
         self._refusals, self._turned_down = Rate(1.0, MAX_REFUSALS), Rate(1.0, MAX_REFUSALS)
@@ -193,6 +222,23 @@ class Recorder:
     def bind(self, **bound: Any) -> None:
         """Change what every event says of this engine."""
         self._log = self._log.bind(**bound)
+        self._bound = self._bound | bound
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines that the log file has not got."""
+        return self._sink.num_dropped if self._sink is not None else 0
+
+    async def aclose(self) -> None:
+        """Let what is still to be written be written, for a bounded time."""
+        if self._sink is not None and not self._is_closed:
+            self._is_closed = True
+            await asyncio.get_running_loop().run_in_executor(None, self._sink.close)
+
+    def listen(self, logger: Any, level: int) -> None:
+        """Log to another logger of structlog's, from this level on."""
+        self._log, self._log_level = logger.bind(**self._bound), level
+        self._level = min(level, self._sink_level)
 
     @property
     def is_tracing(self) -> bool:
@@ -201,7 +247,10 @@ class Recorder:
 
     def event(self, level: Literal["debug", "info", "warning", "error"], name: str, **fields: Any) -> None:
         """Log an event, if anybody listens."""
-        if LEVELS[level] >= self._level:
+        number = LEVELS[level]
+        if number >= self._sink_level and self._sink is not None:
+            self._sink.put(level, name, self._bound, fields)
+        if number >= self._log_level:
             try:
                 getattr(self._log, level)(name, **fields)
             except Exception:  # the application's logging is broken; no request is to suffer for it

@@ -36,7 +36,7 @@ from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
 from asynckv.core.types import Reason
 from asynckv.errors import ConfigError, EngineClosed
-from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, Durations, Tally
+from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
 
 __all__ = ["FAMILIES", "Metrics"]
@@ -94,7 +94,11 @@ FAMILIES: Mapping[str, Family] = {
     "in_flight_descriptors_limit": Family("gauge", "Most descriptors in flight (total_descriptors)."),
     # -- peers
     "peers": Family("gauge", "Prefill ranks that are known, by state.", ("state",)),
-    "peer_changes": Family("counter", "How often a prefill rank came into a state.", ("state",)),
+    "peer_changes": Family(
+        "counter",
+        "How often a prefill rank came into a state; left if it went in order and took no pull along, gone if not.",
+        ("state",),
+    ),
     "peer_pulls_ended": Family("counter", "Pulls by the engine that was read from.", ("peer", "outcome")),
     "peer_read_bytes": Family("counter", "Bytes of pulls that ended well, by the engine read from.", ("peer",)),
     # -- blocks, on both sides
@@ -408,8 +412,8 @@ def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield "blocks_given_up", (), tally.blocks_given_up
     for reason, count in tally.retried.items():
         yield "pulls_retried", (reason,), count
-    for peer_state in PeerState:
-        yield "peer_changes", (peer_state.value,), tally.peer_states[peer_state.value]
+    for peer_state in (*(state.value for state in PeerState), LEFT):
+        yield "peer_changes", (peer_state,), tally.peer_states[peer_state]
     for labels, count in tally.peer_pulls.items():
         yield "peer_pulls_ended", labels, count
     for peer, num_bytes in tally.peer_bytes.items():

@@ -57,10 +57,12 @@ class ProcessLog:
 
     Attributes:
         process: Its name in the simulation, such as `d0.1#2`: the rank, and which of its starts.
+        of: The process itself.
         engine_id, tp_rank: Whose it is.
     """
 
     process: str
+    of: Process
     engine_id: str
     tp_rank: int
     host: Host
@@ -93,11 +95,9 @@ class Logs:
         """Have an engine that was just made write here."""
         host = self._host_of(process, engine.config.engine_id)
         tp_rank = engine.registration.layout.tp_rank
-        log = ProcessLog(process.name, engine.config.engine_id, tp_rank, host)
+        log = ProcessLog(process.name, process, engine.config.engine_id, tp_rank, host)
         self.processes.append(log)
-        recorder = engine._recorder
-        recorder._level = self.level
-        recorder._log = structlog.wrap_logger(
+        logger = structlog.wrap_logger(
             structlog.WriteLogger(log.stream),
             processors=[
                 structlog.processors.add_log_level,
@@ -107,7 +107,8 @@ class Logs:
             wrapper_class=structlog.make_filtering_bound_logger(self.level),
             context_class=dict,
             cache_logger_on_first_use=False,
-        ).bind(engine_id=log.engine_id, tp_rank=tp_rank, incarnation=engine.incarnation, rank=engine._rank)
+        )
+        engine._recorder.listen(logger, self.level)
 
     def _host_of(self, process: Process, engine_id: str) -> Host:
         """Hosts have one rank, or all ranks of an engine."""

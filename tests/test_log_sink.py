@@ -1,0 +1,265 @@
+"""An engine's own log file: complete, rotated, and nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+import asynckv
+from asynckv import ConfigError, EngineConfig, LogConfig
+from asynckv.integrations.vllm.options import Options
+from asynckv.observe import sink as sinks
+from asynckv.observe.sink import FileSink, file_name
+from tests.engines import Bench
+
+MIB = 1 << 20
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+@contextlib.contextmanager
+def opened(path: Path | str, max_bytes: int = MIB, backups: int = 2) -> Iterator[FileSink]:
+    sink = FileSink.shared(os.fspath(path), max_bytes, backups)
+    try:
+        yield sink
+    finally:
+        sink.close()
+
+
+def until(condition: Any) -> None:
+    """Wait for another thread."""
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        os.sched_yield()
+
+
+# -- engines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_an_engine_writes_its_own_file_where_the_application_configures_nothing(
+    sim: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LogConfig(file=tmp_path / "new" / "{engine_id}-{rank}-{pid}.jsonl")
+    async with sim.pair(log=config) as (prefill, decode, group):
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        lent = prefill.engine.lend(params)
+        await decode.engine.pull("d", [(0, [6])], params)
+        await lent.wait_released()
+        assert decode.engine.statistics().counters["log.dropped"] == 0
+    assert not structlog.is_configured()
+    here = tmp_path / "new" / f"prefill-tp0-{os.getpid()}.jsonl"
+    said = lines(here)
+    assert [e["event"] for e in said] == [
+        "engine_started",
+        "reader_met",
+        "lease_lent",
+        "lease_granted",
+        "lease_ended",
+        "engine_stopped",
+    ] or {e["event"] for e in said} >= {"engine_started", "lease_lent", "lease_ended", "engine_stopped"}
+    assert list(said[0])[:7] == ["timestamp", "level", "event", "engine_id", "tp_rank", "incarnation", "rank"]
+    assert said[0]["timestamp"].endswith("Z")
+    assert len(said[0]["timestamp"]) == len("2026-11-22T16:01:28.123456Z")
+    assert said[0]["rank"] == f"prefill/tp0@{prefill.engine.incarnation[:8]}"
+    assert {e["level"] for e in said} == {"info"}
+    assert lines(tmp_path / "new" / f"decode-tp0-{os.getpid()}.jsonl")[-1]["event"] == "engine_stopped"
+    # The application hears what it heard before: warnings, of which there are none.
+    assert caplog.records == []
+
+
+@pytest.mark.anyio
+async def test_the_file_has_a_level_of_its_own(sim: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with sim.pair(log=LogConfig(file=tmp_path / "all.jsonl", level="debug")) as (prefill, _, group):
+        lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16, written=True))
+        sim.clock.advance(31)
+        await lent.wait_released()
+    said = lines(tmp_path / "all.jsonl")  # of both: engines of one process may share a file
+    assert {e["engine_id"] for e in said} == {"prefill", "decode"}
+    assert {e["level"] for e in said} == {"debug", "info", "warning"}
+    assert {r.levelno for r in caplog.records} == {logging.WARNING}
+
+
+@pytest.mark.anyio
+async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -> None:
+    side = sim.side("prefill", 1, log=LogConfig(file=tmp_path / "x.jsonl"))
+    assert side.data is not None
+    side.data.start = None  # type: ignore[method-assign,assignment]
+    with pytest.raises(TypeError):
+        await side.engine.start()
+    assert not [t for t in threading.enumerate() if t.name.startswith("asynckv log")]
+
+
+@pytest.mark.anyio
+async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
+    async with sim.pair(log=LogConfig(file="/dev/full")) as (prefill, decode, group):
+        for i in range(3):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{i}", [(0, [i])], params)
+            await lent.wait_released()
+        until(lambda: decode.engine.statistics().counters["log.dropped"])
+
+
+# -- the file ---------------------------------------------------------------------------------------
+
+
+def test_it_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with opened(path, max_bytes=20_000, backups=30) as sink:
+        for i in range(3000):
+            sink.put("info", "x", {"engine_id": "e"}, {"i": i, "text": "\u2028 \n \x1b[31m"})
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 10
+    assert max(f.stat().st_size for f in files) <= 20_000
+    assert sorted(e["i"] for f in files for e in lines(f)) == list(range(3000))
+    assert all(f.read_bytes().isascii() for f in files)
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    with opened(tmp_path / "a.jsonl", max_bytes=5_000, backups=2) as sink:
+        for i in range(3000):
+            sink.put("info", "x", {}, {"i": i})
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.1", "a.jsonl.2"]
+    assert sink.num_dropped == 0
+
+
+def test_a_folder_that_vanishes_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.jsonl"
+    with opened(path) as sink:
+        sink.put("info", "first", {}, {})
+        until(lambda: path.read_text().count("\n") == 1)
+        shutil.rmtree(path.parent)
+        sink.put("info", "second", {}, {})
+    assert [e["event"] for e in lines(path)] == ["second"]
+
+
+def test_what_cannot_be_written_is_counted_and_told(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.jsonl"
+    with opened(path) as sink:
+        sink.put("info", "first", {}, {})
+        until(lambda: path.exists() and path.read_text().count("\n") == 1)
+        shutil.rmtree(path.parent)
+        path.parent.write_text("a file is in the way")
+        for _ in range(5):
+            sink.put("info", "lost", {}, {})
+        until(lambda: sink.num_dropped == 5)
+        path.parent.unlink()
+        sink.put("info", "second", {}, {})
+        sink.put("info", "third", {}, {})
+    assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 5), ("third", None)]
+
+
+def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"event": "whole"}\n{"event": "cut sh')
+    with opened(path) as sink:
+        sink.put("info", "after", {}, {})
+    first, cut, after = path.read_text().splitlines()
+    assert (json.loads(first)["event"], cut, json.loads(after)["event"]) == ("whole", '{"event": "cut sh', "after")
+
+
+def test_nobody_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
+    monkeypatch.setattr(sinks, "MAX_WAITING", 100)
+    reader, writer = os.pipe()  # which nobody reads: it takes 64 KiB, and then who writes waits
+    began = time.perf_counter()
+    try:
+        with opened(f"/proc/self/fd/{writer}") as sink:
+            for i in range(500):
+                sink.put("info", "x", {}, {"i": i, "text": "y" * 4000})
+                if i == 99:
+                    until(lambda: sink._waiting.qsize() == 0)  # the thread has taken what was there
+        assert sink.num_dropped >= 300
+        assert time.perf_counter() - began < 5
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_file_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "file" / "a.jsonl", tmp_path, tmp_path / "fifo"):
+        with pytest.raises(ConfigError, match=r"the log file .* cannot be written: "):
+            FileSink.shared(os.fspath(path), MIB, 1)
+        assert os.fspath(path) not in FileSink._open
+
+
+def test_a_value_that_json_does_not_know_is_written_for_people(tmp_path: Path) -> None:
+    with opened(tmp_path / "a.jsonl") as sink:
+        sink.put("info", "x", {}, {"path": Path("/a"), "set": {1}, "bytes": b"\n"})
+    (said,) = lines(tmp_path / "a.jsonl")
+    assert (said["set"], said["bytes"]) == ([1], "b'\\n'")
+
+
+def test_what_is_put_in_for_a_name_is_no_path() -> None:
+    assert file_name("/logs/{engine_id}.jsonl", "../../etc/passwd") == "/logs/_.._etc_passwd.jsonl"
+    assert file_name("/logs/{engine_id}-{rank}.jsonl", "a b\n/\x00ü", "pp1-tp3") == "/logs/a_b_-pp1-tp3.jsonl"
+    assert file_name("/logs/{engine_id}", "...") == "/logs/_"
+
+
+def test_what_was_written_last_is_there_though_nobody_closed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = (
+        "import structlog, asynckv\n"
+        f"asynckv.configure_logging('info', file={os.fspath(path)!r})\n"
+        "for i in range(1000): structlog.get_logger().info('x', i=i)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [e["i"] for e in lines(path)] == list(range(1000))
+
+
+# -- the configuration ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file": 3},
+        {"file": "{nobody}.jsonl"},
+        {"file": "{}.jsonl"},
+        {"file": "{pid!r}"},
+        {"file": "{pid:>90000000}"},
+        {"file": "{engine_id.__class__}"},
+        {"file": "{"},
+        {"file": "a\0b"},
+        {"level": "loud"},
+        {"level": 10},
+        {"max_bytes": -1},
+        {"backups": 0},
+        {"backups": 1.5},
+    ],
+)
+def test_what_cannot_be_meant_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        LogConfig(**wrong)
+
+
+def test_a_stream_and_a_file_are_too_much(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="both stream and file"):
+        asynckv.configure_logging("info", stream=sys.stderr, file=tmp_path / "a")
+
+
+def test_vllm_can_be_told_of_a_file(tmp_path: Path) -> None:
+    given = {"log": {"file": f"{tmp_path}/{{engine_id}}-{{rank}}.jsonl", "level": "debug", "backups": 7}}
+    config = Options.parse(given).engine_config("engine", 0)
+    assert isinstance(config, EngineConfig)
+    assert (config.log.level, config.log.backups) == ("debug", 7)
+    assert str(config.log.file).endswith("{engine_id}-{rank}.jsonl")
