@@ -602,6 +602,9 @@ class _Judge:
             "seconds": _s(lease.seconds),
             "lease_s": _s(lease.lease_s),
         }
+        grant_s = lease.process.durations.get("grant_s", 10.0)
+        if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
+            return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
             cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying else C.READER_SILENT
             why = "its last word; it may have died"
