@@ -327,8 +327,17 @@ def conclude(logs: Logs, mode: str, directory: Path) -> list[Leak]:
     return find_leaks(join(read_logs(paths))) if paths else []
 
 
-def one(seed: int, kind: str, modes: Sequence[str] = MODES) -> tuple[list[Disagreement], Counter[str]]:
-    """Play a service, and judge what is concluded from its logs."""
+def one(
+    seed: int, kind: str, modes: Sequence[str] = MODES, edit: Callable[[str], str] = lambda text: text
+) -> tuple[list[Disagreement], Counter[str]]:
+    """Play a service, and judge what is concluded from its logs.
+
+    Args:
+        seed: Which.
+        kind: `leaky` or `faults`.
+        modes: Whose logs are given.
+        edit: Changes the text of each log, so that it can be seen that the judge judges.
+    """
     counts: Counter[str] = Counter()
     script = make_leaky(seed) if kind == "leaky" else make_script(seed)
     service, logs, witness = watch(script)
@@ -340,7 +349,8 @@ def one(seed: int, kind: str, modes: Sequence[str] = MODES) -> tuple[list[Disagr
     counts["late requests"] += len(judge.truths)
     counts["requests"] += len(witness.requests())
     with tempfile.TemporaryDirectory() as name:
-        logs.write(Path(name))
+        for path in logs.write(Path(name)):
+            path.write_text(edit(path.read_text()))
         for mode in modes:
             found += judge.judge(mode, conclude(logs, mode, Path(name)), counts)
     return found, counts

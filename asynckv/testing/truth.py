@@ -555,7 +555,7 @@ class Witness:
         died = process.died_at <= end
         if died:
             whys.add("died_after_claim" if claims else "died_before_claim")
-        elif attempt.called == "" or (attempt.is_turned_away and not mine):
+        if attempt.called == "" or (attempt.is_turned_away and not mine):
             whys.add("never_asked")
         elif attempt.called == "announced":
             whys.add("announced_only")
