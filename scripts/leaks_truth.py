@@ -100,6 +100,8 @@ OF_A_MESSAGE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.RELEASE_REFUSED: _has("refused"),
     C.STALE_PARAMS: _has("refused"),
     C.OTHER_REQUEST_ID: _has("other_id"),
+    C.NEVER_SHOOK_HANDS: _has("unmet"),
+    C.KEYS_REFUSED: _has("keys"),
 }
 """Whether a cause is true of what a reader said, where it may be that nothing was late."""
 

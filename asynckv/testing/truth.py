@@ -58,6 +58,9 @@ AT_ONCE_S = 0.01
 LONG_S = 8.0
 """A pull may have begun so long before."""
 
+HANDSHAKE_S = 2.5
+"""A handshake that takes longer has failed."""
+
 STALE = {"restarted", "stale_memory"}
 
 WHY = {
@@ -358,7 +361,7 @@ class Witness:
         ]
 
     def said_of(self, engine_id: str, sequence: int, request_id: str) -> set[str]:
-        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, `other_id`.
+        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, ...
 
         Unanswered is whoever had to say that it was done, and never heard that this was taken.
         """
@@ -376,6 +379,10 @@ class Witness:
                         owes = attempt.rank.rank in owed_readers(owner.rank, script.prefill, script.decode)
                         if owes and (attempt.process.name, owner.name) not in heard:
                             whys.add("unanswered")
+                        if self._is_unmet(attempt.process, owner.name):
+                            whys.add("unmet")
+                        if owes and self.service.mishaps.is_turned_away(attempt.rank.name, owner.name, lent.lent_from):
+                            whys.add("keys")
             said = [
                 s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
             ]
@@ -384,6 +391,16 @@ class Witness:
             if any(isinstance(s.message, Refused) for s in self._heard[token]):
                 whys.add("refused")
         return whys
+
+    def _is_unmet(self, process: Process, owner: str) -> bool:
+        """Whether a process has greeted a rank in vain, at some time."""
+        times = [s.at for s in self._greeted if s.process == process.name and s.other == owner]
+        welcomes = [
+            s.at
+            for s in self._welcomed
+            if s.process == process.name and isinstance(s.message, Welcome) and self._rank_of(s.target) == owner
+        ]
+        return any(not any(at <= welcome <= at + HANDSHAKE_S for welcome in welcomes) for at in times)
 
     def _rank_of(self, incarnation: str) -> str:
         return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
