@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
 
+from asynckv.observe.events import problems
+from asynckv.observe.log import Recorder
 from tests.engines import Bench
 
 
@@ -14,6 +17,22 @@ from tests.engines import Bench
 def anyio_backend() -> str:
     """asyncio only: the control plane's sockets are driven by its loop."""
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def documented_events() -> Iterator[None]:
+    """Whatever any engine logs is as `asynckv.observe.events` says; see `tests/test_events.py`."""
+    wrong: list[str] = []
+    log = Recorder.event
+
+    def checked(self: Recorder, level: Any, name: str, **fields: Any) -> None:
+        wrong.extend(problems(level, name, fields))
+        log(self, level, name, **fields)
+
+    with pytest.MonkeyPatch.context() as patch:  # one of its own: a test's is undone before what the test was given
+        patch.setattr(Recorder, "event", checked)
+        yield
+    assert not wrong, wrong[:10]
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def test_the_standard_logger_with_a_json_formatter(tmp_path: Path) -> None:
     structlog.reset_defaults()
     try:
         Recorder(LogConfig(), engine_id="prefill", tp_rank=0, incarnation=START, rank="prefill/tp0@0a1b2c3d").event(
-            "warning", "lease_ended", request_id="a", cause="expired", owed=["*"], event_s=1.0
+            "warning", "lease_ended", request_id="a", sequence=0, cause="expired", seconds=1.0, readers={}, blocks=1
         )
     finally:
         logger.removeHandler(handler)

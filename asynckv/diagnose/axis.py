@@ -17,83 +17,125 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from asynckv.diagnose.clocks import Clocks, Offset, Pair, align
+from asynckv.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
 from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Axis", "Step", "exchanges", "lease_steps", "make_axis", "pull_steps"]
+__all__ = ["Axis", "Step", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
 
 _GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
 _RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
 _ANSWERED = re.compile(r"(?P<name>.+) granted [0-9.e+-]+ s\Z", re.DOTALL)
 _SETTLED = re.compile(r"release (?P<name>.+): acknowledged\Z", re.DOTALL)
+SURE_S = 0.25
+"""A lesser step of a clock may as well be lines that were written late."""
+MAX_TIME = 1e11
+"""Seconds since 1970: some thousand years."""
 MAX_STEPS = 2048
 """Of one history; the engine keeps fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One entry of a pull's or lease's life, by its process's clock."""
+    """One entry of a pull's or lease's life, by its process's clock.
+
+    Attributes:
+        within_s: How much earlier or later it may have been: it was worked out over so many seconds, and what counts
+            them need not run as the wall clock does.
+    """
 
     at: float
     text: str
+    within_s: float = 0.0
+
+
+def is_time(at: float) -> bool:
+    """Tell moments from what nonsense in a log adds up to."""
+    return abs(at) < MAX_TIME
+
+
+Told = tuple[float, float]
+"""A line's time, and how many seconds after something it says that it was written."""
+
+
+def _worked_out(lines: Iterable[Told], text: str = "") -> Step:
+    """Return when something was; every line that knows was written a little late, so the earliest is right."""
+    found = [(at - after, DRIFT * abs(after)) for at, after in lines if is_time(at - after)]
+    at, within = min(found, key=lambda x: x[0] + x[1], default=(math.nan, 0.0))
+    return Step(at, text, within)
 
 
 def _history(record: Record | None) -> list[tuple[float, str]]:
     value = record.fields.get("history") if record is not None else None
-    found = []
-    for entry in value[:MAX_STEPS] if isinstance(value, list) else ():
-        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str):
-            if math.isfinite(at := number(entry[0])):
-                found.append((at, entry[1]))
-    return found
+    return [
+        (at, entry[1])
+        for entry in (value[:MAX_STEPS] if isinstance(value, list) else ())
+        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+        if math.isfinite(at := number(entry[0]))
+    ]
 
 
-def _steps(told: list[tuple[float, str]], origins: list[float]) -> list[Step]:
-    known = [x for x in origins if math.isfinite(x)]
-    return [Step(min(known) + at, text) for at, text in told] if known else []
-
-
-def _transitions(records: list[Record]) -> tuple[list[tuple[float, str]], list[float]]:
+def _transitions(records: Sequence[Record]) -> list[tuple[float, str]]:
     told = [(x.number("at_s"), x.text("to")) for x in records[:MAX_STEPS]]
-    known = [(at, text) for at, text in told if math.isfinite(at)]
-    return sorted(known, key=lambda x: x[0]), [x.at - x.number("at_s") for x in records[:MAX_STEPS]]
+    return sorted(((at, text) for at, text in told if math.isfinite(at)), key=lambda x: x[0])
+
+
+def _steps(told: Sequence[tuple[float, str]], lines: Sequence[Told]) -> list[Step]:
+    """Put what is told, in seconds since the first, on the wall clock; lines say how long after the first they were."""
+    if not lines:
+        return []
+    # Of many lines those about the same moment, and the one that says earliest when it began, are enough.
+    best = min(lines, key=lambda x: x[0] - x[1] + DRIFT * abs(x[1]))
+    near: dict[float, float] = {}
+    for at, after in lines:
+        near[after] = min(at, near.get(after, math.inf))
+    return [_worked_out([(best[0], best[1] - at), (near.get(at, math.nan), 0.0)], text) for at, text in told]
 
 
 def pull_steps(pull: Pull) -> list[Step]:
     """Return a pull's life, as far as it is told step by step."""
-    told, origins = _transitions(pull.transitions)
-    history = _history(pull.ended)
+    told, history = _transitions(pull.transitions), _history(pull.ended)
+    lines = [(x.at, x.number("at_s")) for x in pull.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
     if pull.ended is not None and history:
         # Its end is logged at once, so the last entry is of then.
-        origins.append(pull.ended.at - history[-1][0])
-    # At level debug everything is told, and before the end is logged it may not be: it goes on after its outcome.
-    return _steps(told if len(told) >= len(history) else history, origins)
+        lines.append((pull.ended.at, history[-1][0]))
+    # At level debug it is told on after its end, which the history there is not.
+    return _steps(told if len(told) >= len(history) else history, lines)
 
 
 def lease_steps(lease: Lease) -> list[Step]:
     """Return a lease's life, as far as it is told step by step."""
-    told, origins = _transitions(lease.transitions)
-    history = _history(lease.ended)
-    return _steps(told if len(told) >= len(history) else history, [*origins, *_lent(lease)])
+    told, history = _transitions(lease.transitions), _history(lease.ended)
+    lines = [(x.at, x.number("at_s")) for x in lease.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
+    return _steps(told if len(told) >= len(history) else history, [*lines, *_lines(lease)])
 
 
-def _lent(lease: Lease) -> list[float]:
-    """Return all that is said about when it was lent."""
-    found = [lease.ended.at - lease.ended.number("seconds")] if lease.ended is not None else []
-    found += [lease.lent.at] if lease.lent is not None else []
-    found += [x.at - x.number("after_s") for x in lease.granted]
-    found += [record.at - number(entry.get("lent_s")) for record, entry in lease.held]
-    return [x for x in found if math.isfinite(x)]
+def _lines(lease: Lease) -> list[Told]:
+    """Return all lines that say how long it had been lent."""
+    found = [(x.at, x.number("seconds")) for x in (lease.ended,) if x is not None]
+    found += [(lease.lent.at, 0.0)] if lease.lent is not None else []
+    found += [(x.at, x.number("after_s")) for x in lease.granted]
+    found += [(record.at, number(entry.get("lent_s"))) for record, entry in lease.held]
+    return [(at, after) for at, after in found if math.isfinite(after)]
 
 
 def lent_at(lease: Lease) -> float:
     """Return when it was lent, by its process's clock."""
-    return min(_lent(lease), default=lease.lent_at)
+    at = _worked_out(_lines(lease)).at
+    return at if is_time(at) else lease.lent_at if is_time(lease.lent_at) else math.nan
+
+
+def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
+    """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
+    seen: set[str] = set()
+    for step in steps:
+        if (found := _GRANTED.match(step.text)) and found["pull"] not in seen:
+            seen.add(found["pull"])
+            yield found["pull"], found["name"], step.at
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
@@ -128,55 +170,58 @@ def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) ->
 
 
 def _of_request(service: Service, request: Request) -> Iterator[Pair]:
-    pulls = {pull.pull_id: pull for pull in request.all_pulls}
     for lease in request.leases.values():
-        prefill = lease.process.incarnation
-        granted: dict[str, float] = {}
-        lent = lent_at(lease)
+        lines = _lines(lease)
+        lent = _worked_out(lines)
+        granted: dict[str, Step] = {}
         for record in lease.granted:
-            after = record.number("after_s")
-            granted[record.text("pull_id")] = min(record.at, lent + after) if math.isfinite(lent + after) else record.at
-        steps = lease_steps(lease)
-        released: dict[str, float] = {}
-        for step in steps:
+            after = record.number("after_s", 0.0)
+            told = [(record.at, 0.0), *((at, seconds - after) for at, seconds in lines)]
+            granted[record.text("pull_id")] = _worked_out(told)
+        released: dict[str, Step] = {}
+        for step in lease_steps(lease):
             if found := _GRANTED.match(step.text):
-                granted[found["pull"]] = min(granted.get(found["pull"], math.inf), step.at)
+                granted.setdefault(found["pull"], step)
             elif found := _RELEASED.match(step.text):
-                released.setdefault(found["pull"], step.at)
-        for pull in pulls.values():
-            if pull.process.incarnation != prefill and lease.process.start in {start_of(x) for x in pull.peer_ranks}:
-                at = granted.get(pull.pull_id, math.nan)
-                yield from _of_pull(lease, pull, lent, at, released.get(pull.pull_id, math.nan))
+                released.setdefault(found["pull"], step)
+        for pull in request.all_pulls:
+            ranks = {start_of(x) for x in pull.peer_ranks}
+            if pull.process is not lease.process and lease.process.start in ranks:
+                yield from _of_pull(lease, pull, lent, granted.get(pull.pull_id), released.get(pull.pull_id))
 
 
-def _of_pull(lease: Lease, pull: Pull, lent: float, granted: float, released: float) -> Iterator[Pair]:
+def _pair(cause: Process, left: Step, effect: Process, came: Step, kind: str) -> Iterator[Pair]:
+    """Make a pair that is sure: the cause as early as it may have been, the effect as late."""
+    one, other = left.at - left.within_s, came.at + came.within_s
+    if is_time(one) and is_time(other):
+        yield Pair(cause.incarnation, one, effect.incarnation, other, kind)
+
+
+def _of_pull(lease: Lease, pull: Pull, lent: Step, granted: Step | None, released: Step | None) -> Iterator[Pair]:
     """Go through what one reader and one owner said to each other about a request."""
-    prefill, decode, ended = lease.process.incarnation, pull.process.incarnation, pull.ended
+    prefill, decode, ended = lease.process, pull.process, pull.ended
     steps = pull_steps(pull)
-    told = {step.text: step.at for step in reversed(steps)}
-    if math.isfinite(granted) and steps:
-        yield Pair(decode, steps[0].at, prefill, granted, "a claim")
-    answers = [s.at for s in steps if (m := _ANSWERED.match(s.text)) and start_of(m["name"]) == lease.process.start]
-    if answers and math.isfinite(granted):
-        yield Pair(prefill, granted, decode, answers[0], "a grant")
-    elif ended is not None and pull.cause == "complete" and lease.process.rank in ended.texts("read_ranks"):
-        if math.isfinite(at := granted if math.isfinite(granted) else lent):
-            yield Pair(prefill, at, decode, ended.at, "a grant, and the end of its pull")
-    outcome = told.get("notifying", ended.at if ended is not None else math.nan)
-    if not math.isfinite(outcome):
+    end = Step(ended.at, "") if ended is not None else None
+    if granted is not None and steps:
+        yield from _pair(decode, steps[0], prefill, granted, "a claim")
+    answered = [s for s in steps if (m := _ANSWERED.match(s.text)) and start_of(m["name"]) == prefill.start]
+    if answered and granted is not None:
+        yield from _pair(prefill, granted, decode, answered[0], "a grant")
+    elif end is not None and ended is not None and pull.cause == "complete":
+        if prefill.rank in ended.texts("read_ranks"):
+            yield from _pair(prefill, granted or lent, decode, end, "a grant, and the end of its pull")
+    outcome = next((s for s in steps if s.text == "notifying"), end)
+    if outcome is None:
         return
-    if math.isfinite(released):
-        yield Pair(decode, outcome, prefill, released, "a release")
-        done = [s.at for s in steps if (m := _SETTLED.match(s.text)) and start_of(m["name"]) == lease.process.start]
-        if done:
-            yield Pair(prefill, released, decode, done[0], "its acknowledgement")
-    elif (
-        pull.cause == "complete"
-        and lease.ended is not None
-        and lease.ended.text("cause") == "released"
-        and any(start_of(name) == pull.process.start for name in lease.released)
-    ):
-        yield Pair(decode, outcome, prefill, lease.ended.at, "a release, and the end of its lease")
+    if released is not None:
+        yield from _pair(decode, outcome, prefill, released, "a release")
+        settled = [s for s in steps if (m := _SETTLED.match(s.text)) and start_of(m["name"]) == prefill.start]
+        if settled:
+            yield from _pair(prefill, released, decode, settled[0], "its acknowledgement")
+    elif pull.cause == "complete" and lease.ended is not None and lease.ended.text("cause") == "released":
+        if any(start_of(name) == decode.start for name in lease.released):
+            over = Step(lease.ended.at, "")
+            yield from _pair(decode, outcome, prefill, over, "a release, and the end of its lease")
 
 
 class Axis:
@@ -218,14 +263,27 @@ class Axis:
         out = []
         for step in self.clocks.steps:
             one, other = (name[x] for x in step.names)
-            out.append(
-                f"the clock of {one} was put {'forward' if step.seconds > 0 else 'back'} by "
-                f"{shown_seconds(abs(step.seconds))} against that of {other}, or that one's the other way"
-            )
+            by = shown_seconds(abs(step.seconds))
+            if abs(step.seconds) < SURE_S:
+                out.append(
+                    f"from some moment on exchanges between {one} and {other} contradict those before by {by}: lines "
+                    f"were written late, or a clock was set"
+                )
+            else:
+                way = "forward" if step.seconds > 0 else "back"
+                out.append(
+                    f"the clock of {one} was put {way} by {by} against that of {other}, or that one's the other way"
+                )
         out += [
             f"processes of {host!r} say that they share a host, and what they exchanged says that they do not"
             for host in self.clocks.not_shared
         ]
+        if late := [x for x in self.clocks.doubted if x >= STEP_S]:
+            out.append(
+                f"{len(late):,} of {self.clocks.pairs:,} exchanges contradict the others by up to "
+                f"{shown_seconds(max(late))} and are not believed: their lines were written late, or a clock was set "
+                f"where nothing follows that would show it"
+            )
         if self.clocks.widened_s:
             by = shown_seconds(self.clocks.widened_s)
             out.append(f"exchanges contradict each other by {by}; the uncertainty includes it")
@@ -246,11 +304,12 @@ def shown_offset(offset: Offset) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Write a duration with three digits that matter."""
+    seconds = float(f"{seconds:.3g}")
     size = abs(seconds)
     for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
         if size >= least:
             value = seconds * scale
-            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f} {unit}"
+            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
 
 

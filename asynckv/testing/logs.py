@@ -99,9 +99,7 @@ class Logs:
         tp_rank = engine.registration.layout.tp_rank
         log = ProcessLog(process.name, process, engine.config.engine_id, tp_rank, host)
         self.processes.append(log)
-        recorder = engine._recorder
-        recorder._level = recorder._log_level = self.level
-        recorder._log = structlog.wrap_logger(
+        logger = structlog.wrap_logger(
             structlog.WriteLogger(log.stream),
             processors=[
                 structlog.processors.add_log_level,
@@ -111,7 +109,8 @@ class Logs:
             wrapper_class=structlog.make_filtering_bound_logger(self.level),
             context_class=dict,
             cache_logger_on_first_use=False,
-        ).bind(engine_id=log.engine_id, tp_rank=tp_rank, incarnation=engine.incarnation, rank=engine._rank)
+        )
+        engine._recorder.listen(logger, self.level)
 
     def _host_of(self, process: Process, engine_id: str) -> Host:
         """Hosts have one rank, or all ranks of an engine."""

@@ -1,0 +1,116 @@
+"""The table of events is what engines log: no name of it elsewhere, no field beside it, and a page that is fresh."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import asynckv
+from asynckv.observe.events import COMMON, EVENT, EVENTS, problems
+from asynckv.testing.logs import Logs
+from asynckv.testing.simulation import simulate
+from scripts.draw_events import TARGET, page
+from tests.engines import Bench, until
+
+PACKAGE = Path(asynckv.__file__).parent
+WRITERS = sorted(p for room in ("core", "edges", "embed", "engine", "observe") for p in (PACKAGE / room).glob("*.py"))
+ADDED = {field.name for field in COMMON}
+
+
+def test_the_page_is_fresh() -> None:
+    assert TARGET.read_text() == page(), "run python -m scripts.draw_events"
+
+
+def test_every_event_is_in_the_table_and_every_field_says_what_it_is() -> None:
+    assert set(EVENTS) == set(EVENT)
+    for name, event in EVENTS.items():
+        assert event.side in ("prefill", "decode", "both")
+        assert event.meaning.endswith(".")
+        names = [field.name for field in event.fields]
+        assert len(set(names)) == len(names), name
+        assert not ADDED & set(names), f"{name} would hide what every line says"
+        for field in event.fields:
+            assert field.meaning.endswith(".") or field.meaning.endswith(".)"), (name, field.name)
+            assert (field.kind == "seconds") is (
+                field.name.endswith("_s") or field.name in ("seconds", "seconds_after_failure")
+            ), (name, field.name)
+
+
+@pytest.mark.parametrize("path", WRITERS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_nobody_writes_an_events_name_by_hand(path: Path) -> None:
+    if path.name == "events.py" and path.parent.name == "observe":
+        return
+    names = {event.value for event in EVENT} - {"refused", "drained"}  # which are words of other things, too
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert node.value not in names, f"{path}:{node.lineno}: say EVENT.{node.value.upper()}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+            said = node.args[1]
+            assert not isinstance(said, ast.Constant), f"{path}:{node.lineno}: an event's name as a literal"
+
+
+def test_what_differs_from_the_table_is_found() -> None:
+    right = {"peer": "p", "detail": "d"}
+    assert problems("warning", EVENT.SLOW_GEOMETRY, right) == []
+    assert problems("info", EVENT.SLOW_GEOMETRY, right) == ["slow_geometry: level info is not documented"]
+    assert problems("warning", EVENT.SLOW_GEOMETRY, {"peer": "p"}) == ["slow_geometry: field 'detail' is missing"]
+    (wrong,) = problems("warning", EVENT.SLOW_GEOMETRY, right | {"x": 1})
+    assert wrong == "slow_geometry: field 'x' is not documented"
+    (wrong,) = problems("warning", EVENT.SLOW_GEOMETRY, right | {"peer": 3})
+    assert wrong == "slow_geometry: field 'peer' is 3, which is no text"
+    assert problems("info", "none_such", {}) == ["event 'none_such' is not documented"]
+    held = {"state": "lent", "waits": "w", "requests": 1, "oldest": [{"request_id": "r"}]}
+    assert "lease_held.oldest: field 'sequence' is missing" in problems("warning", EVENT.LEASE_HELD, held)
+
+
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_what_simulated_services_log_is_documented(level: str) -> None:
+    """Every event goes through `conftest.documented_events`; here the lines themselves are looked at as well."""
+    seen = set()
+    for seed in range(2 if level == "debug" else 3):
+        logs = Logs(level)
+        assert simulate(seed, logs=logs).violation == ""
+        for text in logs.files().values():
+            for line in text.splitlines():
+                said = json.loads(line)
+                name = said["event"]
+                assert {f.name for f in COMMON if f.always} <= said.keys()
+                fields = {k: v for k, v in said.items() if k not in ADDED}
+                assert problems(said["level"], name, fields) == []
+                seen.add(name)
+    assert {"engine_started", "peer_changed", "lease_ended", "pull_ended", "reader_met"} <= seen
+    assert ("pull_transition" in seen) is (level == "debug")
+
+
+@pytest.mark.anyio
+@pytest.mark.nixl
+async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:
+    config = asynckv.LogConfig(file=tmp_path / "all.jsonl", level="debug")
+    async with Bench(True).pair(log=config) as (prefill, decode, group):
+        for i in range(3):
+            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{i}", [(0, [i])], params)
+            await lent.wait_released()
+        lent.revoke()
+        decode.engine.announce("never", group.make_params("never", [(0, [9])], 16))
+        await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
+    seen = set()
+    for line in (tmp_path / "all.jsonl").read_text().splitlines():
+        said = json.loads(line)
+        seen.add(said["event"])
+        fields = {k: v for k, v in said.items() if k not in ADDED}
+        assert problems(said["level"], said["event"], fields) == []
+    assert {"engine_started", "engine_stopped", "lease_transition", "pull_transition", "reader_met"} <= seen
+
+
+def test_the_page_names_every_field_once() -> None:
+    text = page()
+    for name, event in EVENTS.items():
+        (section,) = re.findall(rf"^## {name}$(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+        for field in event.fields:
+            assert len(re.findall(rf"^\| \*?`{field.name}`", section, re.MULTILINE)) == 1
