@@ -201,6 +201,7 @@ class _Reader:
     def __init__(self, plane: RawLoop, place: words.Place, raw: npt.NDArray[np.uint8]) -> None:
         self._plane, self._place, self._raw = plane, place, raw
         self._size = len(raw)
+        self._source = np.ones(self._size, np.uint8)  # what the copy within memory reads: as much as the owner has
         self._tables = {
             length: DescTable(
                 number,
@@ -292,14 +293,10 @@ class _Reader:
         )
 
     def _copy(self, size: int) -> float:
-        # From the other end to this one, as far apart as may be.
-        source, half = self._raw.ctypes.data + self._size // 2, self._size // 2
-        began, left = time.perf_counter(), size
-        while left > 0:
-            part = min(left, half)
-            for at in range(0, part, BLOCK):
-                ctypes.memmove(self._raw.ctypes.data + at, source + at, min(BLOCK, part - at))
-            left -= part
+        to, source = self._raw.ctypes.data, self._source.ctypes.data
+        began = time.perf_counter()
+        for at in range(0, size, BLOCK):
+            ctypes.memmove(to + at, source + at, min(BLOCK, size - at))
         return time.perf_counter() - began
 
     @contextlib.contextmanager
