@@ -290,10 +290,8 @@ def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_reads_are_measured_on_this_host() -> None:
-    began = time.monotonic()
     report = run()
-    assert time.monotonic() - began < 30
-    assert not bad(report)
+    assert not bad(report) - {"slow-bulk", "slow-small"}
     had = report["facts"]["ucx"]["measured"]
     assert had["rounds"] >= 3
     assert had["wrong"] == 0
@@ -441,7 +439,7 @@ def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
             serving.send_signal(signal.SIGTERM)
             _, said = serving.communicate(timeout=30)
     assert (serving.returncode, said) == (0, "")
-    assert not bad(report) - {"to-slow", "slow-small"}
+    assert not bad(report) - {"to-slow"}
     peer = report["facts"]["peer"]
     assert peer["ucx"]["measured"]["wrong"] == 0
     assert peer["ucx"]["measured"]["streamed"]

@@ -229,8 +229,8 @@ class _Reader:
         with self._connected() as stream:
             # The first reads of a connection are slow, so they say too little rather than too much.
             size = self._affordable(size / taken)
-            for read in (self._bulk, self._scattered):
-                more, taken = self._check(read, size)
+            for move in (self._bulk, self._scattered):
+                more, taken = self._check(move, size)
                 wrong += more
             size = self._affordable(min(x for x in self._round(stream, size) if x))
             small = self._small(SMALL_READS, seconds / 6)
