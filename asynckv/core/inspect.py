@@ -218,10 +218,13 @@ class Inspector:
         """List what does not add up; empty is right."""
         wrong = self._ledger.audit()
         holders = {hold.holder for hold in self._ledger}
-        expected = {key.token for key in self._prefill.leases}
+        leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
+        names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token is nobody's to see
+        expected = set(leases)
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
-            wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
+            who = f"request {names[holder]!r}" if holder in names else holder
+            wrong.append(f"{who} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
         wrong += self._decode.audit()
         return wrong
 
