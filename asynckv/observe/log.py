@@ -235,7 +235,7 @@ class Recorder:
         self._bound, self._sink, self._sink_level = bound, None if not config.file else _file_sink(config, bound), 0
         self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
         self._level = min(self._log_level, self._sink_level)
-        self._successes = Sampler(config.successes_per_s)
+        self._sampler = Sampler(config.successes_per_s)
         self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
         self._is_closed = False
@@ -559,10 +559,10 @@ class Recorder:
         """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        if not (self._slow.take("", now) if is_slow else self._successes.take(key.token, now)):
-            self._skipped += 1
-            return False
-        return True
+        if self._slow.take("", now) if is_slow else self._sampler.take(key.token, now):
+            return True
+        self._skipped += 1
+        return False
 
     def _skip_count(self) -> dict[str, int]:
         skipped, self._skipped = self._skipped, 0
