@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -16,6 +17,7 @@ from asynckv.cli import main
 from asynckv.observe.log import configure
 from asynckv.testing.logs import BEGIN, Logs
 from asynckv.testing.simulation import simulate
+from tests.engines import Bench
 from tests.test_cli import complaint
 
 
@@ -89,3 +91,15 @@ def test_the_command_writes_them(
     (tmp_path / "file").write_text("")
     said = complaint(["simulate", "--seeds", "1", "--logs", str(tmp_path / "file")], monkeypatch, capsys)
     assert "--logs" in said
+
+
+@pytest.mark.anyio
+async def test_what_should_have_been_done_before_is_no_sign_that_the_loop_was_away(sim: Bench) -> None:
+    async with sim.pair() as (_, decode, _):
+        # As it is for a peer whose pause was over long before its last release was given up (seed 94 of `make_leaky`).
+        decode.engine._driver._arm(sim.clock.now() - 30.0)
+        sim.clock.advance(0.1)
+        await asyncio.sleep(0)
+        found = decode.engine.statistics()
+        assert found.counters["loop.was_away"] == 0
+        assert found.loop_lag_most_s < 1.0

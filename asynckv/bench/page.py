@@ -232,25 +232,13 @@ def _figure(plot: Plot, found: Sequence[Summary], axis: str) -> str:
     label, xs, ys = NAMES.get(axis, axis), {_x(p, axis) for p in found}, [v for trace in traces for v in trace["y"]]
     x: dict[str, Any] = {"title": {"text": label}}
     if len(xs) > 1 and all(isinstance(v, float) and v > 0 for v in xs):
-        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [_plain(v) for v in sorted(xs)]}
+        x |= {"type": "log", "tickvals": sorted(xs), "ticktext": [frame.plain(v) for v in sorted(xs)]}
     else:
         x["type"] = "category"
         for trace in traces:
-            trace["x"] = [_plain(v) for v in trace["x"]]
-    y: dict[str, Any] = {"title": {"text": plot.unit}, "rangemode": "tozero"}
-    if plot.is_log and all(v > 0 for v in ys):
-        ticks = _ticks(ys)
-        y |= {"type": "log", "tickvals": ticks, "ticktext": [_plain(v) for v in ticks]}
-        y["title"]["text"] += " (log scale)"
+            trace["x"] = [frame.plain(v) for v in trace["x"]]
+    y = frame.log_axis(plot.unit, ys) if plot.is_log and all(v > 0 for v in ys) else frame.axis(plot.unit)
     return frame.figure(plot.title, _spoken(plot, label, traces), traces, {"xaxis": x, "yaxis": y})
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Choose ticks of a logarithmic axis, and write them out: plotly's own say 2 and 5 in every decade."""
-    low, high = min(values, default=1.0), max(values, default=1.0)
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
-    return [float(f"{step}e{decade}") for decade in decades for step in steps]
 
 
 def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
@@ -258,13 +246,9 @@ def _spoken(plot: Plot, label: str, traces: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     for trace in traces:
         if "visible" not in trace:
-            ends = [(_plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
+            ends = [(frame.plain(trace["x"][i]), f"{trace['y'][i]:.4g}") for i in (0, -1)]
             parts.append(f"{trace['name']}: {ends[0][1]} at {ends[0][0]}, {ends[1][1]} at {ends[1][0]}")
     return f"{plot.title}, {plot.unit} against {label}. {'; '.join(parts)}. All figures are in the table below."
-
-
-def _plain(x: Any) -> str:
-    return f"{x:g}" if isinstance(x, float) else str(x)
 
 
 # -- text ------------------------------------------------------------------------------------------

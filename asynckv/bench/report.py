@@ -21,7 +21,7 @@ from asynckv.bench.workload import Workload
 from asynckv.observe.console import printable
 from asynckv.tools.layouts import model_groups
 
-__all__ = ["SCHEMA", "is_good", "make", "show", "status"]
+__all__ = ["SCHEMA", "is_good", "make", "rows", "show", "status"]
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -168,12 +168,8 @@ def status(found: Measured, report: dict[str, Any]) -> int:
     return 130 if found.interrupted else 0 if is_good(report) else 1
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the table."""
-    report = printable(report)
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Say the report in rows of a table: a name, and a text."""
     requests, moved, latency = report["requests"], report["bytes"], report["latency_s"]
     verified = f"{moved['verified'] / moved['wanted']:.1%} of them verified" if moved["wanted"] else "none wanted"
     nothing = requests["completed"] == requests["read_nothing"] > 0
@@ -181,7 +177,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     apart = f", and {requests['read_nothing']} that read nothing" if requests["read_nothing"] else ""
     left = report["config"]["requests"] - requests["submitted"]
     clock = report["schedule"]["clock"]
-    rows = [
+    found = [
         (
             "model",
             "{model}, {layers} layers, {token_bytes:,} bytes per token, {state_bytes:,} per state".format(
@@ -241,9 +237,17 @@ def show(report: dict[str, Any], console: Console) -> None:
         ),
     ]
     if report["config"]["prompts_capped"]:
-        rows.insert(1, ("capped", f"{report['config']['prompts_capped']} prompts were cut by --max-prompt-tokens"))
-    rows += floor.lines(report)
-    for name, value in rows:
+        found.insert(1, ("capped", f"{report['config']['prompts_capped']} prompts were cut by --max-prompt-tokens"))
+    return found + floor.lines(report)
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    report = printable(report)
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in rows(report):
         table.add_row(name, value)
     console.print(table)
     for text in [*report["problems"], *(f"{n} x {cause}" for cause, n in report["errors"].items())]:

@@ -13,7 +13,7 @@ import msgspec
 from asynckv.bench import journal, report
 from asynckv.errors import ConfigError
 
-__all__ = ["Side", "flat", "load", "refuse_repeated"]
+__all__ = ["Side", "check", "flat", "load", "refuse_repeated"]
 
 
 FIGURES = {
@@ -107,11 +107,11 @@ def _read(path: Path) -> dict[str, Any] | journal.Sweep:
         raise ConfigError(
             f"{path}: is of schema {found['schema']}, and this asynckv compares {report.SCHEMA} and {journal.SCHEMA}"
         )
-    _check(found, str(path))
+    check(found, str(path))
     return found
 
 
-def _check(found: Mapping[str, Any], where: str) -> None:
+def check(found: Mapping[str, Any], where: str) -> None:
     """Refuse a report that lacks what every report has."""
     parts = ("config", "environment", "requests", "bytes", "blocks", "throughput", "latency_s", "cpu_s")
     if missing := [n for n in parts if not isinstance(found.get(n), dict)]:
@@ -142,7 +142,7 @@ def _add_sweep(side: Side, path: Path, found: journal.Sweep) -> None:
             continue
         if row.report.get("schema") != report.SCHEMA:
             raise ConfigError(f"{path}: holds a report of schema {row.report.get('schema')}, not {report.SCHEMA}")
-        _check(row.report, str(path))
+        check(row.report, str(path))
         side.runs.append((flat(row.params), row.report))
     for head in found.heads:
         side.environments.append(head.environment | {f"content of {k}": v for k, v in head.files.items()})

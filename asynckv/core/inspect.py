@@ -24,6 +24,10 @@ from asynckv.core.types import PullId
 __all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
 
 
+MAX_DETAIL = 200
+"""Letters of why a message was turned down."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
     """Blocks that are not the engine's to use now, as an operator asks for them.
@@ -96,6 +100,9 @@ class RequestStatus:
         pull_id: As in the logs.
         attempt: Which attempt at the request this is.
         sequence: Of the key under which it is lent; the same on all ranks of both sides.
+        refused: Of a lease, messages that were turned down: how long ago, what (`claim`, `renew`, `release`), for which
+            reason, whose, and in which words.
+        history: What happened to it, and how long after it began; only where it is asked for alone.
     """
 
     kind: str
@@ -111,6 +118,8 @@ class RequestStatus:
     pull_id: str = ""
     attempt: int = 1
     sequence: int | None = None
+    refused: tuple[tuple[float, str, str, str, str], ...] = ()
+    history: tuple[tuple[float, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -297,6 +306,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         waits=lease.waits(now),
         ranks=tuple(ranks),
         sequence=lease.lent.key.sequence,
+        refused=tuple((now - x.at, x.what, x.reason, x.who, x.detail[:MAX_DETAIL]) for x in lease.refused),
     )
 
 

@@ -34,7 +34,7 @@ from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
 from asynckv.core.inspect import HeldBlocks, RequestStatus
 from asynckv.core.types import MAX_ID, Address, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.edges.local import SUFFIX, is_left_behind, read_packet, write_packet
+from asynckv.edges.local import SUFFIX, is_left_behind, rank_of, read_packet, write_packet
 from asynckv.edges.zmq import ZmqPlane, host_and_port
 from asynckv.errors import ConfigError, RemoteProtocolError
 
@@ -53,8 +53,11 @@ MAX_AT_ONCE = 64
 MAX_SOCKETS = 4096
 """Sockets of one directory."""
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
-"""What every ZMTP 3 connection begins with (RFC 23)."""
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03"
+"""How every connection of ZMTP 3 begins (RFC 23): who hears so much says the rest of its own greeting."""
+
+GREETING_BYTES = 64
+"""Its byte 12 and those that follow name the mechanism: NULL or CURVE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +216,8 @@ class Asker:
                 answer = Answer(address=address, error=str(exc), is_left_behind=exc.is_left_behind)
             except TimeoutError:
                 answer = Answer(address=address, error=await self._why(address))
+            if answer.error and not is_network:
+                answer = replace(answer, account=Account(rank=rank_of(Path(address))))
             return replace(answer, took_s=loop.time() - began)
 
     # -- inside ------------------------------------------------------------------------------------
@@ -255,8 +260,10 @@ class Asker:
             raise _Vain(why)
         try:
             yield _NetworkLine(self._plane, address, self._name, self._asked)
-        finally:
+        except BaseException:
+            # ZMQ tries no more where it was once refused; whoever else asks there asks again.
             self._plane.disconnect(Address(address))
+            raise
 
     @asynccontextmanager
     async def _over_socket(self, address: str) -> AsyncIterator[_Line]:
@@ -307,7 +314,7 @@ class Asker:
         try:
             writer.write(GREETING)
             async with asyncio.timeout(PROBE_S):
-                greeting = await reader.readexactly(len(GREETING))
+                greeting = await reader.readexactly(GREETING_BYTES)
         except TimeoutError:
             return vain + "TCP connects, but nothing greets: its process is stopped, or it is no engine"
         except (OSError, EOFError):

@@ -14,7 +14,7 @@ Four things make that less simple:
 - *Clocks drift.* A bound that was seen at one time holds at another with `DRIFT` more for every second between. So
   offsets are functions of time, computed at some knots.
 - *A line may be late.* It is written after what it tells; by some microseconds, or by more where much happened at
-  once. Every bound is given `LATE_S`, and of many bounds the tightest fiftieth is not believed.
+  once. Every bound is given `LATE_S`, and of many bounds the tightest few are not believed.
 - *Clocks are stepped.* Bounds before and after it then contradict each other. The step is found, told, and the bounds
   of one side are not used on the other; between the last exchange before it and the first after it both are possible.
 - *Three clocks meet.* Bounds add up along every way through the graph, and the tightest way counts. Bounds that
@@ -35,16 +35,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DRIFT", "LATE_S", "Clocks", "Offset", "Pair", "Step", "align"]
+__all__ = ["DRIFT", "LATE_S", "STEP_S", "Clocks", "Offset", "Pair", "Step", "align"]
 
 DRIFT = 200e-6
 """How much faster one clock may run than another; crystals keep 100 ppm together, and NTP turns them by as much."""
-LATE_S = 0.0005
+LATE_S = 0.001
 """How long after its cause a line is usually written, at most."""
 KNOTS = 129
 """Moments at which offsets are computed, at most."""
-DOUBTED = 50
-"""Of so many bounds the tightest is not believed: its line was late."""
+DOUBTED, ENOUGH = 50, 8
+"""Of so many bounds the tightest is not believed, and one of fewer if they are enough: its line was late."""
 MOST = 4_000
 """Bounds between two clocks; of more, as many are taken evenly over time."""
 FOLLOWING, LOOKED_AT = 8, 400
@@ -109,6 +109,7 @@ class Clocks:
         groups: Clocks that can be compared, the reference first.
         steps: Who was set while the logs were written.
         not_shared: Hosts whose processes contradict that they have one clock.
+        doubted: By how much single exchanges contradict the others.
         widened_s: By how much bounds were loosened, because they contradicted each other round a circle.
         pairs: How many exchanges there were between different clocks.
     """
@@ -117,6 +118,7 @@ class Clocks:
     groups: list[list[str]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     not_shared: list[str] = field(default_factory=list)
+    doubted: list[float] = field(default_factory=list)
     widened_s: float = 0.0
     pairs: int = 0
     _group: dict[str, int] = field(default_factory=dict)
@@ -162,7 +164,10 @@ class _Course:
             found = [(first, min(first + 1, last))]
         else:  # it was set, and may have shown this more than once
             inside = np.flatnonzero((self._least <= shown) & (shown <= self._most))
-            found = [(int(i), int(i) + 1) for i in inside] or [(0, 0) if shown < self._shown[0] else (last, last)]
+            found = [(int(i), int(i) + 1) for i in inside]
+            found += [(0, 0)] * bool(shown < self._shown[0]) + [(last, last)] * bool(shown > self._shown[-1])
+            # Between two knots that are not as far apart as they should be there is always one of them.
+            found = found or [(int(i := np.abs(self._shown - shown).argmin()), int(i))]
         spans = [self._between(one, other, shown) for one, other in found]
         low, high = min(x for x, _ in spans), max(x for _, x in spans)
         return Offset((low + high) / 2, (high - low) / 2)
@@ -194,7 +199,7 @@ class _Bounds:
         """Return the least and the greatest it may be; of bounds that contradict each other neither is believed."""
         low = self.lower[:, 1] - DRIFT * np.abs(self.lower[:, 0] - moment)
         high = self.upper[:, 1] + DRIFT * np.abs(self.upper[:, 0] - moment)
-        i, j = len(low) // DOUBTED, len(high) // DOUBTED
+        i, j = _doubted(len(low)), _doubted(len(high))
         least = -float(np.partition(-low, i)[i]) if len(low) else -math.inf
         most = float(np.partition(high, j)[j]) if len(high) else math.inf
         if least > most:
@@ -206,11 +211,21 @@ class _Bounds:
         return least, most
 
 
+def _doubted(number: int) -> int:
+    """Return how many of so many bounds are not believed."""
+    return number // DOUBTED + 1 if number >= ENOUGH else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """One clock against another, from one step to the next."""
+    """One clock against another, from one step to the next.
+
+    Attributes:
+        doubted: By how much single bounds contradict the others.
+    """
 
     runs: Sequence[_Bounds]
+    doubted: Sequence[float] = ()
 
     def at(self, moment: float) -> tuple[float, float]:
         """Return the least and the greatest that `here - there` may be at a moment."""
@@ -244,6 +259,7 @@ def _split(rows: Sequence[Row]) -> _Edge:
     """
     runs: list[_Bounds] = []
     run: list[Row] = []
+    doubted: list[float] = []
     low, high, then, since, first = -math.inf, math.inf, -math.inf, -math.inf, 0.0
     for i, (at, bound, is_upper) in enumerate(rows):
         if run:
@@ -252,7 +268,8 @@ def _split(rows: Sequence[Row]) -> _Edge:
         if bound < low if is_upper else bound > high:
             next_ = [r for r in rows[i : i + LOOKED_AT] if r[2] is is_upper][:FOLLOWING]
             against = sum(b < low - DRIFT * (t - at) if u else b > high + DRIFT * (t - at) for t, b, u in next_)
-            if 2 * against <= len(next_):
+            if against < 2 or 2 * against <= len(next_):
+                doubted.append(low - bound if is_upper else bound - high)
                 run.append(rows[i])  # of these two, neither will be believed
                 continue
             sign = 1 if is_upper else -1
@@ -266,7 +283,7 @@ def _split(rows: Sequence[Row]) -> _Edge:
         else:
             low = max(low, bound)
     runs.append(_bounds(run, since, first, math.inf, 0.0))
-    return _Edge(runs)
+    return _Edge(runs, doubted)
 
 
 def _bounds(run: Sequence[Row], since: float, first: float, until: float, last: float) -> _Bounds:
@@ -338,7 +355,7 @@ def _share(pairs: Sequence[Pair], hosts: Mapping[str, str], late_s: float) -> tu
             inside[pair.cause, pair.effect].append(pair.effect_at - pair.cause_at + late_s)
     bad: dict[str, None] = {}
     for (one, _), gaps in inside.items():
-        if sorted(gaps)[len(gaps) // DOUBTED] < 0:
+        if sorted(gaps)[_doubted(len(gaps))] < -STEP_S:  # lines of a host that is busy may be late by less
             bad[hosts[one]] = None
     return {p: p if hosts[p] in bad else c for p, c in clock.items()}, list(bad)
 
@@ -401,6 +418,7 @@ def _solve(found: Clocks, rough: Mapping[str, float], gathered: Gathered, blamed
         by = min((here, there), key=lambda c: (blamed.get(c, 0), index[c]))
         edge = _split(sorted((_when(p, by, found.clock) - rough[by], b, up) for p, b, up in rows))
         edges[here, there] = edge
+        found.doubted += edge.doubted
         moments.update(t for run in edge.runs for x in (run.lower, run.upper) if len(x) for t in x[[0, -1], 0].tolist())
         for i, (before, after) in enumerate(itertools.pairwise(edge.runs)):
             marks.update((before.until, after.since))

@@ -336,7 +336,8 @@ class Pull:
     def begun_at(self) -> float:
         """When it was asked for or announced, by its process's clock."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            return self.ended.at - seconds
+            # An announcement's time is in the history only: its pull counts from when it was asked for.
+            return self.ended.at - max([seconds, *(at for at, _ in _history(self.ended))])
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
                 return record.at - seconds
@@ -366,6 +367,11 @@ class Pull:
             if names := record.texts("ranks") or ((record.text("rank"),) if record.text("rank") else ()):
                 return names
         return ()
+
+    def was_granted_by(self, rank: str) -> bool:
+        """A prefill rank promised it its blocks, as its own history has it."""
+        ours = (f"{base_name(rank)} granted ", f"{rank} granted ")
+        return self.ended is not None and any(text.startswith(ours) for _, text in _history(self.ended))
 
     @property
     def held_transfers(self) -> int:
@@ -667,8 +673,13 @@ class _Joiner:
             if not starts or not (lends | met) - {""} or starts & (lends | met):
                 return request
         if pull.sequence >= 0:
+            # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
+            ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
             for request in self._by_sequence.get((peer, pull.sequence), []):
-                if starts & {start_of(x) for x in request.leases}:
+                wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
+                if starts & {start_of(x) for x in request.leases} and (
+                    ours or pull.process.start in map(start_of, wrong)
+                ):
                     return request
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1

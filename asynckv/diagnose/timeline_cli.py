@@ -1,14 +1,154 @@
-"""`asynckv timeline`."""
+"""`asynckv timeline`: requests over all ranks and both sides, on one time axis."""
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from asynckv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from asynckv.diagnose.timeline_model import Story
 
 __all__ = ["EPILOG", "timeline"]
 
-EPILOG = ""
+EPILOG = """
+[bold]Examples[/bold]
+
+  asynckv timeline logs/ --request chat-17
+
+  asynckv timeline prefill.log decode.log.gz --slowest 20
+
+  asynckv timeline logs/ --all --html timeline.html --perfetto timeline.json
+
+  kubectl logs -l app=vllm --tail=-1 | asynckv timeline - --request cmpl-5 --json - | jq .requests
+
+[bold]Exit status[/bold]  0 shown, 1 no such request, or more than one, 2 bad input
+"""
+
+CHOOSE, OUT = "Which requests", "Output"
+MOST_SHOWN = 10_000
+"""Requests in one page or trace."""
 
 
-def timeline() -> None:
-    """Not there yet."""
-    raise ConfigError("timeline is not there yet")
+def timeline(
+    logs: Annotated[
+        list[str], typer.Argument(help="Logs of any processes: files, directories, - for stdin.", metavar="LOGS...")
+    ],
+    request: Annotated[
+        str | None,
+        typer.Option(help="One: by either side's id, a pull id, or a sequence.", rich_help_panel=CHOOSE, metavar="ID"),
+    ] = None,
+    slowest: Annotated[
+        int | None, typer.Option(help="So many that took longest.", rich_help_panel=CHOOSE, metavar="N")
+    ] = None,
+    all: Annotated[
+        bool, typer.Option("--all", help="All, which is what is done if none is chosen.", rich_help_panel=CHOOSE)
+    ] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(help="Write a page to zoom into; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+    perfetto: Annotated[
+        str | None,
+        typer.Option(help="Write a trace for ui.perfetto.dev; - for stdout.", rich_help_panel=OUT, metavar="FILE"),
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Write all that is known; - for stdout.", rich_help_panel=OUT, metavar="FILE")
+    ] = None,
+) -> None:
+    """Show what became of requests, over all ranks and both sides, on one time axis.
+
+    Reads JSON logs of any number of processes, in any order, rotated, compressed or cut short. Clocks of different
+    hosts are aligned by what the processes said to each other, and how sure that is, is told.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from asynckv.diagnose import timeline_text
+    from asynckv.diagnose.axis import make_axis
+    from asynckv.diagnose.join import join
+    from asynckv.diagnose.records import read_logs
+    from asynckv.diagnose.timeline_model import ground, stories
+    from asynckv.observe.output import check_writable, write, write_json
+
+    if sum((request is not None, slowest is not None, all)) > 1:
+        raise ConfigError("--request, --slowest and --all exclude each other; give one of them")
+    if slowest is not None and not 1 <= slowest <= MOST_SHOWN:
+        raise ConfigError(f"--slowest {slowest} is outside 1 ... {MOST_SHOWN}")
+    outputs = {"--html": html, "--perfetto": perfetto, "--json": json}
+    if len(piped := [name for name, target in outputs.items() if target == "-"]) > 1:
+        raise ConfigError(f"{' and '.join(piped)} cannot share stdout; give one of them a file")
+    for name, target in outputs.items():
+        check_writable(name, target)
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+        found = read_logs(logs, lambda done, total: bar.update(task, completed=done, total=total or None))
+    if found.nothing:
+        raise ConfigError(found.nothing)
+    for skipped in found.skipped[:8]:
+        errors.print(f"left out: {skipped.lines:,} lines, {skipped.reason} (first {skipped.where})", markup=False)
+    gc.freeze()  # all of it stays to the end, and looking at it again and again takes longer than the work
+    service = join(found)
+    axis = make_axis(service)
+    every = stories(axis)
+    console = Console(stderr=bool(piped))
+    if request is not None:
+        chosen = _named(every, request)
+        if not chosen:
+            raise ConfigError(
+                f"--request {request}: no such request among {len(every):,}; give either side's id, a pull id or a "
+                f"sequence, as they are in the logs (successes may have been left out of them)"
+            )
+        if len(chosen) > 1:
+            timeline_text.show_matches(chosen, request, console)
+            raise typer.Exit(1)
+        timeline_text.show_one(axis, chosen[0], console)
+    elif slowest is not None:
+        chosen = sorted(every, key=lambda x: -x.seconds)[:slowest]
+        timeline_text.show_slowest(axis, every, slowest, console)
+    else:
+        chosen = every
+        timeline_text.show_all(axis, every, ground(axis), console)
+    if any(outputs.values()):
+        shown = _most(chosen, errors)
+        if json is not None:
+            from asynckv.diagnose.timeline_json import report
+
+            write_json(json, report(axis, shown, ground(axis)))
+        if html is not None:
+            from asynckv.diagnose.timeline_page import make
+
+            write("--html", html, make(axis, shown, ground(axis), logs))
+        if perfetto is not None:
+            from asynckv.diagnose.perfetto import trace
+
+            write("--perfetto", perfetto, trace(axis, shown, ground(axis)))
+
+
+def _named(every: Sequence[Story], wanted: str) -> list[Story]:
+    """Find requests by name: what is exact before what is a sequence, and that before what begins so."""
+    if found := [x for x in every if wanted in (x.name, *x.others, *x.pull_ids)]:
+        return found
+    number = wanted.removeprefix("#")
+    if number.isdecimal() and (found := [x for x in every if x.sequence == int(number)]):
+        return found
+    return [x for x in every if any(name.startswith(wanted) for name in (x.name, *x.others, *x.pull_ids))]
+
+
+def _most(chosen: Sequence[Story], errors: Console) -> list[Story]:
+    """Keep what a browser can show: what went wrong, and what took longest."""
+    if len(chosen) <= MOST_SHOWN:
+        return list(chosen)
+    kept = sorted(chosen, key=lambda x: (x.level == "info", -x.seconds))[:MOST_SHOWN]
+    said = f"{len(chosen):,} requests are too many for one file; in it are the {MOST_SHOWN:,} that"
+    errors.print(f"{said} went wrong or took longest", markup=False, highlight=False)
+    return sorted(kept, key=lambda x: x.number)

@@ -19,10 +19,11 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from asynckv.core.types import rank_name
 from asynckv.core.wire import MAX_REQUEST_PACKET, Status, StatusRequest, decode_packet, encode_packet
 from asynckv.errors import BackendError, RemoteProtocolError
 
-__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "read_packet", "socket_name", "write_packet"]
+__all__ = ["SUFFIX", "LocalDoor", "is_left_behind", "rank_of", "read_packet", "socket_name", "write_packet"]
 
 SUFFIX = ".sock"
 MAX_PATH = 107
@@ -45,6 +46,15 @@ def socket_name(engine_id: str, pp_stage: int, tp_rank: int, incarnation: str) -
     """Name a rank's socket; what may not be in a file's name, or is too long, is left out."""
     engine = re.sub(r"[^A-Za-z0-9_-]", "_", engine_id)[:32]
     return f"{engine}.pp{pp_stage}.tp{tp_rank}.{incarnation[:8]}{SUFFIX}"
+
+
+def rank_of(path: Path) -> str:
+    """Return the rank that made a socket, as it is named in all logs; empty if the name is another one's."""
+    found = re.fullmatch(r"([A-Za-z0-9_-]+)\.pp(\d+)\.tp(\d+)\.(\w+)" + re.escape(SUFFIX), path.name)
+    if found is None:
+        return ""
+    engine, stage, rank, incarnation = found.groups()
+    return rank_name(engine, int(rank), int(stage), incarnation)
 
 
 def write_packet(writer: asyncio.StreamWriter, packet: bytes) -> None:
@@ -114,12 +124,14 @@ class LocalDoor:
             made.bind(os.fspath(hidden))
             made.listen(MAX_GUESTS)
             hidden.rename(path)
+            self.path = path
             self._server = await asyncio.start_unix_server(self._welcome, sock=made)
         except OSError as exc:
             made.close()
-            hidden.unlink(missing_ok=True)
+            self.path = None
+            for each in (hidden, path):
+                each.unlink(missing_ok=True)
             raise BackendError(f"the socket {str(path)!r} cannot be made: {exc.strerror or exc}") from exc
-        self.path = path
 
     async def close(self) -> None:
         """Take the socket away. Idempotent."""
@@ -158,7 +170,7 @@ class LocalDoor:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         guest = asyncio.current_task()
         assert guest is not None
-        if len(self._guests) >= MAX_GUESTS:
+        if len(self._guests) >= MAX_GUESTS or self.path is None:  # the door was closed behind it
             writer.close()
             return
         self._guests.add(guest)

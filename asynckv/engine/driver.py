@@ -164,7 +164,7 @@ class Driver:
         """The data plane was told that remote ranks may read."""
         self._polled_at = -math.inf
         self._timer: TimerHandle | None = None
-        self._timer_at = math.inf
+        self._timer_at = self._due_at = math.inf
         self._beat_at = math.inf
         """When the timer runs even if the core wants nothing."""
         self._beats_fast = False
@@ -310,7 +310,7 @@ class Driver:
             self.soon()
 
     def _on_timer(self) -> None:
-        due, self._timer, self._timer_at = self._timer_at, None, math.inf
+        due, self._timer, self._timer_at = self._due_at, None, math.inf
         self._safely(self._tick, due)
         if self._timer is None:
             self.soon()  # which arms it, as everybody's deadlines hang on it
@@ -337,6 +337,8 @@ class Driver:
         if when < math.inf:
             self._timer = self.clock.call_at(when, self._on_timer)
         self._timer_at = when
+        # What should have been done before (a peer is pinged that was idle until now) is due now, and nobody is late.
+        self._due_at = max(when, self.clock.now())
 
     def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
         """Hand one event to the core."""

@@ -608,14 +608,10 @@ class Engine:
     def statistics(self) -> Statistics:
         """Take a snapshot of counters and gauges."""
         self._home.asked(self.statistics)
-        driver, lag = self._driver, self._driver.lag
+        core, driver, lag = self._core, self._driver, self._driver.lag
+        counters = driver.counters()
         return Statistics(
-            driver.counters(),
-            self._core.inspect.gauges(),
-            tuple(driver.release_s),
-            lag.last_s,
-            lag.most_s,
-            lag.counts(),
+            counters, core.inspect.gauges(), tuple(driver.release_s), lag.last_s, lag.most_s, lag.counts()
         )
 
     def _facts(self) -> Facts:

@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from asynckv.arguments import MAX_NAME, flag, integer, seconds, text
+from asynckv.arguments import MAX_NAME, flag, integer, number, text
 from asynckv.arguments import shown as as_shown
 from asynckv.core.lifecycle import LifeState
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError
@@ -105,7 +105,7 @@ class MetricsEndpoint:
             raise ConfigError(f"metrics is {as_shown(metrics)}; give asynckv.Metrics(engine)")
         self._host = text("host", host, MAX_NAME, 1, ConfigError)
         self._port = integer("port", port, 0, 65535, ConfigError)
-        self._wait_s = seconds("wait_s", wait_s, ConfigError)
+        self._wait_s = number("wait_s", wait_s, 0, 60.0, ConfigError)
         if not flag("allow_remote", allow_remote, ConfigError) and not _is_loopback(host):
             raise ConfigError(
                 f"host {host!r} is no loopback address, and nobody authenticates here: whoever reaches it reads engine "
@@ -119,19 +119,25 @@ class MetricsEndpoint:
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
         self._watcher = _Watcher(self)
+        self._is_over = False
         self.url = ""
 
     def start(self) -> Self:
         """Listen.
 
         Raises:
-            OSError: The address is not to be had.
-            LocalProtocolError: It listens already.
+            ConfigError: The address is not to be had.
+            LocalProtocolError: It listens already, or has ended.
         """
         if self._server is not None:
             raise LocalProtocolError(f"the endpoint listens at {self.url} already")
+        if self._is_over:
+            raise LocalProtocolError("the endpoint has ended; make a new one")
         kind = _Server6 if ":" in self._host else _Server
-        server = make_server(self._host, self._port, self._answer, kind, _Handler)
+        try:
+            server = make_server(self._host, self._port, self._answer, kind, _Handler)
+        except (OSError, OverflowError) as exc:
+            raise ConfigError(f"metrics cannot be served on {self._host} port {self._port}: {exc}") from exc
         self._server = server
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{server.server_port}"
@@ -145,7 +151,7 @@ class MetricsEndpoint:
 
     def close(self) -> None:
         """Listen no more. Idempotent; from any thread."""
-        server, self._server = self._server, None
+        server, self._server, self._is_over = self._server, None, True
         if server is None:
             return
         for engine in self._metrics.engines:

@@ -30,13 +30,14 @@ except ImportError as exc:
     raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import number
+from asynckv.core.attempts import RETRYABLE_ELSEWHERE
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
 from asynckv.core.types import Reason
 from asynckv.errors import ConfigError, EngineClosed
-from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, Durations, Tally
+from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
 
 __all__ = ["FAMILIES", "Metrics"]
@@ -94,7 +95,11 @@ FAMILIES: Mapping[str, Family] = {
     "in_flight_descriptors_limit": Family("gauge", "Most descriptors in flight (total_descriptors)."),
     # -- peers
     "peers": Family("gauge", "Prefill ranks that are known, by state.", ("state",)),
-    "peer_changes": Family("counter", "How often a prefill rank came into a state.", ("state",)),
+    "peer_changes": Family(
+        "counter",
+        "How often a prefill rank came into a state; left if it went in order and took no pull along, gone if not.",
+        ("state",),
+    ),
     "peer_pulls_ended": Family("counter", "Pulls by the engine that was read from.", ("peer", "outcome")),
     "peer_read_bytes": Family("counter", "Bytes of pulls that ended well, by the engine read from.", ("peer",)),
     # -- blocks, on both sides
@@ -192,7 +197,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "control.rejected.": ("connections_rejected", (), ()),
     "control.refused.": ("connections_refused", (), ()),
     "control.packets_": ("packets", (), ("in", "out")),
-    "log.": ("log_events_lost", (), ("failed",)),
+    "log.": ("log_events_lost", (), ("failed", "dropped")),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
 
@@ -406,10 +411,10 @@ def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield "transfers_posted", (), tally.posts
     yield "pull_rereads", (), tally.rereads
     yield "blocks_given_up", (), tally.blocks_given_up
-    for reason, count in tally.retried.items():
-        yield "pulls_retried", (reason,), count
-    for peer_state in PeerState:
-        yield "peer_changes", (peer_state.value,), tally.peer_states[peer_state.value]
+    for reason in sorted(RETRYABLE_ELSEWHERE):
+        yield "pulls_retried", (reason.value,), tally.retried[reason.value]
+    for peer_state in (*(state.value for state in PeerState), LEFT):
+        yield "peer_changes", (peer_state,), tally.peer_states[peer_state]
     for labels, count in tally.peer_pulls.items():
         yield "peer_pulls_ended", labels, count
     for peer, num_bytes in tally.peer_bytes.items():

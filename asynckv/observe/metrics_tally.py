@@ -24,6 +24,9 @@ BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.
 """A small pull between two processes of one host takes some 300 us, one that fails its deadline 30 s and more."""
 
 MAX_PEERS = 32
+LEFT = "left"
+"""Of a peer that is gone as it had announced, or was not needed for long, and took no pull along."""
+
 OTHER = "other"
 """Whoever comes when so many engines are known: engines are started anew for ever, and a series is kept for each."""
 
@@ -119,7 +122,8 @@ class Tally(Observer):
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Count what it has become."""
-        self.peer_states[after.value] += 1
+        is_orderly = after is PeerState.GONE and peer.is_orderly and not peer.num_failed
+        self.peer_states[LEFT if is_orderly else after.value] += 1
 
     def loop_came(self, lag_s: float, now: float) -> None:
         """Count how late."""

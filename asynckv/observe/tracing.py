@@ -173,7 +173,9 @@ class Tracing(Observer):
                 "asynckv.posts": pull.num_posted,
             }
         )
-        self._add_events(span, pull.history, "proven" if reason is Reason.COMPLETE else "failed")
+        self._add_events(
+            span, pull.history[: _num_to_outcome(pull)], "proven" if reason is Reason.COMPLETE else "failed"
+        )
         if reason is Reason.CANCELLED:
             span.set_attribute("asynckv.cancelled", True)
         elif reason is not Reason.COMPLETE:
@@ -192,8 +194,7 @@ class Tracing(Observer):
         span = self._span("asynckv.release", "INTERNAL", parent, pull.published_at)
         if span is not None:
             span.set_attributes({"asynckv.request_id": pull.request_id[:MAX_TEXT], "asynckv.pull_id": pull.pull_id})
-            after = [entry for entry in pull.history if entry[0] >= pull.published_at]
-            self._add_events(span, [entry for entry in after if entry[1] is not PullState.NOTIFYING])
+            self._add_events(span, pull.history[_num_to_outcome(pull) :])
             span.end(self._wall_ns(max(pull.released_at, pull.published_at)))
 
     # -- inside ------------------------------------------------------------------------------------
@@ -242,6 +243,11 @@ def _keep(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
     kept[key] = value
     if len(kept) > MAX_KEPT:
         kept.popitem(last=False)
+
+
+def _num_to_outcome(pull: Pull) -> int:
+    """Count what happened until its outcome."""
+    return next((i for i, (_, text) in enumerate(pull.history, 1) if text is PullState.NOTIFYING), len(pull.history))
 
 
 def _event(text: str, outcome: str) -> tuple[str, str]:

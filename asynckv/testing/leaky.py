@@ -80,14 +80,19 @@ def _readers(script: Script) -> list[tuple[str, ...]]:
 
 def _befall(rng: random.Random, script: Script, ask: Ask, kind: str) -> Mishap:
     """Draw whom it befalls, and for how long."""
-    readers = [name for e in ask.engines for name in _readers(script)[e]]
-    if rng.random() < 0.5:
+    engines = [_readers(script)[e] for e in ask.engines]
+    readers = [name for names in engines for name in names]
+    if (r := rng.random()) < 0.4:
         readers = [rng.choice(readers)]
+    elif r < 0.8:
+        readers = list(rng.choice(engines))
     owners: tuple[str, ...] = ()
     seconds = rng.uniform(0.1, 2.0)
     match kind:
         case "late":
             seconds = LEASE_S + rng.uniform(1.0, 3.0)
+        case "doubt":
+            seconds = rng.uniform(1.0, 6.0)
         case "slow":
             seconds = rng.uniform(7.5, 12.0)
         case "unmet" | "keys_refused":

@@ -43,15 +43,17 @@ MISHAPS = {
     "retry_never": "the pull fails, its caller has said that another attempt follows, and makes none",
     "stuck": "its transfers never end",
     "slow": "its transfers end long after it has failed",
+    "doubt": "its transfers fail, and end seconds later",
+    "cancelled": "it is cancelled in the middle of a long read",
     "unmet": "nothing passes between its readers and the prefill engine",
     "keys_refused": "the prefill engine does not know its readers' keys",
     "reader_away": "its reader's loop is away for seconds when it has claimed",
     "owner_away": "the prefill engine's loop is away for seconds when it has been read",
     "owner_dies": "a rank of the prefill engine dies when it has been claimed",
+    "owner_closes": "it closes",
+    "owner_sleeps": "it is suspended, and resumed",
 }
 """What may befall a request, by name."""
-
-DEATHS = ("dies_before_claim", "dies_reading", "dies_before_release")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,13 @@ class Mishaps:
         renamed = self.at(ask, reader, "renamed")
         return params | {"request_id": f"{params['request_id']}'"} if renamed else params
 
+    def is_turned_away(self, reader: str, owner: str, at: float) -> bool:
+        """Whether an owner does not know a reader's key."""
+        return any(
+            m.kind == "keys_refused" and at < m.seconds and reader in m.readers and (not m.owners or owner in m.owners)
+            for m in self._cut
+        )
+
     # -- reads ---------------------------------------------------------------------------------------------------------
 
     def fate_of(self, rank: Any, transfer: Transfer, fate: TransferFate) -> TransferFate:
@@ -121,9 +130,12 @@ class Mishaps:
             case "slow":
                 assert mishap is not None
                 return TransferFate(mishap.seconds)
+            case "doubt":
+                assert mishap is not None
+                return TransferFate(0.001, Ending.IN_DOUBT, lands=0.5, after_s=mishap.seconds, cause="in doubt")
             case "retry_never":
                 return TransferFate(0.001, Ending.FAILED, lands=0.5, cause="failed")
-            case "dies_reading":
+            case "dies_reading" | "cancelled":
                 return replace(fate, seconds=max(fate.seconds, 3.0), inline=False)
             case _:
                 return fate
@@ -199,6 +211,13 @@ class Mishaps:
             case "owner_dies", Granted():
                 crash = partial(self.service._crash, self.service.ranks[owner], mishap.seconds)
                 self._once(mishap, owner, 0.05, crash)
+            case "owner_closes", Granted():
+                self._once(mishap, owner, 0.05, partial(self.service._close, self.service.ranks[owner]))
+            case "owner_sleeps", Granted():
+                sleep = partial(self.service._sleep, self.service.ranks[owner], mishap.seconds)
+                self._once(mishap, owner, 0.05, sleep)
+            case "cancelled", Granted():
+                self._once(mishap, "", 0.05, partial(self.service._cancel, mishap.ask))
             case _:
                 pass
         return message

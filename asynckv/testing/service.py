@@ -346,6 +346,7 @@ class Service:
             self._faults.setdefault(fault.kind, []).append(fault)
         self.rng = self.world.random_of("service")
         self.lent: dict[int, _Lent] = {}
+        self.lent_ever: list[_Lent] = []
         self.num_contents = 0
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.outcomes: Counter[str] = Counter()
@@ -356,6 +357,8 @@ class Service:
         self.discharged: dict[tuple[int, str], float] = {}
         """Requests, the readers that need them no more, and since when."""
         self.mishaps = Mishaps(self, script.mishaps)
+        self.addressed: dict[tuple[int, str], tuple[Process, float]] = {}
+        """To which process of a reader the router sent a request's params, to arrive when."""
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -736,6 +739,7 @@ class Service:
             f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
         )
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.lent_ever.append(lent)
         self.outcomes["asks"] += 1
         self.mishaps.asked(ask.number, params)
         now = world.now
@@ -763,6 +767,7 @@ class Service:
                 at = now + self.rng.random() ** 3 * ask.routed_s
                 if (late := self.mishaps.at(ask.number, reader.name, "late")) is not None:
                     at = now + late.seconds
+                self.addressed[ask.number, reader.name] = reader.process, at
                 reader.process.call_at(at, self._read, reader, lent, ask.retries)
 
     def _write(self, rank: _Rank, lent: _Lent) -> None:
@@ -1057,6 +1062,11 @@ class Attempt:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.params = service.mishaps.params(lent.ask.number, rank.name, lent.params)
         self.is_open = True
+        self.handed_at = self.process.now
+        self.called = ""
+        """What was asked of the engine: nothing, `announced`, `pulled`, `discharged`."""
+        self.is_turned_away = False
+        """The engine took nothing any more."""
         self.announced_at = math.inf
         self.memory_epoch = rank.engine.memory_epoch
         self.reason = ""
@@ -1082,6 +1092,7 @@ class Attempt:
         is_forgotten = mishaps.at(ask.number, rank.name, "announced") is not None
         try:
             if ask.announce_s or is_forgotten:
+                self.called = "announced"
                 engine.announce(request_id, self.params)
                 self.announced_at, self.memory_epoch = self.process.now, engine.memory_epoch
                 await asyncio.sleep(ask.announce_s)
@@ -1105,6 +1116,7 @@ class Attempt:
         except asyncio.CancelledError:
             service.outcomes["pull.task_cancelled"] += 1
         except (EngineClosed, LocalProtocolError) as exc:
+            self.is_turned_away = True
             world.note(rank.name, "cannot pull", exc)
             service.outcomes[f"pull.{type(exc).__name__}"] += 1
         except PullError as exc:
@@ -1115,7 +1127,7 @@ class Attempt:
 
     def _discharge(self, request_id: str) -> None:
         """Say that nothing of the request is needed; some say it twice."""
-        service, rank = self.service, self.rank
+        service, rank, self.called = self.service, self.rank, "discharged"
         times = service.rng.choice([1, 1, 2])
         for _ in range(times):
             rank.engine.discharge(request_id, self.params)
@@ -1140,7 +1152,7 @@ class Attempt:
             self.is_open = False
             await asyncio.sleep(0.2)
         self.is_open = True
-        token = object()
+        token, self.called = object(), "pulled"
         blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
         for block in blocks:
             rank.owner[block] = token

@@ -7,12 +7,13 @@ each theme: a trace's `meta` is the number of a series, or its two colours, for 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
 
-__all__ = ["REMEDY", "facts", "figure", "is_installed", "make", "table"]
+__all__ = ["REMEDY", "axis", "facts", "figure", "is_installed", "log_axis", "make", "plain", "table"]
 
 REMEDY = "plots need plotly: pip install 'asynckv[plots]'"
 
@@ -64,26 +65,53 @@ def figure(
     drawn = go.Figure(data=list(traces), layout=dict(layout))
     # Without plotly's template: the page has its own colours.
     drawn.update_layout(template=None)
+    height = (layout.get("meta") or {}).get("height", 340) + 21
     # A "</script" inside a string must not end the script.
     data = drawn.to_json().replace("<", "\\u003c")
     return (
         f"<figure{' class=wide' if is_wide else ''}><figcaption>{escape(caption)}"
         f"{f'<small>{escape(note)}</small>' if note else ''}</figcaption>"
-        f'<div class="plot" role="img" aria-label="{escape(spoken)}"></div>'
+        f'<div class="plot" role="img" aria-label="{escape(spoken)}" style="min-height:{height}px"></div>'
         f'<script type="application/json">{data}</script></figure>\n'
     )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str) -> str:
-    """Make a table of texts; the first cell of a row names it."""
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+def axis(unit: str) -> dict[str, Any]:
+    """Make an axis from zero."""
+    return {"title": {"text": unit}, "rangemode": "tozero"}
+
+
+def log_axis(unit: str, values: Sequence[float]) -> dict[str, Any]:
+    """Make a logarithmic axis with its ticks written out: plotly's own say 2 and 5 in every decade."""
+    low, high = min(values, default=1.0), max(values, default=1.0)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if len(decades) <= 4 else (1,)
+    ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
+    return {
+        "title": {"text": f"{unit} (log scale)"},
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [plain(v) for v in ticks],
+    }
+
+
+def plain(x: Any) -> str:
+    """Write a number without what it does not need."""
+    return f"{x:g}" if isinstance(x, float) else str(x)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, texts: Sequence[str] = ()) -> str:
+    """Make a table of texts; the first cell of a row names it, and the columns in `texts` are words, not numbers."""
+    kinds = [' class="text"' if head in texts else "" for head in heads]
+    top = "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(heads, kinds, strict=True))
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+        f'<tr><th scope="row">{escape(name)}</th>'
+        f"{''.join(f'<td{kind}>{escape(cell)}</td>' for cell, kind in zip(cells, kinds[1:], strict=True))}</tr>\n"
         for name, *cells in rows
     )
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
-        f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n"
+        f'<table class="words"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
     )
 
 

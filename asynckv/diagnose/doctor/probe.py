@@ -52,6 +52,7 @@ LEAST_ROUNDS = 3
 ROUND_S = 0.6
 """How long a round may take; where the wire is slow fewer bytes are moved."""
 TOKEN = 32
+LINGER_S = 0.5
 SOCKET_S = 10.0
 MOST_CONNECTIONS = 4
 PR_SET_PDEATHSIG = 1
@@ -182,6 +183,10 @@ async def _read(order: words.Ordered, place: words.Place, say: Callable[[words.S
         if order.read:
             say(words.Stage("read"))
             measured = _Reader(plane, place, raw).measure(order.seconds)
+        else:
+            # The other side opens its half of the connection, in its own time; it would find nobody, and complain.
+            plane.watch(True)
+            await asyncio.sleep(LINGER_S)
         plugins = tuple(sorted(plane._agent._agent.plugin_list)) if plane._agent is not None else ()
         facts = plane.describe()
         plane.remove_remote_agent(place.name)
@@ -221,10 +226,10 @@ class _Reader:
         wrong += self._check(lambda: self._scattered(self._size))
         began = time.perf_counter()
         with self._connected() as stream:
-            warm = self._round(stream, self._size)
-            least = min(warm)
+            least = min(x for x in self._round(stream, self._size) if x)
             size = max(2 * BLOCK, int(self._size * min(1.0, ROUND_S * least / self._size / 3)) // BLOCK * BLOCK)
-            small, answers = self._small(SMALL_READS, seconds / 6), self._answers(stream, SMALL_READS, seconds / 6)
+            small = self._small(SMALL_READS, seconds / 6)
+            answers = self._answers(stream, SMALL_READS, seconds / 6) if stream is not None else [0.0]
             rounds: list[tuple[float, float, float, float]] = []
             while len(rounds) < ROUNDS and (len(rounds) < LEAST_ROUNDS or time.perf_counter() - began < seconds):
                 rounds.append(self._round(stream, size))
@@ -240,18 +245,18 @@ class _Reader:
             read=_spread(read),
             scattered=_spread(scattered),
             copied=_spread(copied),
-            streamed=_spread(streamed),
+            streamed=_spread(streamed) if all(streamed) else None,
             of_copy=_spread([a / b for a, b in zip(read, copied, strict=True)]),
-            of_stream=_spread([a / b for a, b in zip(read, streamed, strict=True)]),
+            of_stream=_spread([a / b for a, b in zip(read, streamed, strict=True)]) if all(streamed) else None,
             wrong=wrong,
         )
 
-    def _round(self, stream: socket.socket, size: int) -> tuple[float, float, float, float]:
+    def _round(self, stream: socket.socket | None, size: int) -> tuple[float, float, float, float]:
         return (
             size / self._bulk(size),
             size / self._scattered(size),
             size / self._copy(size),
-            size / self._stream(stream, size),
+            size / self._stream(stream, size) if stream is not None else 0.0,
         )
 
     def _check(self, read: Callable[[], float]) -> int:
@@ -298,8 +303,14 @@ class _Reader:
         return time.perf_counter() - began
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[socket.socket]:
-        with socket.create_connection((self._place.host, self._place.port), timeout=SOCKET_S) as stream:
+    def _connected(self) -> Iterator[socket.socket | None]:
+        """Open the raw connection; None if there is no way, such as through a firewall."""
+        try:
+            stream = socket.create_connection((self._place.host, self._place.port), timeout=SOCKET_S)
+        except OSError:
+            yield None
+            return
+        with stream:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             stream.sendall(bytes.fromhex(self._place.token))
             yield stream

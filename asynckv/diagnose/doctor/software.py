@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from asynckv.config import EngineConfig, KeysConfig
 from asynckv.diagnose.doctor import host
 from asynckv.diagnose.doctor.facts import KeyFacts, Listening, Software
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
+from asynckv.observe.console import without_control
 
 __all__ = ["keys", "listening", "read_config", "software"]
 
@@ -146,15 +148,15 @@ def read_config(path: Path) -> EngineConfig:
     """
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        keys = given.pop("keys", None)
-        config = msgspec.convert({"engine_id": "doctor", **given}, EngineConfig)
-        if keys is not None:
-            from dataclasses import replace
-
-            config = replace(config, keys=KeysConfig(**msgspec.convert(keys, dict[str, str])))
+        for field in dataclasses.fields(EngineConfig):
+            # Sections are made by their own class; the rest an `EngineConfig` checks itself.
+            section: Any = KeysConfig if field.name == "keys" else field.default_factory
+            if given.get(field.name) is not None and section is not dataclasses.MISSING:
+                given[field.name] = section(**msgspec.convert(given[field.name], dict[str, Any]))
+        return EngineConfig(**({"engine_id": "doctor"} | given))
     except (OSError, msgspec.MsgspecError, TypeError) as exc:
-        raise ConfigError(f"--config {str(path)!r}: {exc}; give the fields of EngineConfig as JSON") from exc
-    return config
+        text = without_control(str(exc))
+        raise ConfigError(f"--config {str(path)!r}: {text}; give the fields of EngineConfig as JSON") from exc
 
 
 def listening(config: EngineConfig) -> Listening:

@@ -27,6 +27,7 @@ _LANES = re.compile(r"(\S+) (self|intra-node|inter-node) cfg#\d+ (.*)")
 _LANE = re.compile(r"[\w\\]+/[\w:.\\-]+")
 _UNKNOWN = re.compile(r"unused environment variables?: (.*)")
 _MAYBE = re.compile(r"(\w+)(?: \(maybe: (\w+)\?\))?")
+_HEAD = re.compile(r"\]\s+\| [^|]+\|\s*$")
 _TITLE = re.compile(r"\| remote memory read ")
 _ROW = re.compile(r"\|\s*(\d+) \| ([^|]+?) +\| ([^|]+?) +\| ([^|]+?) +\|\s*$")
 
@@ -53,7 +54,7 @@ def read_log(lines: Iterable[str]) -> Said:
             if is_read:
                 key = row[2], row[3], row[4]
                 uses[key] = uses.get(key, 0) + int(row[1])
-        elif "| remote memory" in line or (" cfg#" in line and "| " in line):
+        elif _HEAD.search(line):
             is_read = bool(_TITLE.search(line))
         elif found := _LINE.search(line):
             _take(said, found[1], " ".join(found[2].split())[:MOST_TEXT])

@@ -1,0 +1,208 @@
+"""What `asynckv leaks` shows: what was read, what was late by cause, and every request in detail; as text and as JSON.
+
+Everything in it came from logs, which is to say from strangers: it is made printable before a terminal sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from asynckv.diagnose.causes import CATALOGUE, CAUSE
+from asynckv.diagnose.join import Service
+from asynckv.diagnose.leaks import Leak, moment
+from asynckv.diagnose.records import Logs
+from asynckv.observe.console import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["report", "show"]
+
+SCHEMA = "asynckv.leaks/1"
+SHOWN_NAMES = 8
+
+
+def report(leaks: Sequence[Leak], service: Service, logs: Logs) -> dict[str, Any]:
+    """Make plain data of all that was found."""
+    prefill, decode = service.sides
+    quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
+    times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
+    causes: dict[str, dict[str, Any]] = {}
+    for cause, found in _by_cause(leaks).items():
+        seconds = [x.seconds for x in found if not math.isnan(x.seconds)]
+        causes[cause.value] = {
+            "title": CATALOGUE[cause].title,
+            "is_class": CATALOGUE[cause].is_class,
+            "requests": len(found),
+            "blocks": _blocks(found),
+            "longest_s": round(max(seconds), 3) if seconds else None,
+            "remedy": CATALOGUE[cause].remedy,
+        }
+    return {
+        "schema": SCHEMA,
+        "leaked": len(leaks),
+        "causes": causes,
+        "leaks": [_entry(x) for x in leaks],
+        "read": {
+            "files": len(logs.sources),
+            "lines": logs.num_lines,
+            "bytes": logs.num_bytes,
+            "events": len(logs.records),
+            "others": logs.num_others,
+            "repeated": logs.num_repeated,
+            "skipped": [
+                {"reason": x.reason, "lines": x.lines, "where": x.where, "first": x.first} for x in logs.skipped
+            ],
+            "first": moment(min(times)) if times else None,
+            "last": moment(max(times)) if times else None,
+            "seconds": round(max(times) - min(times), 3) if times else 0.0,
+            "prefill": [x.rank for x in prefill],
+            "decode": [x.rank for x in decode],
+            "quiet": sorted(quiet),
+            "missing": service.missing(),
+            "requests": len(service.requests),
+        },
+    }
+
+
+def _entry(leak: Leak) -> dict[str, Any]:
+    return {
+        "cause": leak.cause.value,
+        "sentence": leak.sentence,
+        "is_class": CATALOGUE[leak.cause].is_class,
+        "side": leak.side,
+        "state": leak.state,
+        "engine_id": leak.engine_id,
+        "request_id": leak.request_id,
+        "sequence": leak.sequence,
+        "decode_request_ids": list(leak.decode_request_ids),
+        "holders": list(leak.holders),
+        "blocks": leak.blocks if leak.blocks >= 0 else None,
+        "seconds": None if math.isnan(leak.seconds) else round(leak.seconds, 3),
+        "since": None if math.isnan(leak.since) else round(leak.since, 6),
+        "owed": list(leak.owed),
+        "released": dict(leak.released),
+        "words": [{"holder": x.holder, "reader": x.reader, "claim": x.claim, "release": x.release} for x in leak.words],
+        "last_prefill": leak.last_prefill,
+        "last_decode": leak.last_decode,
+        "also": list(leak.also),
+        "missing": list(leak.missing),
+        "remedy": leak.remedy,
+    }
+
+
+def _by_cause(leaks: Sequence[Leak]) -> dict[CAUSE, list[Leak]]:
+    found: dict[CAUSE, list[Leak]] = defaultdict(list)
+    for leak in leaks:
+        found[leak.cause].append(leak)
+    return dict(sorted(found.items(), key=lambda x: (-len(x[1]), x[0])))
+
+
+def _blocks(leaks: Sequence[Leak]) -> int | None:
+    known = [x.blocks for x in leaks if x.blocks >= 0]
+    return sum(known) if known else None
+
+
+def show(found: dict[str, Any], console: Console, *, details: int, request: str = "") -> None:
+    """Show it to people: the table by cause, then so many requests of each in detail, then what was read."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: dict[str, Any] = printable(found)
+    if not shown["leaks"]:
+        console.print(
+            f"[bold]No request {request} was late.[/bold]" if request else "[bold]Nothing was late.[/bold]",
+            highlight=False,
+        )
+    else:
+        table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
+        table.add_column("cause", style="bold", no_wrap=True)
+        table.add_column("requests", justify="right")
+        table.add_column("blocks", justify="right")
+        table.add_column("longest", justify="right")
+        table.add_column("")
+        for cause, row in shown["causes"].items():
+            longest = "?" if row["longest_s"] is None else f"{row['longest_s']:,.1f} s"
+            blocks = "?" if row["blocks"] is None else f"{row['blocks']:,}"
+            table.add_row(cause, f"{row['requests']:,}", blocks, longest, row["title"])
+        console.print(table)
+    left: Counter[str] = Counter()
+    for leak in shown["leaks"]:
+        left[leak["cause"]] += 1
+        if left[leak["cause"]] > details:
+            continue
+        console.print()
+        _show_one(leak, console)
+    for cause, number in left.items():
+        if number > details:
+            more = "--limit shows more, --request one" if details else "--details shows them"
+            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False)
+    console.print()
+    for line in _summary(shown["read"]):
+        console.print(Text.from_markup(line), highlight=False)
+
+
+def _show_one(leak: dict[str, Any], console: Console) -> None:
+    decode = ", ".join(leak["decode_request_ids"][:4])
+    name = f"{leak['request_id']}" + (f" (decode: {decode})" if decode else "")
+    console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False)
+    console.print(f"  {leak['sentence']}", highlight=False)
+    blocks = "?" if leak["blocks"] is None else leak["blocks"]
+    since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
+    seconds = "?" if leak["seconds"] is None else f"{leak['seconds']:,.3f}"
+    rows = [
+        ("held", f"{blocks} blocks of {_few(leak['holders'])}, {seconds} s{since}; {_STATE[leak['state']]}"),
+        ("owed by", _few(leak["owed"])),
+        ("released", _few([f"{k} ({v})" for k, v in leak["released"].items()])),
+    ]
+    rows += [
+        (x["reader"], f"to {x['holder']}: claim {x['claim']}; release {x['release']}")
+        for x in leak["words"][:SHOWN_NAMES]
+    ]
+    rows += [("prefill side", leak["last_prefill"]), ("decode side", leak["last_decode"])]
+    rows += [("also", x) for x in leak["also"]]
+    rows += [("missing", f"logs of {_few(leak['missing'])} would say more")] if leak["missing"] else []
+    rows.append(("what to do", leak["remedy"]))
+    for title, text in rows:
+        if text:
+            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False)
+
+
+_STATE = {
+    "expired": "its lease expired",
+    "closed": "its engine was closed",
+    "died": "its process died",
+    "held": "held still when the log ends",
+    "announced": "kept for an announcement",
+    "unknown": "what became of it is not in these logs",
+    "returned": "returned since",
+    "retired": "given up for this process",
+    "quarantined": "not returned when the log ends",
+}
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN_NAMES
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _summary(read: dict[str, Any]) -> list[str]:
+    out = [
+        f"[dim]read {read['events']:,} events in {read['lines']:,} lines of {read['files']:,} files, "
+        f"{read['requests']:,} requests, {read['first']} to {read['last']} UTC[/dim]"
+    ]
+    for side in ("prefill", "decode", "quiet"):
+        if read[side]:
+            title = "no request of" if side == "quiet" else side
+            out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
+    if read["missing"]:
+        out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")
+    if read["repeated"]:
+        out.append(f"[dim]{read['repeated']:,} lines were there twice[/dim]")
+    out += [
+        f"[yellow]{x['lines']:,} lines left out: {x['reason']} (first {x['where']})[/yellow]" for x in read["skipped"]
+    ]
+    return out

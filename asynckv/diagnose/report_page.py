@@ -1,0 +1,360 @@
+"""A report as one HTML page: what an operator reads first, then pictures, then tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from asynckv.diagnose import report_bench as benches
+from asynckv.diagnose import report_plots as plots
+from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, safe, share, time_text, verdict
+from asynckv.diagnose.summary_model import Engine, Pair, Summary
+from asynckv.tools import frame
+
+__all__ = ["make"]
+
+MOST_ROWS = 100
+"""Of one table; the report as JSON has all."""
+
+MOST_LATE = 10
+"""Requests with late blocks that are told one by one."""
+
+UNKNOWN = "–"
+WORDS = {"lease": "lent", "pull": "pulled"}
+
+
+def make(summary: Summary, title: str) -> str:
+    """Make the page."""
+    sections = list(_sections(summary))
+    links = "".join(f'<a href="#{name}">{escape(text)}</a>' for name, text, _ in sections)
+    body = _first(summary) + f"<nav aria-label=Sections>{links}</nav>\n"
+    body += "".join(
+        f'<section id="{name}"><h2>{escape(text)}</h2>\n{content}</section>\n' for name, text, content in sections
+    )
+    return frame.make(title, _hint(summary), body)
+
+
+def _hint(summary: Summary) -> str:
+    if not summary.engines and summary.bench:
+        return f"{_number(len(summary.bench), 'report', 'reports').capitalize()} of asynckv bench."
+    read = summary.read
+    hint = f"{read.events:,} events of {_number(len(summary.engines), 'process', 'processes')} in "
+    hint += _number(read.files, "log", "logs")
+    if summary.engines:
+        hint += f", {time_text(summary.first, with_day=True)} to {time_text(summary.last, with_day=True)} UTC"
+    return f"{hint}."
+
+
+def _number(count: int, one: str, many: str) -> str:
+    return f"one {one}" if count == 1 else f"{count:,} {many}"
+
+
+def _first(summary: Summary) -> str:
+    """What fits on the first screen."""
+    said, is_good = verdict(summary) if summary.engines or not summary.bench else ([], True)
+    said += [benches.verdict(x) for x in summary.bench[:3]]
+    is_good = is_good and all(x.is_good for x in summary.bench)
+    notes = "".join(f'<p class="note" role="note">{escape(text)}</p>' for text in _notes(summary))
+    cards = _cards(summary) if summary.engines else []
+    if len(summary.bench) == 1:
+        cards += benches.cards(summary.bench[0], "benchmark " if cards else "")
+    shown = "".join(
+        f'<div class="card{" bad" if x.is_bad else ""}"><small>{escape(x.name)}</small><b>{escape(x.value)}</b>'
+        f"<small>{escape(x.of)}</small></div>"
+        for x in cards
+    )
+    kind, first = ("good", "All well.") if is_good else ("bad", "Look here:")
+    return (
+        f'<p class="verdict {kind}"><strong>{first}</strong> {escape(" ".join(said))}</p>\n'
+        f'{notes}<div class="cards">{shown}</div>\n'
+    )
+
+
+def _cards(summary: Summary) -> list[Card]:
+    pulls, leases = summary.pulls, summary.leases
+    asked, away = pulls.ended - pulls.retried, max((x.seconds for x in summary.away), default=0.0)
+    cards = [Card("loop away", duration(away) if away else "never", "the longest" if away else "for long", away > 0)]
+    if leases.lent:
+        bad, lent = leases.ended_badly, count_text(leases.lent)
+        cards = [Card("not released", f"{bad:,}", f"of {lent} leases", bad > 0), *cards]
+    if pulls.ended:
+        seconds = max(summary.last - summary.first, 1e-9)
+        cards = [
+            Card("ended", count_text(asked), f"pulls in {duration(summary.last - summary.first)}"),
+            Card("failed", f"{pulls.failed:,}", share(pulls.failed, asked), pulls.failed > 0),
+            Card("moved", bytes_text(pulls.num_bytes), f"{bytes_text(pulls.num_bytes / seconds)}/s over all"),
+            *(
+                Card(f"latency {name}", duration(value), "of pulls that completed")
+                for kind in [pulls.latency_s]
+                if kind is not None
+                for name, value in (("p50", kind.p50), ("p99", kind.p99))
+            ),
+            *cards,
+        ]
+    return cards
+
+
+def _notes(summary: Summary) -> Iterable[str]:
+    """What limits the report."""
+    read = summary.read
+    if summary.engines and not any(x.events > x.warnings + x.errors for x in summary.engines):
+        yield (
+            "These logs hold warnings and errors only: of what went well nothing is known, so throughput, latency and "
+            "blocks held are those of failures. Log at level info to see them."
+        )
+    if read.skipped:
+        lines = sum(x["lines"] for x in read.skipped)
+        yield f"{lines:,} lines could not be read; the last section has the reasons."
+    if len({x.host for x in summary.engines if x.host}) > 1:
+        yield "The processes run on several hosts: times are those of each host's own clock."
+
+
+def _sections(summary: Summary) -> Iterable[tuple[str, str, str]]:
+    if len(summary.bench) > 1:
+        yield "benches", "Benchmarks, side by side", benches.compared(summary.bench)
+    for i, one in enumerate(summary.bench):
+        yield f"bench-{i}", f"Benchmark: {safe(one.name, 80)}", benches.section(one)
+    if summary.engines:
+        yield "pulls", "Throughput and latency", _pulls(summary)
+        yield "phases", "Phases", _phases(summary)
+        yield "failures", "Failures", _failures(summary)
+        yield "late", "Blocks that came back late", _late(summary)
+        yield "blocks", "Blocks held", _blocks(summary)
+        yield "peers", "Peers", _peers(summary)
+        yield "loops", "Event loops", _loops(summary)
+        yield "warnings", "Other warnings and errors", _warned(summary)
+        yield "processes", "Processes", _engines(summary)
+    if summary.read.files:
+        yield "read", "What was read", _read(summary)
+
+
+def _empty(why: str) -> str:
+    return f'<p class="empty">{escape(why)}</p>\n'
+
+
+def _grid(*figures: str) -> str:
+    return f'<div class="plots">\n{"".join(figures)}</div>\n'
+
+
+def _more(rows: Sequence[object]) -> str:
+    return (
+        _empty(f"The first {MOST_ROWS} of {len(rows):,}; the report as JSON has all.") if len(rows) > MOST_ROWS else ""
+    )
+
+
+NO_PULLS = (
+    "No pull ended in these logs: there is no log of a process that pulls among them, or its level leaves out what "
+    "went well (info has it)."
+)
+NO_SUCCESS = "No pull that completed is in these logs: nothing went well, or their level is above info."
+
+
+def _pulls(summary: Summary) -> str:
+    if not summary.pulls.ended:
+        return _empty(NO_PULLS)
+    figures = [plots.throughput(summary)]
+    if summary.pulls.num_bytes:
+        figures.append(plots.volume(summary))
+    if summary.pulls.latency_s is None:
+        return _grid(*figures) + _empty(NO_SUCCESS)
+    slow = summary.pulls.slowest
+    text = f"The slowest in the logs: request {safe(slow['request_id'])} on {safe(slow['rank'])}, "
+    text += f"{duration(slow['seconds'])}. asynckv timeline LOGS --request ID shows it."
+    return _grid(*figures, plots.latency(summary), plots.phases(summary)) + _empty(text)
+
+
+def _phases(summary: Summary) -> str:
+    kinds = summary.pulls.phases_s
+    if not kinds:
+        return _empty(NO_SUCCESS)
+    ordered = sorted(kinds, key=lambda n: [*PHASES, *WITHIN].index(n))
+    rows = [
+        [
+            f"{name} (in read)" if name in WITHIN else name,
+            *(duration(getattr(kinds[name], q)) for q in ("mean", "p50", "p90", "p99", "max")),
+        ]
+        for name in ordered
+    ]
+    table = frame.table(["phase", "mean", "p50", "p90", "p99", "slowest"], rows, label="Phases")
+    figure = plots.phase_quantiles(kinds, "How long each phase took: p50 thick, p99 pale")
+    return f'<div class="plots">\n{figure}<div>{table}</div></div>\n'
+
+
+def _failures(summary: Summary) -> str:
+    if not summary.failures:
+        return _empty(f"Nothing failed, in {summary.pulls.logged + summary.leases.logged:,} ends that are in the logs.")
+    words = {"pull": "pull", "attempt": "attempt, tried again", "lease": "lease"}
+    rows = [
+        [
+            safe(x.cause, 60),
+            words[x.side],
+            f"{x.count:,}",
+            ", ".join(f"{safe(k, 40)} {n:,}" for k, n in x.failed_in.items()) or UNKNOWN,
+            time_text(x.first),
+            time_text(x.last),
+            safe(x.detail, 300) or UNKNOWN,
+            safe(x.where.rsplit("/", 1)[-1], 60),
+        ]
+        for x in summary.failures[:MOST_ROWS]
+    ]
+    heads = ["cause", "of a", "how often", "in phase", "first", "last", "what the first says", "where"]
+    return (
+        _grid(plots.failures(summary))
+        + frame.table(heads, rows, label="Failures", texts=("of a", "in phase", "what the first says", "where"))
+        + _more(summary.failures)
+    )
+
+
+def _late(summary: Summary) -> str:
+    late = summary.late
+    if not late.requests:
+        return _empty("No block came back late, as far as these logs say.")
+    rows = [
+        [
+            safe(x["title"], 120),
+            f"{x['requests']:,}",
+            UNKNOWN if x["blocks"] is None else f"{x['blocks']:,}",
+            UNKNOWN if x["longest_s"] is None else duration(x["longest_s"]),
+            safe(x.get("example", ""), 400),
+            safe(x["remedy"], 400),
+        ]
+        for x in late.causes.values()
+    ]
+    heads = ["cause", "requests", "blocks", "longest", "for example", "what to do"]
+    by_cause = frame.table(heads, rows, label="Late blocks by cause", texts=("for example", "what to do"))
+    rows = [
+        [
+            safe(x["request_id"], 80),
+            x["side"],
+            x["state"],
+            UNKNOWN if x["blocks"] is None else f"{x['blocks']:,}",
+            UNKNOWN if x["seconds"] is None else duration(x["seconds"]),
+            safe(x["sentence"], 400),
+            safe(", ".join(x["holders"]), 120),
+        ]
+        for x in late.worst[:MOST_LATE]
+    ]
+    heads = ["request", "side", "blocks were", "blocks", "held for", "why", "held by"]
+    one_by_one = frame.table(heads, rows, label="Late blocks", texts=("side", "blocks were", "why", "held by"))
+    text = f"The {len(rows)} that were held longest, of {late.requests:,}; asynckv leaks has the evidence for each."
+    return by_cause + _empty(text) + one_by_one
+
+
+def _blocks(summary: Summary) -> str:
+    figures, said = [], []
+    if summary.leases.lent:
+        figures.append(plots.blocks(summary))
+    else:
+        said.append("No lease is in these logs: there is no log of a process that lends, or its level is above info.")
+    if any(summary.quarantine.pulls) or summary.quarantine.retired:
+        figures.append(plots.quarantine(summary))
+    elif summary.pulls.ended:
+        said.append("Decode side: no pull failed while a transfer could still write into its blocks.")
+    rows = [
+        [
+            safe(x.waits, 200),
+            f"{WORDS[x.side]}{f', {safe(x.state)}' if x.state not in ('', WORDS[x.side]) else ''}",
+            f"{x.most:,}",
+            duration(x.oldest_s),
+            time_text(x.first),
+            time_text(x.last),
+            safe(x.example, 80),
+        ]
+        for x in summary.held[:MOST_ROWS]
+    ]
+    text = "".join(map(_empty, said))
+    if not rows:
+        return _grid(*figures) + text + _empty("Nothing was held for so long that it was warned of.")
+    heads = ["held for long, waiting for", "side", "at once, most", "longest", "first warned", "last", "for example"]
+    table = frame.table(heads, rows, label="Held for long", texts=("side", "for example"))
+    return _grid(*figures) + text + table + _more(summary.held)
+
+
+def _peers(summary: Summary) -> str:
+    if not summary.peers:
+        return _empty("No peer is named in these logs: there is no log of a process that pulls among them.")
+    drawn = [x for x in summary.peers if x.states]
+    figure = (
+        _grid(plots.states(summary, drawn))
+        if drawn
+        else _empty("No change of a peer's state is in these logs: their level is above info, or they begin later.")
+    )
+    rows = [_peer(x) for x in summary.peers[:MOST_ROWS]]
+    heads = ["peer", "seen by", "pulls", "bytes", "failed", "causes", "state", "lost for", "last went well"]
+    table = frame.table(heads, rows, label="Peers", texts=("seen by", "causes", "state"))
+    return figure + table + _more(summary.peers)
+
+
+def _peer(pair: Pair) -> list[str]:
+    state = UNKNOWN
+    if pair.states:
+        name, since, until = pair.states[-1]
+        state = f"{safe(name)} for {duration(until - since)}"
+    return [
+        safe(pair.peer, 80),
+        safe(pair.reader, 80),
+        count_text(pair.pulls),
+        bytes_text(pair.num_bytes),
+        f"{sum(pair.failures.values()):,}",
+        ", ".join(f"{safe(k, 40)} {n:,}" for k, n in pair.failures.items()) or UNKNOWN,
+        state,
+        duration(pair.not_ready_s) if pair.not_ready_s else UNKNOWN,
+        time_text(pair.last_good) if pair.last_good is not None else "never",
+    ]
+
+
+def _loops(summary: Summary) -> str:
+    if not summary.away:
+        return _empty("No event loop was away for longer than log.away_s (a second, unless configured).")
+    return _grid(plots.away(summary))
+
+
+def _warned(summary: Summary) -> str:
+    if not summary.warned:
+        return _empty("There are none.")
+    rows = [
+        [x.event, x.level, f"{x.count:,}", time_text(x.first), time_text(x.last), safe(x.example, 300)]
+        for x in summary.warned[:MOST_ROWS]
+    ]
+    heads = ["event", "level", "how often", "first", "last", "for example"]
+    return frame.table(heads, rows, label="Warnings", texts=("level", "for example")) + _more(summary.warned)
+
+
+def _engines(summary: Summary) -> str:
+    rows = [_process(x, summary.last) for x in summary.engines[:MOST_ROWS]]
+    heads = ["process", "host", "version", "did", "started", "ended", "events", "warnings", "errors"]
+    table = frame.table(heads, rows, label="Processes", texts=("host", "version", "did", "started", "ended"))
+    return table + _more(summary.engines)
+
+
+def _process(engine: Engine, last: float) -> list[str]:
+    did = [f"{count_text(n)} {what}" for n, what in ((engine.leases, "leases"), (engine.pulls, "pulls")) if n]
+    pid = f" ({engine.pid})" if engine.pid is not None else ""
+    return [
+        safe(engine.rank, 80),
+        f"{safe(engine.host, 60)}{pid}" if engine.host else UNKNOWN,
+        safe(engine.version, 40) or UNKNOWN,
+        ", ".join(did) or UNKNOWN,
+        time_text(engine.started) if engine.started is not None else f"before {time_text(engine.first)}",
+        time_text(engine.stopped)
+        if engine.stopped is not None
+        else f"log ends {time_text(engine.last)}"
+        + (f", {duration(last - engine.last)} early" if last > engine.last else ""),
+        f"{engine.events:,}",
+        f"{engine.warnings:,}",
+        f"{engine.errors:,}",
+    ]
+
+
+def _read(summary: Summary) -> str:
+    read = summary.read
+    text = f"{read.lines:,} lines of {_number(read.files, 'file', 'files')}: {read.events:,} events of asynckv's, "
+    text += f"{read.others:,} lines of others, {read.repeated:,} that were there twice."
+    if not read.skipped:
+        return _empty(f"{text} Nothing was skipped.")
+    rows = [[safe(x["reason"]), f"{x['lines']:,}", safe(x["where"], 100), safe(x["first"])] for x in read.skipped]
+    table = frame.table(
+        ["skipped, because", "lines", "first", "begins"], rows, label="Skipped", texts=("first", "begins")
+    )
+    return _empty(text) + table

@@ -1,0 +1,130 @@
+"""Words of a report: numbers with units, times, and what an operator reads first."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from asynckv.diagnose.summary_model import Summary
+from asynckv.observe.console import without_control
+
+__all__ = ["Card", "bytes_text", "count_text", "duration", "safe", "share", "time_text", "verdict"]
+
+MOST_LETTERS = 200
+
+
+class Card(NamedTuple):
+    """One number of the first screen."""
+
+    name: str
+    value: str
+    of: str
+    is_bad: bool = False
+
+
+def duration(seconds: float) -> str:
+    """Write a duration with three digits."""
+    if not math.isfinite(seconds):
+        return "?"
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{_digits(seconds / size)} {unit}"
+    return f"{_digits(seconds * 1e6)} µs" if seconds else "0 s"
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}" if number else "0"
+
+
+def bytes_text(number: float) -> str:
+    """Write bytes with three digits."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{_digits(number / size)} {unit}"
+    return f"{number:.0f} B"
+
+
+def count_text(number: float) -> str:
+    """Write a count, or an estimate of one."""
+    return f"{round(number):,}"
+
+
+def share(part: float, whole: float) -> str:
+    """Write a part in percent."""
+    percent = 100 * part / whole if whole else 0.0
+    return "0 %" if not part else f"{percent:.2g} %" if percent >= 0.01 else "< 0.01 %"
+
+
+def time_text(at: float, *, with_day: bool = False) -> str:
+    """Write a moment, UTC."""
+    try:
+        when = datetime.fromtimestamp(at, UTC)
+    except (OverflowError, OSError, ValueError):
+        return f"{at:.3f}"
+    return f"{when:%Y-%m-%d %H:%M:%S}" if with_day else f"{when:%H:%M:%S}.{when.microsecond // 1000:03}"
+
+
+def safe(text: str, most: int = MOST_LETTERS) -> str:
+    """Make a text of strangers fit to be escaped and shown: without control characters, and not too long."""
+    shown = without_control(text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def verdict(summary: Summary) -> tuple[list[str], bool]:
+    """Say in sentences what an operator wants to know first, and whether all is well."""
+    pulls, leases, engines = summary.pulls, summary.leases, summary.engines
+    said, is_good = [], True
+    if not engines:
+        return ["There is no event of asynckv's in these logs."], False
+    span = duration(summary.last - summary.first)
+    asked = pulls.ended - pulls.retried
+    if pulls.ended:
+        failed = f"{pulls.failed:,} ({share(pulls.failed, asked)}) failed" if pulls.failed else "none failed"
+        said.append(f"{count_text(asked)} pulls ended within {span}; {failed}{_causes(summary, 'pull')}.")
+        is_good = not pulls.failed
+    else:
+        said.append(f"No pull ended within {span}.")
+    late = summary.late
+    if late.requests:
+        is_good = False
+        told = list(late.causes.values())
+        named = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
+        named += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
+        said.append(f"Blocks of {late.requests:,} requests came back late: {'; '.join(named)}.")
+    elif leases.lent and leases.ended_badly:
+        is_good = False
+        said.append(
+            f"{leases.ended_badly:,} of {count_text(leases.lent)} leases ended without their release"
+            f"{_causes(summary, 'lease')}."
+        )
+    elif leases.lent:
+        said.append(f"All of {count_text(leases.lent - leases.open)} leases that ended were released.")
+    if summary.quarantine.retired:
+        is_good = False
+        said.append(f"{summary.quarantine.retired:,} pulls gave up their blocks: a transfer did not end.")
+    if pulls.latency_s is not None:
+        said.append(
+            f"Of those that completed the p99 took {duration(pulls.latency_s.p99)}, the slowest in the logs "
+            f"{duration(pulls.latency_s.max)}."
+        )
+    if summary.away:
+        worst = max(summary.away, key=lambda x: x.seconds)
+        said.append(f"An event loop was away for up to {duration(worst.seconds)} ({safe(worst.rank, 60)}).")
+    errors = sum(x.errors for x in engines)
+    if errors:
+        is_good = False
+        said.append(f"There are {errors:,} events of level error.")
+    return said, is_good
+
+
+def _causes(summary: Summary, side: str) -> str:
+    found = [x for x in summary.failures if x.side == side]
+    if not found:
+        return ""
+    rest = sum(x.count for x in found[3:])
+    named = [f"{x.count:,} {safe(x.cause, 40)}" for x in found[:3]] + ([f"{rest:,} other"] if rest else [])
+    return f": {', '.join(named)}"

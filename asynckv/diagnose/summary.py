@@ -1,0 +1,322 @@
+"""What a service did, from its logs: series over time and tables, for `asynckv report`.
+
+Pure: records go in, one value comes out, which is the report as JSON, and from which its page is drawn.
+
+Failures are logged one by one; of what ended well only some are, and each process says how many it left out since
+it last said so. So every logged success gets a weight: it stands for those that were left out about the same time, in
+the same process. Sums of weights are what ended; what is said of bytes, latency, phases and blocks held is as good as
+the samples. What was left out after a process's last word is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from asynckv.diagnose import summary_rest as rest
+from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.summary_model import Engine, Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
+from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
+from asynckv.diagnose.summary_time import Windows, quantiles
+from asynckv.observe.events import EVENT
+
+__all__ = ["summarise"]
+
+COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
+"""What says how many successes were left out since the one before."""
+
+
+def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> Summary:
+    """Sum up what logs say.
+
+    Args:
+        logs: All of them: what a request's end means may depend on what was said long before.
+        since: Seconds since 1970: earlier events do not count.
+        until: Nor do later ones.
+    """
+    records = logs.records
+    if since > -math.inf or until < math.inf:
+        records = [x for x in records if since <= x.at <= until]
+    read = Read(
+        files=len(logs.sources),
+        lines=logs.num_lines,
+        events=len(records),
+        others=logs.num_others,
+        repeated=logs.num_repeated,
+        skipped=[{"reason": x.reason, "lines": x.lines, "where": x.where, "first": x.first} for x in logs.skipped],
+    )
+    if not records:
+        return Summary(read=read)
+    windows = Windows(records[0].at, records[-1].at, sum(x.event == EVENT.PULL_ENDED for x in records))
+    by_process: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_process[record.rank].append(record)
+    weights: dict[int, float] = {}
+    pulls, leases = Pulls(ended_per_s=windows.zeros(), bytes_per_s=windows.zeros()), Leases(blocks=windows.zeros())
+    engines = [rest.engine(rank, found) for rank, found in by_process.items()]
+    for engine, found in zip(engines, by_process.values(), strict=True):
+        _weigh(found, windows, weights, pulls, leases, engine)
+    retried = _retried(records)
+    failures = _failures(records, retried, windows)
+    _sum_pulls(records, weights, retried, windows, pulls)
+    _sum_leases(by_process, weights, windows, leases)
+    return Summary(
+        first=records[0].at,
+        last=records[-1].at,
+        window_s=windows.seconds,
+        windows=windows.starts(),
+        read=read,
+        pulls=pulls,
+        leases=leases,
+        quarantine=_quarantine(by_process, windows),
+        failures=failures,
+        late=rest.late(logs, since, until),
+        peers=rest.peers(by_process, weights),
+        away=rest.away(records),
+        held=rest.held(records),
+        warned=rest.warned(records),
+        engines=sorted(engines, key=lambda x: (x.engine_id, x.rank.split("@")[0], x.first)),
+    )
+
+
+# -- samples -------------------------------------------------------------------------------------------
+
+
+def _is_sampled(record: Record) -> str:
+    """Say what a record is a sample of: pulls or leases that went well and were not slow; empty if of nothing."""
+    if record.event == EVENT.PULL_ENDED and record.level == "info":
+        return "pull"
+    return "lease" if record.event == EVENT.LEASE_LENT else ""
+
+
+def _weigh(
+    records: Sequence[Record],
+    windows: Windows,
+    weights: dict[int, float],
+    pulls: Pulls,
+    leases: Leases,
+    engine: Engine,
+) -> None:
+    """Find out what each logged success of one process stands for, and count what ended."""
+    left_out, before = windows.zeros(), records[0].at
+    sampled: dict[str, list[list[Record]]] = {kind: [[] for _ in left_out] for kind in ("pull", "lease")}
+    for record in records:
+        if (number := record.integer("successes_not_logged", 0)) > 0:
+            windows.spread(left_out, before, record.at, number)
+        if record.event in COUNTING:
+            before = record.at
+        if kind := _is_sampled(record):
+            sampled[kind][windows.index(record.at)].append(record)
+    counts = {kind: sum(map(len, found)) for kind, found in sampled.items()}
+    total = sum(counts.values())
+    has_pulls = any(record.event == EVENT.PULL_ENDED for record in records)
+    # A process says one number for both: what it left out is as what it did not.
+    share = counts["pull"] / total if total else float(has_pulls)
+    for kind, part in (("pull", share), ("lease", 1 - share)):
+        missing = [x * part for x in left_out]
+        for i, carried in _carried(missing, [len(x) for x in sampled[kind]]):
+            for record in sampled[kind][i]:
+                weights[id(record)] = 1 + carried / len(sampled[kind][i])
+        if kind == "pull":
+            mean = _mean([(r.number("bytes", 0.0), weights[id(r)]) for found in sampled[kind] for r in found])
+            for i, found in enumerate(sampled[kind]):
+                pulls.ended_per_s[i] += (len(found) + missing[i]) / windows.seconds
+                moved = sum(r.number("bytes", 0.0) for r in found)
+                of_missing = moved / len(found) if found else mean
+                pulls.bytes_per_s[i] += (moved + missing[i] * of_missing) / windows.seconds
+            pulls.ended += counts[kind] + sum(missing)
+            engine.pulls += counts[kind] + sum(missing)
+        else:
+            leases.lent += counts[kind] + sum(missing)
+            engine.leases += counts[kind] + sum(missing)
+
+
+def _carried(missing: Sequence[float], counts: Sequence[int]) -> Iterable[tuple[int, float]]:
+    """Give what was left out to the windows that have samples: where there are none, to the nearest that has."""
+    having = [i for i, n in enumerate(counts) if n]
+    carried = dict.fromkeys(having, 0.0)
+    for i, amount in enumerate(missing):
+        if amount and having:
+            carried[min(having, key=lambda j: (abs(j - i), j))] += amount
+    return carried.items()
+
+
+def _mean(values: Iterable[tuple[float, float]]) -> float:
+    rows = list(values)
+    total = math.fsum(weight for _, weight in rows)
+    return math.fsum(value * weight for value, weight in rows) / total if total else 0.0
+
+
+# -- pulls and leases --------------------------------------------------------------------------------------
+
+
+def _retried(records: Iterable[Record]) -> set[tuple[str, str]]:
+    """Find attempts that another one followed: process and pull id."""
+    latest: dict[tuple[str, str], tuple[int, str]] = {}
+    found = set()
+    for record in records:
+        if record.event == EVENT.PULL_RETRIED:
+            found.add((record.rank, record.text("pull_id")))
+        elif record.event == EVENT.PULL_ENDED:
+            # The line that says so is of level info, and may not be there.
+            key, attempt = (record.rank, record.text("request_id")), record.integer("attempt", 1)
+            if key in latest and latest[key][0] < attempt:
+                found.add((record.rank, latest[key][1]))
+            latest[key] = attempt, record.text("pull_id")
+    return found
+
+
+def _is_failed(record: Record) -> bool:
+    return record.event == EVENT.PULL_ENDED and record.text("cause") not in GOOD
+
+
+def _sum_pulls(
+    records: Iterable[Record],
+    weights: Mapping[int, float],
+    retried: set[tuple[str, str]],
+    windows: Windows,
+    pulls: Pulls,
+) -> None:
+    took: list[list[tuple[float, float]]] = [[] for _ in range(windows.count)]
+    phases: dict[str, list[list[tuple[float, float]]]] = defaultdict(lambda: [[] for _ in range(windows.count)])
+    pulls.failed_per_s = windows.zeros()
+    for record in records:
+        if record.event != EVENT.PULL_ENDED:
+            continue
+        i, cause, weight = windows.index(record.at), record.text("cause"), weights.get(id(record), 1.0)
+        pulls.logged += 1
+        if id(record) not in weights:
+            pulls.ended += 1
+            pulls.ended_per_s[i] += 1 / windows.seconds
+            pulls.bytes_per_s[i] += record.number("bytes", 0.0) / windows.seconds
+        if cause not in GOOD:
+            if (record.rank, record.text("pull_id")) in retried:
+                pulls.retried += 1
+            else:
+                pulls.failed += 1
+                pulls.failed_per_s[i] += 1 / windows.seconds
+            continue
+        setattr(pulls, cause, getattr(pulls, cause) + weight)
+        seconds = record.number("seconds")
+        if cause != "complete" or math.isnan(seconds):
+            continue
+        took[i].append((seconds, weight))
+        if seconds > pulls.slowest.get("seconds", -1.0):
+            pulls.slowest = {"seconds": seconds, "request_id": record.text("request_id"), "rank": record.rank}
+        named = record.mapping("phases")
+        for name in (*PHASES, *WITHIN):
+            if isinstance(value := named.get(name), int | float) and 0 <= value < math.inf:
+                phases[name][i].append((value, weight))
+    pulls.num_bytes = math.fsum(pulls.bytes_per_s) * windows.seconds
+    everything = [row for rows in took for row in rows]
+    pulls.latency_s = _kind(everything) if everything else None
+    for rows in took:
+        p50, p99, most = quantiles(rows, 0.5, 0.99, 1.0) if rows else (None, None, None)
+        pulls.p50_s.append(p50)
+        pulls.p99_s.append(p99)
+        pulls.max_s.append(most)
+    for name in (*PHASES, *WITHIN):
+        if name in phases:
+            pulls.phases_s[name] = _kind([row for rows in phases[name] for row in rows])
+            pulls.mean_phases_s[name] = [_mean(rows) if rows else None for rows in phases[name]]
+
+
+def _kind(rows: Sequence[tuple[float, float]]) -> Kind:
+    p50, p90, p99, most = quantiles(rows, 0.5, 0.9, 0.99, 1.0)
+    return Kind(p50=p50, p90=p90, p99=p99, max=most, mean=_mean(rows))
+
+
+def _sum_leases(
+    by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, float], windows: Windows, leases: Leases
+) -> None:
+    leases.blocks_logged, leases.blocks_badly = windows.zeros(), windows.zeros()
+    for records in by_process.values():
+        lent: dict[tuple[str, int], Record] = {}
+        for record in records:
+            key = record.text("request_id"), record.integer("sequence")
+            if record.event == EVENT.LEASE_LENT:
+                leases.logged += 1
+                lent[key] = record
+                continue
+            if record.event != EVENT.LEASE_ENDED:
+                continue
+            begun = lent.pop(key, None)
+            since = record.at - max(record.number("seconds", 0.0), 0.0)
+            blocks, is_good = max(record.integer("blocks", 0), 0), record.text("cause") == "released"
+            if begun is None:  # failed, and not among the samples; or its beginning is not in the logs
+                leases.logged += 1
+                leases.lent += 1
+            weight = weights.get(id(begun), 1.0) if begun and is_good else 1.0
+            windows.hold(leases.blocks, since, record.at, blocks * weight)
+            windows.hold(leases.blocks_logged, since, record.at, blocks)
+            if not is_good:
+                leases.ended_badly += 1
+                windows.hold(leases.blocks_badly, since, record.at, blocks)
+        leases.open += len(lent)
+        for begun in lent.values():
+            blocks = max(begun.integer("blocks", 0), 0)
+            windows.hold(leases.blocks, begun.at, records[-1].at, blocks * weights.get(id(begun), 1.0))
+            windows.hold(leases.blocks_logged, begun.at, records[-1].at, blocks)
+
+
+def _quarantine(by_process: Mapping[str, Sequence[Record]], windows: Windows) -> Quarantine:
+    found = Quarantine(pulls=windows.zeros())
+    for records in by_process.values():
+        since: dict[str, float] = {}
+        for record in records:
+            pull = record.text("pull_id")
+            if record.event == EVENT.PULL_ENDED and record.integer("held_transfers", 0) > 0:
+                since[pull] = record.at
+            elif record.event in (EVENT.BLOCKS_RETURNED, EVENT.BLOCKS_RETIRED):
+                seconds = max(record.number("seconds_after_failure", 0.0), 0.0)
+                begun = since.pop(pull, record.at - seconds)
+                found.longest_s = max(found.longest_s, record.at - begun)
+                if record.event == EVENT.BLOCKS_RETURNED:
+                    found.returned += 1
+                    windows.hold(found.pulls, begun, record.at, 1)
+                else:
+                    found.retired += 1
+                    windows.hold(found.pulls, begun, records[-1].at, 1)
+        for begun in since.values():
+            found.open += 1
+            found.longest_s = max(found.longest_s, records[-1].at - begun)
+            windows.hold(found.pulls, begun, records[-1].at, 1)
+    return found
+
+
+def _failures(records: Iterable[Record], retried: set[tuple[str, str]], windows: Windows) -> list[Failure]:
+    found: dict[tuple[str, str], Failure] = {}
+    said = {(r.rank, r.text("pull_id")): r for r in records if _is_failed(r)}
+    for record in records:
+        cause = record.text("cause")
+        if _is_failed(record):
+            side = "attempt" if (record.rank, record.text("pull_id")) in retried else "pull"
+            full = said.get((record.rank, record.text("same_as")), record)
+            detail, phase = full.text("detail"), full.text("failed_in")
+        elif record.event == EVENT.LEASE_ENDED and cause != "released":
+            side, phase = "lease", ""
+            owed = record.texts("owed")
+            detail = f"owed by {', '.join(owed)}" if owed else ""
+        else:
+            continue
+        key = side, cause if len(found) < MAX_CAUSES or (side, cause) in found else "other"
+        if (failure := found.get(key)) is None:
+            failure = found[key] = Failure(
+                side=side,
+                cause=key[1][:MAX_TEXT],
+                count=0,
+                first=record.at,
+                last=record.at,
+                failed_in={},
+                detail=detail[:MAX_TEXT],
+                where=record.where,
+                counts=[0] * windows.count,
+            )
+        failure.count += 1
+        failure.last = record.at
+        failure.counts[windows.index(record.at)] += 1
+        if phase and (phase in failure.failed_in or len(failure.failed_in) < 16):
+            failure.failed_in[phase[:40]] = failure.failed_in.get(phase[:40], 0) + 1
+    return sorted(found.values(), key=lambda x: (-x.count, x.side, x.cause))

@@ -1,0 +1,300 @@
+"""Timelines on a terminal: one request as bars, the slowest as a table, all of them in numbers.
+
+On a terminal bars are colours, with eighths of a cell where one phase follows another; elsewhere each phase is a letter
+of its own. Texts of logs are shown with their control characters escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from asynckv.diagnose.axis import Axis, shown_seconds
+from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Story
+from asynckv.observe.console import without_control
+
+__all__ = ["clock_time", "show_all", "show_matches", "show_one", "show_slowest"]
+
+LETTERS: Mapping[str, str] = {
+    "lent": "-",
+    "granted": "=",
+    "ending": "e",
+    "announced": "a",
+    "handshake": "h",
+    "queue": "q",
+    "plan": "p",
+    "read": "R",
+    "confirm": "c",
+    "drain": "d",
+    "release": "r",
+    "quarantine": "X",
+    "pause": ".",
+    "pull": "#",
+}
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+MAX_LANES, MAX_EVENTS, TOLD_LANES = 64, 60, 8
+
+
+def clock_time(at: float) -> str:
+    """Write a moment of the axis."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return f"{at:.6f}"
+
+
+def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool) -> Text:
+    """Draw bars side by side; the shortest is still seen."""
+    units = width * 8
+    scale = units / (end - start) if end > start else 0.0
+    cells = [""] * units
+    for bar in bars:
+        first = min(max(round((bar.start - start) * scale), 0), units - 1)
+        last = min(max(round((bar.end - start) * scale), first + 1), units)
+        for i in range(first, last):
+            cells[i] = bar.phase
+    out = Text(no_wrap=True, overflow="crop")
+    for i in range(width):
+        eighth = cells[8 * i : 8 * i + 8]
+        found = list(dict.fromkeys(eighth))
+        if is_plain:
+            phases = [x for x in found if x]
+            # The one that is drawn least elsewhere is the one that would be missed.
+            out.append(LETTERS.get(min(phases, key=cells.count), "?") if phases else " ")
+        elif found == [""]:
+            out.append(" ")
+        else:
+            left, right = found[0], found[-1] if len(found) > 1 else found[0]
+            filled = eighth.count(left) if left != right else 8
+            if not left:  # there is no block that is filled from the right: the other way round
+                out.append(EIGHTHS[filled], Style(color=COLORS.get(right), reverse=True))
+            else:
+                out.append(EIGHTHS[filled], Style(color=COLORS.get(left), bgcolor=COLORS.get(right) if right else None))
+    return out
+
+
+def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
+    out, used = Text(), {bar.phase for bar in bars}
+    left = width
+    for phase in (x for x in PHASES if x in used):
+        if len(phase) + 2 > left:
+            out.append("\n")
+            left = width
+        out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else COLORS[phase]))
+        out.append(f" {phase}   "[: left - 1])
+        left -= len(phase) + 5
+    return out
+
+
+def _safe(text: str) -> str:
+    return escape(without_control(text))
+
+
+def _label(lane: Lane) -> str:
+    return without_control(lane.title)
+
+
+def _ruler(width: int, seconds: float) -> Text:
+    """Write the start, the middle and the end of the axis."""
+    middle, last = shown_seconds(seconds / 2), shown_seconds(seconds)
+    line = "0".ljust(width)
+    at = width // 2 - len(middle) // 2
+    if width > len(middle) + len(last) + 6:
+        line = line[:at] + middle + line[at + len(middle) :]
+    return Text(line[: width - len(last)] + last, style="dim", no_wrap=True, overflow="crop")
+
+
+def show_one(axis: Axis, story: Story, console: Console) -> None:
+    """Show one request."""
+    is_plain = not console.is_terminal or console.no_color
+    names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
+    console.print(f"[bold]{_safe(story.name or '?')}[/bold]{_safe(names)}  {_safe(story.outcome)}", highlight=False)
+    engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
+    sequence = f"sequence {story.sequence}, " if story.sequence >= 0 else ""
+    console.print(
+        f"{_safe(engine)}{sequence}from {clock_time(story.start)}, {shown_seconds(story.end - story.start)}",
+        highlight=False,
+    )
+    for text in _clock_lines(axis, story):
+        console.print(Text(without_control(text), style="dim"))
+    console.print()
+    console.print(_gantt(story, console.width, is_plain))
+    console.print(_legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
+    console.print()
+    console.print(_events(story))
+    for note in axis.notes():
+        console.print(Text(f"Clocks: {without_control(note)}.", style="yellow"))
+
+
+def _clock_lines(axis: Axis, story: Story) -> list[str]:
+    seen: dict[str, float] = {}
+    for process, at in [(x.process, x.start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
+        seen.setdefault(process.incarnation, at)
+    out = []
+    for incarnation, at in seen.items():
+        process = axis.service.processes[incarnation]
+        if process is axis.references[axis.group(process)]:
+            continue
+        shown = at + axis.offset(process, at).seconds
+        out.append(f"{process.rank}: {axis.compared(process, shown)}")
+    return out[:16] + ([f"... and {len(out) - 16} more"] if len(out) > 16 else [])
+
+
+def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
+    lanes = story.lanes[:MAX_LANES]
+    start, end = story.start, story.end
+    room = min(max((len(_label(x)) for x in lanes), default=0), 44 if width > 120 else 30)
+    across = max(width - room - 12, 16)
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=room, no_wrap=True, overflow="ellipsis")
+    table.add_column(width=across, overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_row("", _ruler(across, end - start), "")
+    for lane in lanes:
+        took = lane.end - lane.start
+        is_open = any(b.is_open for b in lane.bars)
+        mark = ("> " if is_plain else "… ") if is_open else ""
+        line = bar_line(lane.bars, start, end, across, is_plain)
+        table.add_row(Text(_label(lane)), line, Text(mark + shown_seconds(took)))
+        if len(lanes) <= TOLD_LANES:
+            told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
+            table.add_row("", Text(told, style="dim", overflow="fold"), "")
+    if len(story.lanes) > len(lanes):
+        table.add_row("", Text(f"... and {len(story.lanes) - len(lanes)} more; --html shows all", style="dim"), "")
+    return table
+
+
+def _parts(bar: Bar) -> str:
+    found = ", ".join(f"{name} {shown_seconds(x)}" for name, x in bar.parts.items())
+    return f" (in it {found})" if found else ""
+
+
+def _events(story: Story) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=26)
+    table.add_column(overflow="fold")
+    for mark in story.marks[:MAX_EVENTS]:
+        style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
+        at = f"{(mark.at - story.start) * 1e3:+,.3f} ms"
+        table.add_row(at, Text(without_control(mark.process.rank)), Text(without_control(mark.text), style=style))
+    if len(story.marks) > MAX_EVENTS:
+        table.add_row("", "", Text(f"... and {len(story.marks) - MAX_EVENTS} more; --json lists all", style="dim"))
+    return table
+
+
+def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
+    """Show those that took longest."""
+    is_plain = not console.is_terminal or console.no_color
+    slowest = sorted(found, key=lambda x: -x.seconds)[:number]
+    longest = max((x.seconds for x in slowest), default=0.0)
+    across = max(min(console.width - 52, 80), 12)
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("request", no_wrap=True, overflow="ellipsis", max_width=22)
+    table.add_column("outcome", no_wrap=True, overflow="ellipsis", max_width=14)
+    table.add_column("where the time went", width=across, no_wrap=True)
+    for story in slowest:
+        lane = _longest(story)
+        style = "yellow" if story.level == "warning" else ""
+        line = Text()
+        if lane is not None:
+            first = lane.start
+            bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
+            line = bar_line(bars, first, first + longest, across, is_plain)
+        table.add_row(
+            shown_seconds(story.seconds),
+            Text(without_control(story.name or "?")),
+            Text(without_control(story.outcome), style=style),
+            line,
+        )
+    console.print(table)
+    console.print(
+        _legend(
+            (b for x in slowest if (y := _longest(x)) for b in y.bars if b.phase != "release"), console.width, is_plain
+        )
+    )
+    console.print(Text(f"{len(slowest)} of {len(found):,} requests; --request ID shows one", style="dim"))
+    _notes(axis, console)
+
+
+def _longest(story: Story) -> Lane | None:
+    """Return the lane that says best where a request's time went."""
+    decode = [x for x in story.lanes if x.side == "decode"]
+    return max(decode or story.lanes, key=lambda x: x.end - x.start, default=None)
+
+
+def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:
+    """Show all requests in numbers."""
+    outcomes = Counter(x.outcome for x in found)
+    start, end = min((x.start for x in found), default=0.0), max((x.end for x in found), default=0.0)
+    said = ", ".join(f"{n:,} {without_control(name)}" for name, n in outcomes.most_common(12))
+    console.print(
+        f"{len(found):,} requests in {shown_seconds(end - start)} from {clock_time(start)}: {_safe(said)}",
+        highlight=False,
+    )
+    console.print()
+    console.print(Group(_processes(found, grounds), "", _phases(found)))
+    _notes(axis, console)
+
+
+def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
+    parts: Counter[str] = Counter()
+    for story in found:
+        parts.update({x.process.incarnation for x in story.lanes})
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("process", no_wrap=True, overflow="ellipsis", max_width=30)
+    table.add_column("requests", justify="right")
+    table.add_column("away", justify="right")
+    table.add_column("clock", overflow="fold")
+    for each in grounds[:MAX_LANES]:
+        away = sum(x.seconds for x in each.away)
+        table.add_row(
+            Text(without_control(each.process.rank)),
+            f"{parts[each.process.incarnation]:,}",
+            shown_seconds(away) if away else "",
+            Text(without_control(each.compared)),
+        )
+    return table
+
+
+def _phases(found: Sequence[Story]) -> Table:
+    times: dict[str, list[float]] = {}
+    for story in found:
+        for phase, seconds in story.phases().items():
+            times.setdefault(phase, []).append(seconds)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("phase")
+    for name in ("requests", "median", "p99", "longest"):
+        table.add_column(name, justify="right")
+    table.add_column("", overflow="fold", style="dim")
+    for phase, about in PHASES.items():
+        if values := sorted(times.get(phase, [])):
+            at = [values[min(math.ceil(q * len(values)), len(values)) - 1] for q in (0.5, 0.99, 1.0)]
+            table.add_row(phase, f"{len(values):,}", *map(shown_seconds, at), about)
+    return table
+
+
+def _notes(axis: Axis, console: Console) -> None:
+    for note in axis.notes():
+        console.print(Text(f"Clocks: {without_control(note)}.", style="yellow"))
+
+
+def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
+    """List requests that could be meant."""
+    console.print(f"{len(found):,} requests match {_safe(wanted)}; a pull id is nobody else's:", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
+    for name in ("request", "decode", "prefill engine", "sequence", "from", "outcome", "pull id"):
+        table.add_column(name, overflow="fold")
+    for x in found[:32]:
+        row = (x.name, ", ".join(x.others), x.engine_id, str(x.sequence), clock_time(x.start), x.outcome)
+        table.add_row(*(Text(without_control(c)) for c in (*row, (x.pull_ids or ("",))[0])))
+    console.print(table)

@@ -1,0 +1,443 @@
+"""Write deploy/grafana/asynckv.json and the table in docs/metrics.md; a test compares.
+
+The dashboard is said here panel by panel, in few words, because Grafana's own form says each of them in a hundred
+lines. Units are Grafana's names for Prometheus' base units.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asynckv.observe.metrics import FAMILIES
+from scripts import command
+
+ROOT = Path(__file__).parents[1]
+DASHBOARD = ROOT / "deploy" / "grafana" / "asynckv.json"
+PAGE = ROOT / "docs" / "metrics.md"
+BEGIN, END = "<!-- made by scripts/draw_metrics.py -->\n", "<!-- until here -->\n"
+
+THESE = 'engine_id=~"$engine_id",rank=~"$rank"'
+WIDTH, HEIGHT = 8, 8
+"""Of a panel, in Grafana's grid of 24 columns."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph.
+
+    Attributes:
+        unit: Grafana's name: `s`, `bytes`, `Bps`, `short`, `percentunit`, `ops`.
+        queries: PromQL and legend; `THESE` stands for the engines that are chosen.
+        says: What to see in it.
+        kind: Grafana's name: `timeseries`, `stat`, `heatmap`.
+        is_stacked: Parts of a whole.
+    """
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    says: str = ""
+    kind: str = "timeseries"
+    is_stacked: bool = False
+
+
+def rate(metric: str, by: str = "", but: str = "") -> str:
+    """Write a rate per second, summed over all but some labels."""
+    labels = ", ".join(filter(None, ("engine_id, rank", by)))
+    return f"sum by ({labels}) (rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
+
+
+def total(metric: str, by: str = "", but: str = "") -> str:
+    """Write a rate per second over all engines that are chosen, by some labels."""
+    return f"sum{f' by ({by}) ' if by else ''}(rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
+
+
+def quantile(metric: str, q: float, by: str = "", but: str = "") -> str:
+    """Write a quantile of a histogram over all engines that are chosen."""
+    labels = ", ".join(filter(None, ("le", by)))
+    return (
+        f"histogram_quantile({q:g}, sum by ({labels}) "
+        f"(rate(asynckv_{metric}_bucket{{{THESE}{but}}}[$__rate_interval])))"
+    )
+
+
+def gauge(metric: str, but: str = "") -> str:
+    """Write a gauge as it is."""
+    return f"asynckv_{metric}{{{THESE}{but}}}"
+
+
+ENGINE = "{{engine_id}}/{{rank}}"
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "At a glance",
+        (
+            Panel(
+                "Pulls per second", "ops", ((rate("pulls_ended_total"), ENGINE),), "Attempts that ended, well or not."
+            ),
+            Panel(
+                "Failing pulls",
+                "percentunit",
+                (
+                    (
+                        rate("pulls_ended_total", but=',reason!~"complete|cancelled"')
+                        + " / "
+                        + rate("pulls_ended_total"),
+                        ENGINE,
+                    ),
+                ),
+                "Share of all attempts; one that is cancelled has not failed.",
+            ),
+            Panel(
+                "Time of a pull",
+                "s",
+                tuple(
+                    (quantile("pull_duration_seconds", q, but=',outcome="complete"'), f"p{100 * q:g}")
+                    for q in (0.5, 0.9, 0.99)
+                ),
+                "From the call to the outcome, of those that ended well.",
+            ),
+            Panel("Bytes per second", "Bps", ((rate("read_bytes_total"), ENGINE),)),
+            Panel("Engines by state", "short", (("sum by (state) (" + gauge("engine_state") + ") > 0", "{{state}}"),)),
+            Panel(
+                "Blocks that are not free",
+                "short",
+                (("sum by (state) (" + gauge("blocks") + ")", "{{state}}"),),
+                "Quarantined and retired should be 0.",
+                is_stacked=True,
+            ),
+        ),
+    ),
+    (
+        "Decode: pulls",
+        (
+            Panel(
+                "Pulls by state", "short", (("sum by (state) (" + gauge("pulls") + ")", "{{state}}"),), is_stacked=True
+            ),
+            Panel(
+                "Ended, by reason",
+                "ops",
+                ((total("pulls_ended_total", "reason") + " > 0", "{{reason}}"),),
+            ),
+            Panel(
+                "Retried and rejected",
+                "ops",
+                (
+                    (total("pulls_retried_total", "reason"), "retried: {{reason}}"),
+                    (total("pulls_rejected_total"), "rejected"),
+                ),
+            ),
+            Panel(
+                "Phases, 90th percentile",
+                "s",
+                ((quantile("pull_phase_seconds", 0.9, "phase"), "{{phase}}"),),
+                "Where the time goes; post and detect lie inside of read, and release is in the background.",
+            ),
+            Panel(
+                "Waiting",
+                "short",
+                (
+                    (gauge("pulls_waiting"), f"{ENGINE} waiting"),
+                    (gauge("pulls_queued"), f"{ENGINE} queued"),
+                    (gauge("pulls_admitted"), f"{ENGINE} admitted"),
+                    (gauge("pulls_retrying"), f"{ENGINE} retrying"),
+                ),
+                "Queued could read if there were room; the rest of the waiting meet their ranks, or are not lent yet.",
+            ),
+            Panel(
+                "Budgets in use",
+                "percentunit",
+                (
+                    (gauge("in_flight_bytes") + " / " + gauge("in_flight_limit_bytes"), f"{ENGINE} bytes"),
+                    (
+                        gauge("in_flight_descriptors") + " / " + gauge("in_flight_descriptors_limit"),
+                        f"{ENGINE} descriptors",
+                    ),
+                    (gauge("pulls_admitted") + " / " + gauge("pulls_admitted_limit"), f"{ENGINE} requests"),
+                    (gauge("pulls_waiting") + " / " + gauge("pulls_waiting_limit"), f"{ENGINE} waiting"),
+                ),
+            ),
+            Panel("Oldest pull", "s", ((gauge("pull_oldest_seconds"), ENGINE),)),
+            Panel(
+                "Transfers",
+                "ops",
+                (
+                    (total("transfers_ended_total", "result"), "{{result}}"),
+                    (total("transfers_posted_total"), "posted"),
+                ),
+            ),
+            Panel(
+                "Transfers under way and in doubt",
+                "short",
+                (("sum by (state) (" + gauge("transfers") + ")", "{{state}}"),),
+                "In doubt: failed, and may still write.",
+            ),
+            Panel(
+                "Merging",
+                "short",
+                ((rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total"), ENGINE),),
+                "Pieces per piece that is posted.",
+            ),
+        ),
+    ),
+    (
+        "Prefill: leases",
+        (
+            Panel(
+                "Lent and ended",
+                "ops",
+                (
+                    (total("leases_lent_total"), "lent"),
+                    (total("leases_ended_total", "state"), "{{state}}"),
+                    (total("requests_withdrawn_total"), "withdrawn"),
+                ),
+                "Expired: nobody has released them.",
+            ),
+            Panel(
+                "Leases by age",
+                "short",
+                (
+                    ("sum by (state) (" + gauge("leases") + ")", "{{state}}"),
+                    ("sum by (seconds) (" + gauge("leases_older_than") + ")", "over {{seconds}} s"),
+                ),
+            ),
+            Panel("Oldest lease", "s", ((gauge("lease_oldest_seconds"), ENGINE),)),
+            Panel(
+                "How long requests were lent",
+                "s",
+                tuple((quantile("lease_age_seconds", q, "state"), f"{{{{state}}}} p{100 * q:g}") for q in (0.5, 0.99)),
+            ),
+            Panel("Refusals", "ops", ((total("refusals_total", "reason") + " > 0", "{{reason}}"),)),
+            Panel(
+                "Parked claims",
+                "short",
+                (
+                    (gauge("parked_messages"), f"{ENGINE} parked"),
+                    (rate("parked_messages_dropped_total", "reason"), f"{ENGINE} {{{{reason}}}} per second"),
+                ),
+                "Of requests that are not lent yet.",
+            ),
+        ),
+    ),
+    (
+        "Peers and messages",
+        (
+            Panel(
+                "Peers by state", "short", (("sum by (state) (" + gauge("peers") + ")", "{{state}}"),), is_stacked=True
+            ),
+            Panel(
+                "Peers lost and silent",
+                "ops",
+                (
+                    (
+                        total("peer_changes_total", "state", ',state=~"gone|left|suspect|new"'),
+                        "{{state}}",
+                    ),
+                ),
+            ),
+            Panel("Bytes by peer", "Bps", ((total("peer_read_bytes_total", "peer"), "{{peer}}"),)),
+            Panel(
+                "Failures by peer",
+                "ops",
+                (
+                    (
+                        total("peer_pulls_ended_total", "peer", ',outcome="failed"'),
+                        "{{peer}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Messages",
+                "ops",
+                (
+                    (
+                        total("messages_total", "direction, type"),
+                        "{{direction}} {{type}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Dropped and not let in",
+                "ops",
+                (
+                    (total("messages_dropped_total", "reason") + " > 0", "dropped: {{reason}}"),
+                    (total("connections_rejected_total", "cause") + " > 0", "rejected: {{cause}}"),
+                    (total("connections_refused_total", "cause") + " > 0", "refused: {{cause}}"),
+                ),
+            ),
+        ),
+    ),
+    (
+        "How it fares",
+        (
+            Panel(
+                "Loop lag",
+                "s",
+                tuple((quantile("loop_lag_seconds", q), f"p{100 * q:g}") for q in (0.5, 0.9, 0.99)),
+                "How late the engine's timer fires: what the event loop is away, doing something else.",
+            ),
+            Panel(
+                "Alarms in the last 5 minutes",
+                "short",
+                tuple(
+                    (f"sum by (engine_id, rank) (increase(asynckv_{metric}{{{THESE}}}[5m])) > 0", f"{ENGINE} {name}")
+                    for metric, name in (
+                        ("loop_away_total", "loop away"),
+                        ("internal_errors_total", "internal errors"),
+                        ("observer_errors_total", "observer errors"),
+                        ("log_events_lost_total", "log events lost"),
+                        ("data_plane_losses_total", "data plane lost"),
+                        ("data_plane_restarts_total", "data plane restarted"),
+                        ("blocks_given_up_total", "blocks retired"),
+                    )
+                ),
+            ),
+            Panel(
+                "Age of these figures, and of blocks in quarantine",
+                "s",
+                (
+                    (gauge("reading_age_seconds"), f"{ENGINE} reading"),
+                    (gauge("quarantined_oldest_seconds"), f"{ENGINE} quarantine"),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def dashboard() -> str:
+    """The dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS:
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": title,
+                "collapsed": False,
+                "gridPos": {"h": 1, "w": 24, "x": 0, "y": y},
+                "panels": [],
+            }
+        )
+        y += 1
+        for i, panel in enumerate(row):
+            where = {"h": HEIGHT, "w": WIDTH, "x": i * WIDTH % 24, "y": y + i * WIDTH // 24 * HEIGHT}
+            panels.append(_panel(len(panels) + 1, panel, where))
+        y += -(-len(row) * WIDTH // 24) * HEIGHT
+    names = [
+        ("engine_id", "Engine", "asynckv_engine_state"),
+        ("rank", "Rank", 'asynckv_engine_state{engine_id=~"$engine_id"}'),
+    ]
+    variables: list[dict[str, Any]] = [
+        {
+            "name": "datasource",
+            "label": "Prometheus",
+            "type": "datasource",
+            "query": "prometheus",
+            "hide": 0,
+            "current": {},
+        }
+    ]
+    variables += [
+        {
+            "name": name,
+            "label": label,
+            "type": "query",
+            "datasource": SOURCE,
+            "definition": f"label_values({of}, {name})",
+            "query": {"query": f"label_values({of}, {name})", "refId": name},
+            "includeAll": True,
+            "multi": True,
+            "allValue": ".*",
+            "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+            "refresh": 2,
+            "sort": 1,
+            "hide": 0,
+        }
+        for name, label, of in names
+    ]
+    return (
+        json.dumps(
+            {
+                "uid": "asynckv",
+                "title": "asynckv",
+                "description": "KV cache on its way from prefill to decode workers.",
+                "tags": ["asynckv"],
+                "schemaVersion": 39,
+                "version": 1,
+                "editable": True,
+                "graphTooltip": 1,
+                "refresh": "30s",
+                "time": {"from": "now-1h", "to": "now"},
+                "timezone": "browser",
+                "templating": {"list": variables},
+                "annotations": {"list": []},
+                "links": [],
+                "panels": panels,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def _panel(number: int, panel: Panel, where: dict[str, int]) -> dict[str, Any]:
+    custom = {"stacking": {"mode": "normal"}, "fillOpacity": 30} if panel.is_stacked else {"fillOpacity": 5}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.says,
+        "datasource": SOURCE,
+        "gridPos": where,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expr, "legendFormat": legend, "range": True}
+            for i, (expr, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def table() -> str:
+    """Every metric, as docs/metrics.md shows it."""
+    lines = ["| metric | type | labels | |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        shown = f"asynckv_{name}{'_total' if family.kind == 'counter' else ''}"
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        lines.append(f"| `{shown}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """docs/metrics.md with its table made anew."""
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}{table()}{end}{after}"
+
+
+def draw() -> None:
+    """Write deploy/grafana/asynckv.json and the table in docs/metrics.md.
+
+    Run it after a metric changes; a test compares.
+    """
+    DASHBOARD.write_text(dashboard())
+    PAGE.write_text(page())
+
+
+main = command.script(draw, "draw_metrics", "[bold]Exit status[/bold]  0 written, 2 bad input")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

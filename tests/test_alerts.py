@@ -1,0 +1,295 @@
+"""Alerts and the dashboard ask for metrics that exist, in Prometheus' own words; each alert fires when it should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from asynckv.observe.metrics import FAMILIES
+from scripts import draw_metrics
+from tests.engines import Bench
+from tests.observed import lived
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+RULES = DEPLOY / "prometheus" / "alerts.yml"
+RULES_TEXT = RULES.read_text()
+ALERTS = re.findall(r"- alert: (\w+)", RULES_TEXT)
+DASHBOARD: dict[str, Any] = json.loads(draw_metrics.DASHBOARD.read_text())
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (Debian and Ubuntu: apt-get install prometheus)"
+)
+
+HERE = 'engine_id="e",rank="tp0"'
+MINUTE = "1m"
+
+CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
+    # alert: series that make it fire, series that do not, after how many minutes, its labels beyond the common ones
+    "AsynckvBlocksRetired": (
+        {f'asynckv_blocks{{{HERE},state="retired"}}': "0 0 3x9"},
+        {f'asynckv_blocks{{{HERE},state="retired"}}': "0x9", f'asynckv_blocks{{{HERE},state="quarantined"}}': "5x9"},
+        5,
+        {"state": "retired"},
+    ),
+    "AsynckvBlocksQuarantined": (
+        {f"asynckv_quarantined_oldest_seconds{{{HERE}}}": "0+60x9"},
+        {f"asynckv_quarantined_oldest_seconds{{{HERE}}}": "0 30 0 45 0 90 0 0 0 0"},
+        5,
+        {},
+    ),
+    "AsynckvLeasesExpiring": (
+        {f'asynckv_leases_ended_total{{{HERE},state="expired"}}': "0+1x15"},
+        {
+            f'asynckv_leases_ended_total{{{HERE},state="expired"}}': "0 0 1 1 1 1 1 1 1 1 1 1 1 1 1",
+            f'asynckv_leases_ended_total{{{HERE},state="released"}}': "0+1000x15",
+        },
+        11,
+        {"state": "expired"},
+    ),
+    "AsynckvLeaseHeldForLong": (
+        {f"asynckv_lease_oldest_seconds{{{HERE}}}": "0+60x15"},
+        {f"asynckv_lease_oldest_seconds{{{HERE}}}": "0+60x6 0+60x6"},
+        10,
+        {},
+    ),
+    "AsynckvPullsFailing": (
+        {
+            f'asynckv_pulls_ended_total{{{HERE},reason="timeout"}}': "0+10x20",
+            f'asynckv_pulls_ended_total{{{HERE},reason="complete"}}': "0+100x20",
+        },
+        {
+            f'asynckv_pulls_ended_total{{{HERE},reason="timeout"}}': "0+1x20",
+            f'asynckv_pulls_ended_total{{{HERE},reason="cancelled"}}': "0+100x20",
+            f'asynckv_pulls_ended_total{{{HERE},reason="complete"}}': "0+100x20",
+        },
+        15,
+        {},
+    ),
+    "AsynckvQueueGrowing": (
+        {f"asynckv_pulls_waiting{{{HERE}}}": "20+10x30"},
+        {f"asynckv_pulls_waiting{{{HERE}}}": "400-10x30"},
+        25,
+        {},
+    ),
+    "AsynckvPullsRejected": (
+        {f"asynckv_pulls_rejected_total{{{HERE}}}": "0 0 0 7x9"},
+        {f"asynckv_pulls_rejected_total{{{HERE}}}": "7x15"},
+        5,
+        {},
+    ),
+    "AsynckvPeersGone": (
+        {f'asynckv_peer_changes_total{{{HERE},state="gone"}}': "0 0 1x9"},
+        {
+            f'asynckv_peer_changes_total{{{HERE},state="gone"}}': "2x15",
+            f'asynckv_peer_changes_total{{{HERE},state="left"}}': "0+1x15",
+        },
+        5,
+        {"state": "gone"},
+    ),
+    "AsynckvLoopAway": (
+        {f"asynckv_loop_away_total{{{HERE}}}": "0+1x15"},
+        {f"asynckv_loop_away_total{{{HERE}}}": "0 0 1x15"},
+        6,
+        {},
+    ),
+    "AsynckvLoopSilent": (
+        {f"asynckv_reading_age_seconds{{{HERE}}}": "0 0+60x9"},
+        {f"asynckv_reading_age_seconds{{{HERE}}}": "0 20 0 40 0 0 0 0 0 0"},
+        5,
+        {},
+    ),
+    "AsynckvDataPlaneDown": (
+        {f"asynckv_data_plane_up{{{HERE}}}": "1 0x9"},
+        {f"asynckv_data_plane_up{{{HERE}}}": "1x9"},
+        4,
+        {},
+    ),
+    "AsynckvDataPlaneRestarts": (
+        {f"asynckv_data_plane_losses_total{{{HERE}}}": "0 1 1 2 2 3x15"},
+        {f"asynckv_data_plane_losses_total{{{HERE}}}": "0 1x19"},
+        15,
+        {},
+    ),
+    "AsynckvInternalErrors": (
+        {f"asynckv_internal_errors_total{{{HERE}}}": "0 0 1x9"},
+        {f"asynckv_internal_errors_total{{{HERE}}}": "4x15"},
+        5,
+        {},
+    ),
+    "AsynckvLogEventsLost": (
+        {f'asynckv_log_events_lost_total{{{HERE},reason="failed"}}': "0 0 1x9"},
+        {f'asynckv_log_events_lost_total{{{HERE},reason="failed"}}': "4x15"},
+        5,
+        {"reason": "failed"},
+    ),
+    "AsynckvConnectionsRejected": (
+        {f'asynckv_connections_rejected_total{{{HERE},cause="unlisted_key"}}': "0+5x15"},
+        {
+            f'asynckv_connections_rejected_total{{{HERE},cause="unlisted_key"}}': "0 1x15",
+            f'asynckv_connections_rejected_total{{{HERE},cause="left"}}': "0+50x15",
+        },
+        11,
+        {"cause": "unlisted_key"},
+    ),
+    "AsynckvNotScraped": (
+        {'up{job="asynckv",instance="e:9400"}': "1 0x9"},
+        {'up{job="asynckv",instance="e:9400"}': "1 0 1 0 1x9", 'up{job="other",instance="o:1"}': "0x15"},
+        5,
+        {"job": "asynckv", "instance": "e:9400"},
+    ),
+}
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def rule(alert: str) -> str:
+    """What the file says of one alert."""
+    return re.split(r"\n      - alert: ", RULES_TEXT.partition(f"- alert: {alert}\n")[2])[0]
+
+
+@needs_promtool
+def test_rules_and_configuration_are_as_prometheus_wants_them() -> None:
+    promtool("check", "rules", str(RULES))
+    promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
+
+
+def test_every_alert_is_tried_and_has_a_runbook() -> None:
+    assert list(CASES) == ALERTS
+    page = draw_metrics.PAGE.read_text()
+    for alert in ALERTS:
+        said = rule(alert)
+        assert f"runbook_url: docs/metrics.md#{alert.lower()}\n" in said + "\n"
+        assert f"\n### {alert}\n\n" in page
+        assert re.search(r"severity: (warning|critical)", said)
+        assert "summary: " in said
+        assert "description: " in said
+    assert re.findall(r"\n### (Asynckv\w+)\n", page) == ALERTS
+
+
+@needs_promtool
+@pytest.mark.slow
+def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Path) -> None:
+    tests = []
+    for alert, (bad, good, minutes, labels) in CASES.items():
+        said = rule(alert)
+        (severity,) = re.findall(r"severity: (\w+)", said)
+        common = {} if "job" in labels else {"engine_id": "e", "rank": "tp0"}
+        for series, expected in (
+            (bad, [{"exp_labels": {**common, **labels, "severity": severity}, "exp_annotations": {}}]),
+            (good, []),
+        ):
+            tests.append(
+                {
+                    "interval": MINUTE,
+                    "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                    "alert_rule_test": [
+                        {
+                            "eval_time": f"{minutes}m",
+                            "alertname": alert,
+                            "exp_alerts": expected,
+                        }
+                    ],
+                }
+            )
+    # The words have numbers in them, which are not what is tested here.
+    plain = re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT)
+    (tmp_path / "alerts.yml").write_text(plain)
+    path = tmp_path / "tests.yml"
+    path.write_text(json.dumps({"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": tests}))
+    promtool("test", "rules", str(path))
+
+
+# -- the dashboard -----------------------------------------------------------------------------------
+
+
+def queries() -> Iterator[str]:
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+
+
+@pytest.mark.anyio
+async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> None:
+    shown: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(await lived(sim)):
+        for sample in family.samples:
+            shown.setdefault(sample.name, set()).update(sample.labels)
+    no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # without keys nobody is
+    for name in no_series:
+        shown[name] = {"engine_id", "rank", *FAMILIES[name.removeprefix("asynckv_").removesuffix("_total")].labels}
+    exprs = [*queries(), *(rule(alert).partition("\n        labels:")[0] for alert in ALERTS)]
+    exprs += [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    asked: set[str] = set()
+    for expr in exprs:
+        for name, selector in re.findall(r"\b(asynckv_\w+)\b(?:\{([^}]*)\})?", expr):
+            asked.add(name)
+            assert name in shown, expr
+            assert set(re.findall(r"(\w+)(?:=~|!~|!=|=)", selector)) <= shown[name], expr
+        for by in re.findall(r"by \(([^)]*)\)", expr):
+            for label in by.split(", "):
+                assert all(label in shown[name] for name in re.findall(r"\b(asynckv_\w+)\b", expr)), expr
+    # And what is shown is looked at somewhere.
+    bases = {re.sub(r"_(total|bucket|info)$", "", name.removeprefix("asynckv_")) for name in asked}
+    assert {name.removesuffix("_info") for name in FAMILIES} - bases == {
+        "engine",  # for joins
+        "keys_overtaken",
+        "late_releases",
+        "packets",
+        "parked_messages_limit",
+        "pull_rereads",
+        "pulls_started",
+    }
+
+
+@needs_promtool
+def test_prometheus_understands_every_query(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"q{i}", "expr": expr.replace("$__rate_interval", "1m").replace("$", "")}
+        for i, expr in enumerate(queries())
+    ]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", str(path))
+
+
+def test_the_dashboard_is_fresh_and_well_formed() -> None:
+    assert draw_metrics.DASHBOARD.read_text() == draw_metrics.dashboard(), "run python -m scripts.draw_metrics"
+    panels = DASHBOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        where = panel["gridPos"]
+        assert 0 <= where["x"] <= where["x"] + where["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(where["x"], where["x"] + where["w"])
+            for y in range(where["y"], where["y"] + where["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["targets"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs)
+        for each in (panel, *panel["targets"]):
+            assert each["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        for target in panel["targets"]:
+            used = set(re.findall(r"\$(\w+)", target["expr"])) - {"__rate_interval"}
+            assert used <= {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert {"uid", "title", "schemaVersion", "panels", "templating", "time", "refresh"} <= DASHBOARD.keys()
+
+
+def test_the_page_of_metrics_is_fresh() -> None:
+    assert draw_metrics.PAGE.read_text() == draw_metrics.page(), "run python -m scripts.draw_metrics"

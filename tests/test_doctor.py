@@ -1,0 +1,489 @@
+"""`asynckv doctor` for real: traps that this machine can set, and what is gathered of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv import KeysConfig, NixlConfig
+from asynckv.cli import main
+from asynckv.config import EngineConfig
+from asynckv.diagnose.doctor import host, probing, software, words
+from asynckv.diagnose.doctor.checks import examine
+from asynckv.diagnose.doctor.facts import Facts, Machine
+from asynckv.diagnose.doctor.ucx_log import read_log
+from asynckv.edges.zmq import make_pair
+from asynckv.errors import ConfigError
+from asynckv.keys import write_pair
+from tests.test_bench_remote import namespaces
+
+DOCTOR = [sys.executable, "-m", "asynckv.cli", "doctor"]
+
+
+def run(*argv: str, before: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run doctor; its report."""
+    command = [*before, *DOCTOR, "--json", "-", *argv]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=50, env={**os.environ, **(environment or {})}
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["schema"] == "asynckv.doctor/1"
+    assert done.returncode == (0 if report["good"] else 1)
+    return report
+
+
+def levels(report: dict[str, Any]) -> dict[str, str]:
+    return {each["code"]: each["level"] for each in report["findings"]}
+
+
+def bad(report: dict[str, Any]) -> set[str]:
+    """What is worse than a note, but for what this machine itself may be."""
+    machine = {"one-core", "throttled", "nofile", "shm-small", "shm-full", "rdma-unusable", "cma-forbidden"}
+    return {code for code, level in levels(report).items() if level in ("warning", "error")} - machine
+
+
+# -- UCX's log -------------------------------------------------------------------------------------------
+
+LOG = """
+[1795.4] [vm:15660:0] ucp_context.c:2753 UCX  INFO  Version 1.23.0 (loaded from /x/libucp.so.0, git <unknown>)
+[1795.4] [vm:15660:0] parser.c:2578 UCX  WARN  unused environment variables: UCX_TSL (maybe: UCX_TLS?); UCX_Q
+[1795.4] [vm:15660:0] parser.c:2578 UCX  WARN  (set UCX_WARN_UNUSED_ENV_VARS=n to suppress this warning)
+[1795.4] [vm:15660:0] ucp_worker.c:1997 UCX  INFO    o self cfg#0 rma_am(tcp/lo)  am(tcp/lo cma/memory)
+[1795.4] [vm:15660:0] ucp_worker.c:1997 UCX  INFO    o intra-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0 cma/memory)
+[1795.4] [vm:15663:0]   +-------+--------+-------------+-----------------------------------+
+[1795.4] [vm:15663:0]   | i intra-node cfg#1                                               |
+[1795.4] [vm:15663:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[1795.4] [vm:15663:0]   +-------+--------+-------------+-----------------------------------+
+[1795.4] [vm:15663:0]   | Count | Range  | Description |              Config               |
+[1795.4] [vm:15663:0]   |     7 | 0..inf | zero-copy   | cma/memory                        |
+[1795.4] [vm:15663:0]   |     9 | 8..16  | software emulation | tcp/lo                     |
+[1795.4] [vm:15663:0]   | active message by ucp_am_send* from host memory |
+[1795.4] [vm:15663:0]   |    99 | 0..inf | copy-in | tcp/lo |
+[1795.5] [vm:15869:0] ucp_context.c:1508 UCX  WARN  transport 'rc' is not available, please use one or more of: cma
+[1795.5] [vm:15869:0] select.c:722  UCX  ERROR   no active messages transport to <no debug data>: posix/memory
+[vm:1234:0:1234]    stubs.c:107  Assertion `0' failed
+"""
+
+
+def test_ucxs_log_is_read() -> None:
+    said = read_log(LOG.splitlines())
+    assert (said.version, said.library) == ("1.23.0", "/x/libucp.so.0")
+    assert said.lanes == ("tcp/eth0", "cma/memory")
+    assert [(u.count, u.how, u.transport) for u in said.uses] == [
+        (9, "software emulation", "tcp/lo"),
+        (7, "zero-copy", "cma/memory"),
+    ]
+    assert said.unknown == (("UCX_TSL", "UCX_TLS"), ("UCX_Q", ""))
+    assert said.unavailable == ("transport 'rc' is not available, please use one or more of: cma",)
+    assert said.errors == (
+        "no active messages transport to <no debug data>: posix/memory",
+        "stubs.c:107 Assertion `0' failed",
+    )
+
+
+def test_a_log_that_is_long_or_none_is_bounded() -> None:
+    flood = [f"[1.0] [vm:1:0] x.c:1 UCX  ERROR  trouble {i} {'x' * 10_000}" for i in range(1000)]
+    said = read_log(flood)
+    assert len(said.errors) == 20
+    assert max(map(len, said.errors)) <= 500
+    assert read_log(["\x00\xff", "", "| 1 |"]).errors == ()
+
+
+# -- this machine ------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_described() -> None:
+    here = host.machine()
+    assert here.cores_allowed == len(os.sched_getaffinity(0))
+    assert here.memory_bytes > 1 << 28
+    assert here.nofile == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert {each.name for each in host.network().interfaces if each.is_loopback} == {"lo"}
+
+
+def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
+    here = host.machine(tmp_path, tmp_path)
+    codes = {each.code for each in examine(Facts(machine=here)) if each.level in ("warning", "error")}
+    assert not codes - {"cma-forbidden", "nofile", "one-core", "shm-small", "shm-full", "busy"}
+    assert host.gpu(tmp_path, tmp_path).count == 0
+
+
+def test_limits_of_a_control_group_are_read(tmp_path: Path) -> None:
+    group = tmp_path / "fs/cgroup"
+    inner = group / "pods/engine"
+    inner.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("0::/pods/engine\n")
+    (inner / "cpu.max").write_text("max 100000")
+    (inner / "memory.max").write_text("2000")
+    for name, text in (
+        ("cpu.max", "150000 100000"),
+        ("cpu.stat", "nr_periods 100\nnr_throttled 25\n"),
+        ("memory.max", "1000"),
+        ("memory.current", "999"),
+    ):
+        (group / name).write_text(text)
+    here = host.machine(tmp_path, tmp_path)
+    assert (here.cpu_quota, here.throttled, here.memory_limit, here.memory_used) == (1.5, 0.25, 1000, 999)
+    found = {each.code for each in examine(Facts(machine=here))}
+    assert {"throttled", "memory-limit"} <= found
+
+
+def test_the_yama_scope_and_namespaces_are_read(tmp_path: Path) -> None:
+    (tmp_path / "sys/kernel/yama").mkdir(parents=True)
+    (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
+    assert host.machine(tmp_path, tmp_path).ptrace_scope == 2
+
+
+def test_rdma_devices_are_listed_with_why_they_cannot_be_used(tmp_path: Path) -> None:
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("1: DOWN\n")
+    (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    (found,) = host.network(tmp_path).rdma
+    assert (found.name, found.state, found.usable) == ("mlx5_0", "DOWN", False)
+
+
+def test_gpus_are_counted(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"driver/nvidia/gpus/000{number}").mkdir(parents=True)
+    (tmp_path / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1  Mon\n")
+    (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
+    found = host.gpu(tmp_path, tmp_path)
+    assert (found.count, found.driver, found.peermem) == (2, "570.1", True)
+
+
+def test_names_are_resolved_or_it_is_said_why_not() -> None:
+    assert host.resolve("127.0.0.1") == (("127.0.0.1",), "")
+    addresses, error = host.resolve("no-such-host.invalid")
+    assert not addresses
+    assert error
+
+
+def test_both_variants_of_nixl_are_seen_and_one_is_chosen() -> None:
+    has = software.software()
+    assert has.variant in has.variants
+    assert has.curve
+    assert has.nixl
+
+
+def test_a_folder_without_plug_ins_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder, text in ((tmp_path, "holds no libplugin_UCX.so"), (tmp_path / "none", "is no directory")):
+        monkeypatch.setenv("NIXL_PLUGIN_DIR", str(folder))
+        assert text in software.software().plugin_dir_error
+
+
+def test_secrets_in_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NIXL_ETCD_TOKEN", "planted")
+    assert "planted" not in repr(software.software())
+
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+def key_codes(secret: Path, authorized: Path) -> set[str]:
+    facts = Facts(keys=software.keys(str(secret), str(authorized)), machine=Machine(uid=os.geteuid()))
+    return {each.code for each in examine(facts) if each.topic == "keys"}
+
+
+def test_traps_with_keys(tmp_path: Path) -> None:
+    secret, public = write_pair(tmp_path / "keys", "prefill", make_pair())
+    allowed = tmp_path / "authorized"
+    assert key_codes(secret, allowed) == {"authorized-bad"}
+    allowed.mkdir()
+    assert key_codes(secret, allowed) == {"authorized-bad"}
+    _, other = write_pair(tmp_path / "other", "decode", make_pair())
+    (allowed / "decode.key").write_bytes(other.read_bytes())
+    assert key_codes(secret, allowed) == {"keys", "own-key-unlisted"}
+    (allowed / "prefill.key").write_bytes(public.read_bytes())
+    assert key_codes(secret, allowed) == {"keys"}
+    allowed.chmod(0o777)
+    assert key_codes(secret, allowed) == {"authorized-bad"}
+    allowed.chmod(0o755)
+    secret.chmod(0o644)
+    assert key_codes(secret, allowed) == {"key-rights"}
+    secret.chmod(0o600)
+    assert key_codes(public, allowed) == {"key-bad"}
+    assert key_codes(tmp_path / "none", allowed) == {"key-bad"}
+    # Two keys that do not belong together.
+    lines = (tmp_path / "other/decode.key_secret").read_text().splitlines()
+    mixed = [x for x in secret.read_text().splitlines() if "secret-key" not in x] + [
+        x for x in lines if "secret-key" in x
+    ]
+    secret.write_text("\n".join(mixed))
+    assert key_codes(secret, allowed) == {"key-bad"}
+
+
+# -- addresses -------------------------------------------------------------------------------------------------
+
+
+def address_codes(**given: Any) -> set[str]:
+    facts = Facts(listening=software.listening(EngineConfig(engine_id="x", **given)), network=host.network())
+    return {each.code for each in examine(facts) if each.topic == "network"} - {"many-devices", "hostname-loopback"}
+
+
+def test_traps_with_addresses(tmp_path: Path) -> None:
+    keys = KeysConfig(secret=tmp_path / "x", authorized=tmp_path)
+    assert address_codes() >= {"bind-loopback"}
+    assert "listen-refused" in address_codes(bind="tcp://0.0.0.0:0", keys=keys)
+    assert "listen-refused" in address_codes(bind="tcp://127.0.0.1:0", advertise="tcp://0.0.0.0:5555")
+    assert "advertise-loopback" in address_codes(bind="tcp://0.0.0.0:0", advertise="tcp://localhost:0", keys=keys)
+    assert "advertise-foreign" in address_codes(bind="tcp://0.0.0.0:0", advertise="tcp://203.0.113.9:0", keys=keys)
+    assert "bind-fails" in address_codes(bind="tcp://203.0.113.9:0", keys=keys)
+    assert "insecure" in address_codes(bind="tcp://203.0.113.9:0", allow_insecure=True)
+
+
+def test_a_configuration_is_read_as_an_engine_would(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text(
+        '{"engine_id": "p", "bind": "tcp://127.0.0.1:0", "nixl": {"params": {"ucx_error_handling_mode": "none"}},'
+        ' "keys": {"secret": "a", "authorized": "b"}}'
+    )
+    config = software.read_config(path)
+    assert config.keys == KeysConfig(secret="a", authorized="b")
+    assert "error-mode-none" in {each.code for each in examine(Facts(listening=software.listening(config)))}
+    for text in ("", "[]", '{"bind": 7}', '{"keys": {"nonsense": "x"}}', '{"bind": "http://x"}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            software.read_config(path)
+
+
+# -- processes that do not do what they are to -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(tmp_path: Path) -> None:
+    config = NixlConfig(posting_threads=0)
+    with probing.Probe(words.Ordered("dies", config, 1 << 16), tmp_path) as dying:
+        os.kill(dying._popen.pid, signal.SIGKILL)
+        with pytest.raises(probing.Ended, match="SIGKILL") as ended:
+            dying.hear(time.monotonic() + 20)
+    assert ended.value.how == "died"
+    with probing.Probe(words.Ordered("hangs", config, 1 << 16), tmp_path) as hanging:
+        os.kill(hanging._popen.pid, signal.SIGSTOP)
+        with pytest.raises(probing.Ended) as ended:
+            hanging.hear(time.monotonic() + 0.1)
+        hanging.end(0)
+    assert ended.value.how == "hung"
+    for each in (dying, hanging):
+        assert not Path(f"/proc/{each._popen.pid}").exists()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_reads_are_measured_on_this_host() -> None:
+    began = time.monotonic()
+    report = run()
+    assert time.monotonic() - began < 30
+    assert not bad(report)
+    had = report["facts"]["ucx"]["measured"]
+    assert had["rounds"] >= 3
+    assert had["wrong"] == 0
+    assert had["of_copy"]["least"] <= had["of_copy"]["median"] <= had["of_copy"]["most"]
+    assert report["facts"]["ucx"]["uses"]
+
+
+SETTINGS: dict[str, tuple[dict[str, str], set[str]]] = {
+    "no such transport": ({"UCX_TLS": "nosuch"}, {"ucx-no-transport", "ucx-unavailable"}),
+    "no such device": ({"UCX_NET_DEVICES": "eth9"}, {"ucx-no-transport", "ucx-unavailable"}),
+    "misspelt, and small": ({"UCX_TSL": "tcp", "UCX_TCP_TX_SEG_SIZE": "8k"}, {"ucx-variable", "tcp-segments"}),
+    "emulated": ({"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_NONSENSE": "1"}, {"ucx-variable"}),
+    "no number": ({"UCX_TCP_TX_SEG_SIZE": "banana"}, {"ucx-value"}),
+    "no plug-ins": ({"NIXL_PLUGIN_DIR": "/nonexistent"}, {"nixl-plugins"}),
+}
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_ucx_that_are_traps(name: str) -> None:
+    given, wanted = SETTINGS[name]
+    report = run("--quick", environment=given)
+    assert bad(report) == wanted
+    assert ("reads-emulated-asked" in levels(report)) == (given.get("UCX_TLS") == "tcp")
+
+
+FORBID = """
+import ctypes, os, struct, sys
+# Load the number of the call; if it is process_vm_readv or process_vm_writev, it fails with EPERM.
+code = [(0x20, 0, 0, 0), (0x15, 1, 0, 310), (0x15, 0, 1, 311), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+class Filter(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.byref(Filter(len(code), ctypes.addressof(program)))) == 0, ctypes.get_errno()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the filter knows this machine's numbers of system calls only"
+)
+def test_a_filter_that_forbids_process_vm_readv_is_seen() -> None:
+    report = run("--quick", before=[sys.executable, "-c", FORBID])
+    found = levels(report)
+    assert found["cma-forbidden"] == found["reads-emulated"] == found["process-unforeseen"] == "warning"
+    assert report["facts"]["machine"]["seccomp"]
+    (text,) = [each["found"] for each in report["findings"] if each["code"] == "reads-emulated"]
+    assert "process_vm_readv is forbidden" in text
+
+
+@pytest.mark.slow
+def test_a_small_dev_shm_and_few_descriptors_are_seen() -> None:
+    script = 'mount -t tmpfs -o size=64m none /dev/shm && ulimit -n 12 && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("mount namespaces cannot be made here")
+    found = levels(run("--quick", before=before))
+    assert found["shm-small"] == "warning"
+    assert found["nofile"] == "error"
+    assert found["nixl-died"] == "error"  # UCX aborts where it gets no epoll descriptor
+
+
+ASK = """
+import asyncio, sys
+from asynckv.diagnose.doctor import checks, facts, peer
+for address in sys.argv[1:]:
+    asked = asyncio.run(peer.ask(address, None, lambda text: None))
+    print(*[each.code for each in checks.examine(facts.Facts(peer=asked.facts)) if each.level == "error"])
+"""
+
+
+@pytest.mark.slow
+def test_a_network_that_swallows_packets_is_told_from_a_closed_port() -> None:
+    script = (
+        "ip link set lo up && ip link add akv0 type veth peer name akv1 && ip addr add 10.231.8.1/24 dev akv0 "
+        "&& ip link set akv0 up && ip link set akv1 up "
+        # Somebody else's address: what is sent there arrives, and is for nobody.
+        '&& ip neigh add 10.231.8.2 lladdr 02:00:00:00:00:07 dev akv0 && exec "$@"'
+    )
+    before = ["unshare", "--net", "sh", "-c", script, "sh"]
+    if subprocess.run([*before, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces cannot be made here")
+    addresses = [f"tcp://{address}:5555" for address in ("10.231.8.2", "10.231.8.1", "10.231.9.2")]
+    done = subprocess.run([*before, sys.executable, "-c", ASK, *addresses], capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["to-timeout", "to-refused", "to-no-route"], done.stderr
+
+
+ENGINE = """
+import asyncio, sys
+from asynckv import Engine, EngineConfig
+from tests.engines import memory
+
+async def main():
+    async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        print(engine.endpoint.address, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+        print(engine.statistics().counters.get("data.restarts", 0), len(engine.holds()), flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_an_engine_is_asked_connected_to_and_left_as_it_was() -> None:
+    command = [sys.executable, "-c", ENGINE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        report = run("--quick", "--to", engine.stdout.readline().strip())
+        out, _ = engine.communicate("", timeout=30)
+    assert not bad(report)
+    assert {"to-engine", "to-round-trip", "to-cma", "to-unmeasured", "to-loopback"} <= levels(report).keys()
+    assert report["facts"]["peer"]["ucx"]["uses"] == []  # none of its bytes were read
+    assert out.splitlines()[-1] == "0 0", out
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        write_pair(tmp_path, name, make_pair())
+    (tmp_path / "authorized").mkdir()
+    for path in tmp_path.glob("*.key"):
+        path.rename(tmp_path / "authorized" / path.name)
+    keys = [
+        [f"--secret={tmp_path / name}.key_secret", f"--authorized={tmp_path / 'authorized'}"]
+        for name in ("here", "there")
+    ]
+    with namespaces() as spaces:
+        inside = [("ip", "netns", "exec", each) for each in spaces]
+        command = [*inside[0], *DOCTOR, "--serve", "--bind", "tcp://10.231.7.1:0", *keys[0]]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+            assert serving.stdout is not None
+            address = serving.stdout.readline().split()[-1]
+            assert "#" in address
+            environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "akv1"}
+            report = run("--to", address, *keys[1], before=inside[1], environment=environment)
+            serving.send_signal(signal.SIGTERM)
+            _, said = serving.communicate(timeout=30)
+    assert (serving.returncode, said) == (0, "")
+    assert not bad(report) - {"to-slow", "slow-small"}
+    peer = report["facts"]["peer"]
+    assert peer["ucx"]["measured"]["wrong"] == 0
+    assert peer["ucx"]["measured"]["streamed"]
+    assert peer["ucx"]["uses"][0]["transport"] == "tcp/akv1"
+    assert "to-emulated" in levels(report)
+    secret = (tmp_path / "there.key_secret").read_text().split('"')[-2]
+    assert secret not in json.dumps(report)
+
+
+def test_bad_input_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv, text in (
+        (["--to", "nonsense"], "is not an address"),
+        (["--secret", "x"], "belong together"),
+        (["--serve", "--to", "127.0.0.1:1"], "on the other host"),
+        (["--config", str(tmp_path / "none.json")], "--config"),
+        (["--bind", "http://x"], "is not an address"),
+        (["--json", str(tmp_path / "none/x.json")], "cannot be written"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["asynckv", "doctor", *argv])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert (ended.value.code, said.out) == (2, "")
+        assert text in said.err
+        assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_nobody_behind() -> None:
+    with subprocess.Popen(DOCTOR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 20
+        started: list[str] = []
+        while not started and time.monotonic() < deadline:
+            started = [pid for pid in children.read_text().split() if b"doctor.probe" in command_of(pid)]
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert b"Traceback" not in err
+    assert started
+    assert not any(b"doctor.probe" in command_of(pid) for pid in started)
+
+
+def command_of(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,375 @@
+"""Asking running engines over the network and over a socket of the host; what is said of who does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asynckv import (
+    BackendError,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineThread,
+    InspectConfig,
+    KeysConfig,
+    NixlConfig,
+    PrefillGroup,
+)
+from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
+from asynckv.core.types import Address, ReplyTo
+from asynckv.core.wire import MAJOR, Ping, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.diagnose.ask import Answer, Asker, ask_all, targets
+from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
+from asynckv.edges.zmq import ZmqPlane, make_pair
+from asynckv.keys import write_pair
+from asynckv.testing import SimData, SimNetwork
+from tests.engines import memory
+
+pytestmark = pytest.mark.anyio
+SHORT_S = 0.15
+"""How long those are waited for that never answer."""
+
+LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@asynccontextmanager
+async def pair(**config: Any) -> AsyncIterator[tuple[Engine, Engine, PrefillGroup]]:
+    """A prefill and a decode engine, on real sockets and without NIXL."""
+    network = SimNetwork()
+    engines = [
+        Engine(EngineConfig(engine_id=name, **config), memory(seed)[0], data=SimData(network, name))
+        for seed, name in enumerate(("prefill", "decode"))
+    ]
+    async with engines[0] as prefill, engines[1] as decode:
+        yield prefill, decode, PrefillGroup("prefill", [prefill.endpoint])
+        await asyncio.gather(*(engine.aclose(timeout_s=0) for engine in engines))
+
+
+def lend(engine: Engine, group: PrefillGroup, number: int) -> list[dict[str, Any]]:
+    params = [group.make_params(f"p{n}", [(0, [n % 32])], 16) for n in range(number)]
+    for each in params:
+        engine.lend(each)
+    return params
+
+
+async def one(address: str, timeout_s: float = 5.0, **wanted: Any) -> Answer:
+    (answer,) = await ask_all([address], None, timeout_s, **wanted)
+    return answer
+
+
+# -- who answers ---------------------------------------------------------------------------------------------
+
+
+async def test_engines_say_what_they_hold() -> None:
+    async with pair() as (prefill, decode, group):
+        params = lend(prefill, group, 3)
+        decode.announce("d0", params[0])
+        found = await ask_all([prefill.endpoint.address, decode.endpoint.address])
+        assert [answer.error for answer in found] == ["", ""]
+        lends, reads = found
+        assert (lends.engine_id, lends.account.facts.life) == ("prefill", "running")
+        assert [each.request_id for each in lends.requests] == ["p0", "p1", "p2"]
+        assert [hold.blocks for hold in lends.holds] == [{0: (0,)}, {0: (1,)}, {0: (2,)}]
+        assert (lends.gauges["leases"], lends.gauges["blocks_lent"]) == (3, 3)
+        assert lends.account.facts.pid == os.getpid()
+        assert lends.counters["leases.lent"] == 3
+        assert "control.packets_in" in lends.counters
+        assert [each.prefill_request_id for each in reads.requests] == ["p0"]
+        assert reads.account.peers[0].address == prefill.endpoint.address
+        by_name = await one(decode.endpoint.address, request_id="p0")
+        assert [each.request_id for each in by_name.requests] == ["d0"]
+
+
+async def test_what_does_not_fit_one_page_comes_in_several() -> None:
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 700)
+        whole = await one(prefill.endpoint.address, most=10_000)
+        assert [each.request_id for each in whole.requests] == [f"p{n}" for n in range(700)]
+        assert (len(whole.holds), whole.is_cut) == (700, False)
+        some = await one(prefill.endpoint.address, most=300)
+        assert (len(some.requests), some.is_cut) == (300, True)
+        assert [(x.phase, x.number) for x in some.account.counts] == [("unclaimed", 700)]
+
+
+async def test_a_suspended_engine_says_so() -> None:
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 1)
+        await prefill.suspend()
+        answer = await one(prefill.endpoint.address)
+        assert (answer.account.facts.life, answer.account.closed_as) == ("suspended", "suspended")
+        assert answer.requests == ()
+        await prefill.resume()
+        again = await one(prefill.endpoint.address)
+        assert (again.account.facts.life, again.account.memory_epoch) == ("running", 1)
+        assert again.rank != answer.rank
+
+
+async def test_a_refusal_is_shown() -> None:
+    async with pair(inspect=InspectConfig(enabled=False)) as (prefill, _, _):
+        answer = await one(prefill.endpoint.address)
+        assert answer.error == "it refuses to answer: inspection is turned off here (InspectConfig.enabled)"
+
+
+@pytest.mark.slow
+async def test_many_who_ask_at_once_are_all_answered() -> None:
+    """Who comes too often is told to wait, and waits."""
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 1)
+        found = await ask_all([prefill.endpoint.address] * 20, None, 20.0)
+        assert {answer.error for answer in found} == {""}
+
+
+@pytest.mark.slow
+async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
+    for name in ("engine", "operator", "stranger"):
+        write_pair(tmp_path / name, name, make_pair())
+    for name, trusts in (("engine", ("engine", "operator")), ("operator", ("engine",)), ("stranger", ("engine",))):
+        directory = tmp_path / f"{name}-knows"
+        directory.mkdir()
+        for other in trusts:
+            (directory / f"{other}.key").write_bytes((tmp_path / other / f"{other}.key").read_bytes())
+
+    def keys(name: str) -> KeysConfig:
+        return KeysConfig(secret=tmp_path / name / f"{name}.key_secret", authorized=tmp_path / f"{name}-knows")
+
+    async with pair(keys=keys("engine")) as (prefill, _, _):
+        address = prefill.endpoint.address
+        (answer,) = await ask_all([address], keys("operator"))
+        assert answer.engine_id == "prefill"
+        (unknown,) = await ask_all([address], keys("stranger"), 2 * SHORT_S)
+        assert "may not know ours" in unknown.error
+        (bare,) = await ask_all([address.partition("#")[0]], None, SHORT_S)
+        assert "it wants keys: give --keys and --authorized" in bare.error
+        (refused,) = await ask_all([address], None, SHORT_S)
+        assert "keys" in refused.error
+
+
+# -- who does not --------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def listener(answer: Callable[[StatusRequest], bytes | None]) -> AsyncIterator[str]:
+    """Somebody who speaks ZMQ and answers questions with bytes of his own."""
+    plane = ZmqPlane(LOOPBACK)
+
+    def on_packet(origin: Address | ReplyTo, data: bytes) -> None:
+        for message in decode_packet(data).messages:
+            if isinstance(message, StatusRequest) and (said := answer(message)) is not None:
+                plane.send(origin, said)
+
+    await plane.start(on_packet)
+    try:
+        yield plane.address
+    finally:
+        await plane.aclose()
+
+
+async def test_an_older_engine_is_shown_with_what_it_says() -> None:
+    def older(asked: StatusRequest) -> bytes:
+        return msgspec.msgpack.encode([MAJOR, "x", "", [[14, asked.nonce, "prefill", 3, 4, {"leases": 7}]]])
+
+    async with listener(older) as address:
+        answer = await one(address)
+        assert (answer.is_older, answer.rank, answer.gauges) == (True, "prefill/tp3", {"leases": 7})
+
+
+@pytest.mark.parametrize(
+    "account", [b"\x80\xff", b"\xc1", bytes(MAX_ACCOUNT + 1), b"\xdd" + b"\xff" * 4, b"\x93" * 99_999]
+)
+async def test_an_account_that_is_none_is_no_answer(account: bytes) -> None:
+    async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, account)])) as address:
+        answer = await one(address)
+        assert answer.error.startswith("its answer is none: ")
+        assert answer.requests == ()
+
+
+async def test_pages_that_never_end_do() -> None:
+    same = encode_account(Account(after="0x1p+0 l1"))
+    async with listener(lambda x: encode_packet("x", "", [Status(x.nonce, "e", 0, 1, {}, same)])) as address:
+        assert (await one(address, most=10_000)).is_cut
+
+
+async def test_an_answer_to_another_question_is_none() -> None:
+    async with listener(lambda x: encode_packet("x", "", [Status(x.nonce ^ 1, "e", 0, 1, {})])) as address:
+        assert "no answer within" in (await one(address, SHORT_S)).error
+
+
+async def test_nobody_listens() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        answer = await one(f"tcp://127.0.0.1:{taken.getsockname()[1]}", SHORT_S)
+    assert "nobody listens there (TCP connection refused)" in answer.error
+
+
+@pytest.mark.slow
+async def test_a_process_is_stopped_or_is_no_engine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        answer = await one(f"tcp://127.0.0.1:{silent.getsockname()[1]}", SHORT_S)
+    assert "TCP connects, but nothing greets: its process is stopped, or it is no engine" in answer.error
+
+
+async def test_an_event_loop_is_away() -> None:
+    async with listener(lambda asked: None) as address:
+        answer = await one(address, SHORT_S)
+    assert "its process lives but its event loop is away" in answer.error
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://x", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "udp", "a:b", "1.2.3.4:99999", ""]
+)
+async def test_an_address_that_is_none_is_bad_input(address: str) -> None:
+    with pytest.raises(ConfigError):
+        targets([address])
+
+
+async def test_a_file_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, says in (("file", "it is no socket"), ("none", "cannot be used: No such file"), ("x" * 300, "cannot")):
+        assert says in (await one(str(tmp_path / name))).error
+    with pytest.raises(ConfigError, match="without sockets of engines"):
+        targets([str(tmp_path)])
+
+
+# -- the socket of the host ----------------------------------------------------------------------------------
+
+
+async def test_a_rank_answers_on_its_socket_and_takes_it_away(tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    async with pair(inspect=InspectConfig(directory=directory)) as (prefill, decode, group):
+        params = lend(prefill, group, 300)
+        decode.announce("d0", params[0])
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        found = targets([str(directory)])
+        assert [Path(each).name for each in found] == [
+            f"decode.pp0.tp0.{decode.incarnation[:8]}.sock",
+            f"prefill.pp0.tp0.{prefill.incarnation[:8]}.sock",
+        ]
+        assert {stat.S_IMODE(os.stat(each).st_mode) for each in found} == {0o600}
+        reads, lends = await ask_all(found, most=1000)
+        assert [each.request_id for each in reads.requests] == ["d0"]
+        assert len(lends.requests) == 300
+    assert list(directory.iterdir()) == []
+
+
+async def test_nothing_else_is_taken_over_it(tmp_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=tmp_path)) as (prefill, _, _):
+        path = next(each for each in targets([str(tmp_path)]) if "prefill" in each)
+        for data in (
+            encode_packet("x", "", [Ping(1)]),
+            encode_packet("x", "", [StatusRequest(1, 1), StatusRequest(2, 1)]),
+            encode_packet("x", "", []),
+            b"rubbish",
+            bytes(1 << 20),
+        ):
+            reader, writer = await asyncio.open_unix_connection(path)
+            write_packet(writer, data)
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+        assert "received.ping" not in prefill.statistics().counters
+        assert (await one(path)).engine_id == "prefill"
+
+
+async def test_no_more_guests_than_there_is_room_for(tmp_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=tmp_path)) as (_, _, _):
+        path = targets([str(tmp_path)])[0]
+        question = encode_packet("x", "", [StatusRequest(1)])
+        guests = []
+        for _ in range(MAX_GUESTS):
+            reader, writer = await asyncio.open_unix_connection(path)
+            write_packet(writer, question)
+            assert await read_packet(reader, 1 << 20)
+            guests.append(writer)
+        assert "too many guests" in (await one(path)).error
+        for writer in guests:
+            writer.close()
+            await writer.wait_closed()
+        assert not (await one(path)).error
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+async def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(mode)
+    engine = Engine(
+        EngineConfig(engine_id="e", inspect=InspectConfig(directory=directory)),
+        memory(1)[0],
+        data=SimData(SimNetwork(), "e"),
+    )
+    with pytest.raises(BackendError, match=f"with mode 0{mode:o}; it must be this user's"):
+        await engine.start()
+    assert list(directory.iterdir()) == []
+
+
+async def test_a_path_that_the_system_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    door = LocalDoor(tmp_path / ("x" * 90), lambda who, asked, answer: None)
+    with pytest.raises(BackendError, match="has room for 107; choose a shorter"):
+        await door.open(socket_name("engine", 0, 0, "0123456789abcdef"), "i")
+
+
+async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / socket_name("decode", 1, 2, "0123456789abcdef")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(left))
+    assert is_left_behind(left)
+    answer = await one(str(left))
+    assert (answer.is_left_behind, answer.rank) == (True, "decode/pp1/tp2@01234567")
+    assert "its process has ended without taking the socket away" in answer.error
+    async with pair(inspect=InspectConfig(directory=tmp_path)) as (_, _, _):
+        assert not left.exists()
+        assert len(targets([str(tmp_path)])) == 2
+
+
+@pytest.mark.parametrize("name", ["a.sock", "e.pp0.tp0.x", "e.ppx.tp0.x.sock", "e.pp0.tp0..sock"])
+async def test_a_socket_of_another_name_is_nobodys(name: str) -> None:
+    assert rank_of(Path(name)) == ""
+
+
+async def test_an_engine_that_closes_hangs_up(tmp_path: Path) -> None:
+    async with pair(inspect=InspectConfig(directory=tmp_path)) as (prefill, _, _):
+        path = next(each for each in targets([str(tmp_path)]) if "prefill" in each)
+        reader, writer = await asyncio.open_unix_connection(path)
+        await prefill.aclose()
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        assert path not in targets([str(tmp_path)])
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+async def test_an_engine_on_a_thread_answers_as_well(tmp_path: Path) -> None:
+    config = EngineConfig(
+        engine_id="prefill", inspect=InspectConfig(directory=tmp_path), nixl=NixlConfig(posting_threads=0)
+    )
+    thread = EngineThread(config, memory(1)[0])
+    await asyncio.to_thread(thread.start)
+    try:
+        found = await ask_all([thread.engine.endpoint.address, *targets([str(tmp_path)])])
+        assert [answer.engine_id for answer in found] == ["prefill", "prefill"]
+        assert "nixl" in found[0].account.facts.planes
+    finally:
+        await asyncio.to_thread(thread.close)
+    with pytest.raises(ConfigError, match="without sockets"):
+        targets([str(tmp_path)])
+
+
+async def test_one_asker_asks_again_and_again() -> None:
+    async with pair() as (prefill, _, group), Asker() as asker:
+        for number in range(3):
+            assert len((await asker.ask(prefill.endpoint.address, most=number + 1)).requests) == number
+            prefill.lend(group.make_params(f"p{number}", [(0, [number])], 16))

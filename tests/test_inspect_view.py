@@ -1,0 +1,335 @@
+"""What engines said, put side by side and shown: on a screen of any width, as JSON, and however hostile it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asynckv import cli
+from asynckv.core.account import Account, Facts, Lag, PeerStatus, PhaseCount
+from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
+from asynckv.diagnose.ask import Answer
+from asynckv.diagnose.inspect_cli import merged
+from asynckv.diagnose.inspect_join import Joined, as_json, join, unrepeated
+from asynckv.diagnose.inspect_view import one_request, overview, span
+
+PREFILL, DECODE = "prefill/tp0@aaaaaaaa", "decode/tp0@bbbbbbbb"
+
+
+def lease(reader: str = DECODE, state: str = "granted", pull_id: str = "bb-1", **changed: Any) -> RequestStatus:
+    rank = RankStatus(reader, state, pull_id=pull_id, granted_s=5.0, heard_s=1.0)
+    values: dict[str, Any] = {
+        "kind": "lease",
+        "request_id": "p1",
+        "prefill_request_id": "p1",
+        "state": "lent",
+        "age_s": 4.0,
+        "state_s": 4.0,
+        "left_s": 26.0,
+        "blocks": 2,
+        "waits": f"claimed and renewed by {reader}",
+        "ranks": (rank,),
+        "sequence": 7,
+    }
+    return RequestStatus(**values | changed)
+
+
+def pull(owner: str = PREFILL, said: str = "granted", **changed: Any) -> RequestStatus:
+    rank = RankStatus(owner, said, address="tcp://p:1", granted_s=5.0, bytes_planned=4096, transfers=1)
+    values: dict[str, Any] = {
+        "kind": "pull",
+        "request_id": "d1",
+        "prefill_request_id": "p1",
+        "state": "reading",
+        "age_s": 3.0,
+        "state_s": 2.0,
+        "left_s": None,
+        "blocks": 2,
+        "waits": f"bytes from {owner}",
+        "ranks": (rank,),
+        "pull_id": "bb-1",
+        "sequence": 7,
+    }
+    return RequestStatus(**values | changed)
+
+
+def answer(rank: str, *requests: RequestStatus, **changed: Any) -> Answer:
+    counts = tuple(PhaseCount(kind=x.kind, phase=x.state, number=1, oldest_s=x.age_s) for x in requests)
+    account = Account(engine_id=rank.partition("/")[0], rank=rank, requests=requests, counts=counts)
+    values: dict[str, Any] = {"address": f"tcp://{rank}:1", "engine_id": account.engine_id, "account": account}
+    return Answer(**values | changed)
+
+
+def silent(rank: str = "", **changed: Any) -> Answer:
+    return Answer(address="tcp://x:1", error="no answer within 5 s", account=Account(rank=rank), **changed)
+
+
+def verdicts(*answers: Answer) -> list[tuple[str, bool]]:
+    return [(other.verdict, other.is_amiss) for each in join(answers) for other in each.others]
+
+
+def shown(answers: Sequence[Answer], *, width: int = 100, top: int = 20, request: str = "") -> str:
+    console = Console(width=width, force_terminal=False, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(one_request(answers, request) if request else overview(answers, top))
+    return captured.get()
+
+
+# -- side by side ----------------------------------------------------------------------------------------
+
+
+def test_a_lease_stands_beside_its_readers_attempt() -> None:
+    found = join([answer(DECODE, pull()), answer(PREFILL, lease())])
+    assert [(each.rank, each.request.kind, each.is_amiss) for each in found] == [
+        (PREFILL, "lease", False),
+        (DECODE, "pull", False),
+    ]
+    assert [other.found and other.found.request_id for each in found for other in each.others] == ["d1", "p1"]
+    assert [each.rank for each in unrepeated(found)] == [PREFILL]
+
+
+@pytest.mark.parametrize(
+    ("reader", "says", "is_amiss"),
+    [
+        (answer(DECODE), "knows nothing of it", True),
+        (answer(DECODE, pull(sequence=8)), "knows nothing of it", True),
+        (answer(DECODE, is_cut=True), "not among the oldest that it told", False),
+        (answer("decode/tp0@cccccccc"), "its process has ended: decode/tp0@cccccccc is there now", True),
+        (silent(DECODE), "does not answer", True),
+        (silent(DECODE, is_left_behind=True), "its process has ended", True),
+        (silent(), "was not asked", False),
+        (answer(DECODE, pull(pull_id="bb-2")), "another attempt than the one that was granted", False),
+    ],
+)
+def test_a_reader_that_does_not_fit_its_lease_is_marked(reader: Answer, says: str, is_amiss: bool) -> None:
+    ((verdict, amiss), *_) = verdicts(answer(PREFILL, lease()), reader)
+    assert says in verdict
+    assert amiss is is_amiss
+
+
+def test_a_reader_under_another_name_is_known_by_its_process() -> None:
+    """A cohort may be called otherwise than its engine."""
+    named = lease(reader="sibling-2/tp0@bbbbbbbb", pull_id="bb-9")
+    ((verdict, amiss), *_) = verdicts(answer(PREFILL, named), answer(DECODE))
+    assert ("knows nothing of it" in verdict, amiss) == (True, True)
+    ((verdict, amiss), *_) = verdicts(answer(PREFILL, named), answer(DECODE, pull(pull_id="bb-9")))
+    assert (verdict, amiss) == ("", False)
+
+
+def test_an_unclaimed_lease_is_found_where_it_is_announced() -> None:
+    unclaimed = lease(reader="*", state="unclaimed", pull_id="")
+    announced = pull(kind="announced", state="announced")
+    assert verdicts(answer(PREFILL, unclaimed), answer(DECODE, announced))[0] == (
+        "announced there, and has not claimed it",
+        False,
+    )
+    assert verdicts(answer(PREFILL, unclaimed), answer(DECODE)) == [("no engine that was asked knows of it", False)]
+    assert verdicts(answer(PREFILL, unclaimed)) == [("", False)]
+
+
+def test_an_attempt_at_what_is_not_lent_is_marked() -> None:
+    assert verdicts(answer(PREFILL), answer(DECODE, pull(said="not_lent"))) == [("not lent there yet", False)]
+    assert verdicts(answer(PREFILL), answer(DECODE, pull()))[0][1]
+    for over in ("released", "only_released"):
+        assert verdicts(answer(PREFILL), answer(DECODE, pull(said=over))) == [("", False)]
+    assert verdicts(answer(PREFILL, lease(state="complete")), answer(DECODE)) == [("", False)]
+
+
+def test_what_one_engine_calls_by_two_names_is_told_once() -> None:
+    before, after = answer(DECODE, pull()), answer(DECODE, pull(), pull(request_id="d2", pull_id="bb-2"))
+    both = merged(before, after)
+    assert [each.request_id for each in both.requests] == ["d1", "d2"]
+    assert merged(silent(), after).error
+
+
+# -- on a screen -----------------------------------------------------------------------------------------
+
+
+def whole() -> list[Answer]:
+    facts = Facts(
+        version="0.1.0", host="h", pid=7, life="draining", uptime_s=3700, planes={"nixl": "1.5.1"}, lag=Lag(was_away=2)
+    )
+    peers = (
+        PeerStatus(rank=PREFILL, address="tcp://p:1", state="ready", heard_s=0.1),
+        PeerStatus(rank="p2/tp0@dd", address="tcp://p:2", state="gone", cause="refused the handshake", pulls=3),
+    )
+    decode = answer(DECODE, pull())
+    account = decode.account
+    more = Account(
+        rank=DECODE,
+        facts=facts,
+        counts=(*account.counts, PhaseCount(kind="pull", phase="quarantined", number=2, oldest_s=99.0)),
+        requests=account.requests,
+        holds=(HeldBlocks("d1", "reading", {0: tuple(range(200))}, 2.0, math.inf, (), "bb-1"),),
+        num_peers={"ready": 1, "gone": 1},
+        peers=peers,
+        budgets={"blocks_held": (2, 32), "bytes_in_flight": (4096, 1 << 28), "pulls_reading": (1, 1)},
+        closed_as="draining",
+    )
+    reads = Answer(address="tcp://d:1", engine_id="decode", account=more, gauges={"blocks_quarantined": 4})
+    return [answer(PREFILL, lease()), reads, silent("gone/tp0@ee")]
+
+
+def test_one_screen_answers_who_holds_what() -> None:
+    said = shown(whole())
+    for words in (
+        "prefill/tp0@aaaaaaaa",
+        "draining for 62 min",
+        "pid 7 on h, asynckv 0.1.0, NIXL 1.5.1, takes nothing new: draining",
+        "blocks held 2 of 32 · 4 quarantined · reading 1 of 1 · in flight 4 KiB of 256 MiB",
+        "pull: reading 1 (oldest 3.0 s) · quarantined 2 (oldest 99 s)",
+        "p2/tp0@dd gone, never heard, 3 requests: refused the handshake",
+        "p1  prefill/tp0@aaaaaaaa",
+        "claimed and renewed by decode/tp0@bbbbbbbb",
+        "decode/tp0@bbbbbbbb: d1 is reading there for 2.0 s",
+        "no answer within 5 s",
+        "... and 2 more: --top N shows more of them",
+    ):
+        assert words in said, said
+    assert said.count("d1") == 1
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_any_screen(width: int) -> None:
+    for said in (shown(whole(), width=width), shown(whole(), width=width, request="d1")):
+        assert max(map(len, said.splitlines())) <= width
+
+
+def test_one_request_is_shown_with_all_that_is_known() -> None:
+    said = shown(whole(), request="d1")
+    for words in (
+        "lease p1",
+        "pull d1",
+        "p1, sequence 7",
+        "2 held as reading for 2.0 s",
+        "(200 told)",
+        "0 B of 4 KiB read",
+    ):
+        assert words in said, said
+    told = lease(refused=((2.0, "claim", "wrong_cohort", DECODE, "not this one"),), history=((0.5, "granted"),))
+    said = shown([answer(PREFILL, told)], request="p1")
+    assert f"! a claim of {DECODE} was refused 2.0 s ago: wrong_cohort, not this one" in said
+    assert "0.5 s  granted" in said
+    assert "none of the 1 that answered knows of 'd1\\x1b'" in shown([answer(PREFILL), silent()], request="d1\x1b")
+
+
+def test_an_older_engine_is_shown_with_what_it_says() -> None:
+    said = shown([Answer(address="tcp://x:1", is_older=True, engine_id="e", gauges={"leases": 3, "pulls": 0})])
+    assert "gauges only, asynckv of an older version" in said
+    assert "leases 3" in said
+
+
+WILD = "\x1b]0;owned\x07[red]\u202e\n" * 50
+
+
+REFUSED: dict[str, Any] = {"refused": ((math.nan, WILD, WILD, WILD, WILD),)}
+
+
+def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
+    hostile = Account(
+        rank=WILD,
+        facts=Facts(life=WILD, host=WILD, pid=1, version=WILD, uptime_s=math.nan, planes={"nixl": WILD}),
+        counts=(PhaseCount(kind=WILD, phase=WILD, number=1, oldest_s=-math.inf),),
+        requests=(
+            lease(
+                request_id=WILD,
+                state=WILD,
+                waits=WILD,
+                age_s=math.nan,
+                reader=WILD,
+                left_s=math.inf,
+                history=((math.nan, WILD),),
+                **REFUSED,
+            ),
+        ),
+        holds=(HeldBlocks(WILD, WILD, {0: (1,)}, math.nan, math.inf, (WILD,)),),
+        num_peers={WILD: 1},
+        peers=(PeerStatus(rank=WILD, address=WILD, state=WILD, cause=WILD),),
+        budgets={"bytes_in_flight": (-5, 10**18)},
+    )
+    answers = [
+        Answer(address=WILD, account=hostile, gauges={WILD: 1}),
+        Answer(address=WILD, error=WILD),
+        Answer(address=WILD, is_older=True, engine_id=WILD, gauges={WILD: 1}),
+    ]
+    for said in (shown(answers), shown(answers, request=WILD)):
+        assert "\\x1b" in said
+        assert all(letter.isprintable() or letter == "\n" for letter in said)
+        assert len(said.splitlines()) < 150
+    json.loads(json.dumps(as_json(answers)), parse_constant=lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        (None, "-"),
+        (math.inf, "-"),
+        (math.nan, "-"),
+        (0.0004, "0.4 ms"),
+        (0.05, "50 ms"),
+        (0.4, "0.4 s"),
+        (61, "61 s"),
+        (3600.0, "60 min"),
+        (7300.0, "2.0 h"),
+        (1e6, "12 d"),
+    ],
+)
+def test_a_duration_is_written_for_people(seconds: float | None, says: str) -> None:
+    assert span(seconds) == says
+
+
+def test_what_json_says_is_stable() -> None:
+    document = as_json(whole())
+    assert list(document) == ["schema", "asked_at", "engines", "joined"]
+    assert document["schema"] == "asynckv.inspect/1"
+    prefill, decode, gone = document["engines"]
+    assert list(gone) == ["address", "took_s", "error", "is_left_behind"]
+    names = """address budgets closed_as counted_s counts engine_id facts gauges holds incarnation is_cut memory_epoch
+        num_peers num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
+    assert sorted(prefill) == names.split()
+    assert prefill["requests"][0]["ranks"][0]["rank"] == DECODE
+    assert list(decode["holds"][0]["blocks"]["0"][:2]) == [0, 1]
+    assert document["joined"][0] == {
+        "rank": PREFILL,
+        "kind": "lease",
+        "request_id": "p1",
+        "sequence": 7,
+        "others": [{"rank": DECODE, "state": "granted", "found": "reading", "verdict": "", "is_amiss": False}],
+    }
+    assert isinstance(join(whole())[0], Joined)
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nowhere"], "is not an address"),
+        (["tcp://127.0.0.1:0"], "names no port"),
+        (["h:1", "--top", "0"], "--top 0 is outside 1"),
+        (["h:1", "--watch", "0.1"], "--watch 0.1 is outside 0.2"),
+        (["h:1", "--watch", "1", "2"], "--watch takes one number"),
+        (["--watch", "1"], "--watch takes one number"),
+        (["h:1", "--keys", "x"], "--keys and --authorized belong together"),
+        (["h:1", "--keys", "/none/x.key_secret", "--authorized", "/none"], "cannot be read"),
+        (["h:1", "--timeout", "0"], "timeout_s is 0"),
+        (["h:1", "--request", "x" * 20_000], "has 20000 characters"),
+        ([], "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "inspect", *argv])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
