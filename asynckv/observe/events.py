@@ -332,8 +332,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
                         OBJECT,
                         "claims",
                         "Reader -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt. "
-                        "Where "
-                        "`claimed_s` is missing, the line is an old one, and `heard_s` says how long ago it was.",
+                        "Where `claimed_s` is missing, the line is an old one, and `heard_s` says how long ago it was.",
                     ),
                     REFUSED_MESSAGES,
                 ),
