@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,7 +28,7 @@ EPILOG = """
 
   kubectl logs -l app=vllm --tail=-1 | asynckv timeline - --request cmpl-5 --json - | jq .requests
 
-[bold]Exit status[/bold]  0 shown, 1 no such request, or more than one, 2 bad input
+[bold]Exit status[/bold]  0 shown, 1 more than one request matches, 2 bad input, or no such request
 """
 
 CHOOSE, OUT = "Which requests", "Output"
@@ -65,8 +64,8 @@ def timeline(
 ) -> None:
     """Show what became of requests, over all ranks and both sides, on one time axis.
 
-    Reads JSON logs of any number of processes, in any order, rotated, compressed or cut short. Clocks of different
-    hosts are aligned by what the processes said to each other, and how sure that is, is told.
+    Reads JSON logs of any number of processes, in any order, rotated or cut short.
+    Clocks of hosts are aligned by what was exchanged; how sure that is, is told.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -96,7 +95,6 @@ def timeline(
         raise ConfigError(found.nothing)
     for skipped in found.skipped[:8]:
         errors.print(f"left out: {skipped.lines:,} lines, {skipped.reason} (first {skipped.where})", markup=False)
-    gc.freeze()  # all of it stays to the end, and looking at it again and again takes longer than the work
     service = join(found)
     axis = make_axis(service)
     every = stories(axis)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.diagnose.axis import Axis, shown_seconds
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Story
+from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
 __all__ = ["clock_time", "show_all", "show_matches", "show_one", "show_slowest"]
@@ -182,13 +182,26 @@ def _events(story: Story) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=26)
     table.add_column(overflow="fold")
-    for mark in story.marks[:MAX_EVENTS]:
+    told: dict[tuple[str, str], list[Mark]] = {}
+    for mark in story.marks:
+        told.setdefault((mark.process.rank, mark.text), []).append(mark)
+    found = list(told.values())
+    for i, marks in enumerate(found):
+        if len(found) > MAX_EVENTS and MAX_EVENTS // 2 <= i < len(found) - MAX_EVENTS // 2:
+            if i == MAX_EVENTS // 2:
+                table.add_row("", "", Text(f"... {len(found) - MAX_EVENTS} more; --json has all", style="dim"))
+            continue
+        mark = marks[0]
         style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
-        at = f"{(mark.at - story.start) * 1e3:+,.3f} ms"
-        table.add_row(at, Text(without_control(mark.process.rank)), Text(without_control(mark.text), style=style))
-    if len(story.marks) > MAX_EVENTS:
-        table.add_row("", "", Text(f"... and {len(story.marks) - MAX_EVENTS} more; --json lists all", style="dim"))
+        text = Text(without_control(mark.text), style=style)
+        if len(marks) > 1:
+            text.append(f" ({len(marks)} times, until {_since(marks[-1].at - story.start)})", "dim")
+        table.add_row(_since(mark.at - story.start), Text(without_control(mark.process.rank)), text)
     return table
+
+
+def _since(seconds: float) -> str:
+    return f"{seconds * 1e3:+,.3f} ms"
 
 
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
