@@ -109,7 +109,7 @@ def timeline(
         if len(chosen) > 1:
             timeline_text.show_matches(chosen, request, console)
             raise typer.Exit(1)
-        timeline_text.show_one(axis, chosen[0], console)
+        timeline_text.show_one(axis, chosen[0], ground(axis), console)
     elif slowest is not None:
         chosen = sorted(every, key=lambda x: -x.seconds)[:slowest]
         timeline_text.show_slowest(axis, every, slowest, console)
