@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from asynckv.diagnose.join import Request
     from asynckv.diagnose.timeline_model import Story
 
 __all__ = ["EPILOG", "timeline"]
@@ -74,7 +75,7 @@ def timeline(
     from asynckv.diagnose.axis import make_axis
     from asynckv.diagnose.join import join
     from asynckv.diagnose.records import read_logs
-    from asynckv.diagnose.timeline_model import ground, stories
+    from asynckv.diagnose.timeline_model import families, ground, stories
     from asynckv.observe.output import check_writable, write, write_json
 
     if sum((request is not None, slowest is not None, all)) > 1:
@@ -97,13 +98,15 @@ def timeline(
         errors.print(f"left out: {skipped.lines:,} lines, {skipped.reason} (first {skipped.where})", markup=False)
     service = join(found)
     axis = make_axis(service)
-    every = stories(axis)
     console = Console(stderr=bool(piped))
+    # Of a million requests one is wanted at times.
+    together = list(families(service.requests))
+    every = stories(axis, _named(together, request) if request is not None else together)
     if request is not None:
-        chosen = _named(every, request)
+        chosen = every
         if not chosen:
             raise ConfigError(
-                f"--request {request}: no such request among {len(every):,}; give either side's id, a pull id or a "
+                f"--request {request}: no such request among {len(together):,}; give either side's id, a pull id or a "
                 f"sequence, as they are in the logs (successes may have been left out of them)"
             )
         if len(chosen) > 1:
@@ -132,14 +135,16 @@ def timeline(
             write("--perfetto", perfetto, trace(axis, shown, ground(axis)))
 
 
-def _named(every: Sequence[Story], wanted: str) -> list[Story]:
+def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
     """Find requests by name: what is exact before what is a sequence, and that before what begins so."""
-    if found := [x for x in every if wanted in (x.name, *x.others, *x.pull_ids)]:
+    from asynckv.diagnose.timeline_model import names
+
+    if found := [x for x in every if wanted in names(x)]:
         return found
     number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x in every if x.sequence == int(number)]):
+    if number.isdecimal() and (found := [x for x in every if any(str(r.sequence) == number for r in x)]):
         return found
-    return [x for x in every if any(name.startswith(wanted) for name in (x.name, *x.others, *x.pull_ids))]
+    return [x for x in every if any(name.startswith(wanted) for name in names(x))]
 
 
 def _most(chosen: Sequence[Story], errors: Console) -> list[Story]:

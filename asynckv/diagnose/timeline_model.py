@@ -22,7 +22,21 @@ from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["COLORS", "PHASES", "SUMS", "Arrow", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
+__all__ = [
+    "COLORS",
+    "PHASES",
+    "SUMS",
+    "Arrow",
+    "Bar",
+    "Ground",
+    "Lane",
+    "Mark",
+    "Story",
+    "families",
+    "ground",
+    "names",
+    "stories",
+]
 
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
@@ -247,9 +261,9 @@ class Ground:
     group: int
 
 
-def stories(axis: Axis) -> list[Story]:
-    """Make a story of every request, by time."""
-    out = [_story(axis, requests) for requests in _families(axis.service.requests)]
+def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
+    """Make a story of every request, by time; or only of some, as `families` puts them together."""
+    out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
     out = [x for x in out if x.lanes or x.marks]
     out.sort(key=lambda x: (x.group, x.start))
     for i, each in enumerate(out):
@@ -257,7 +271,16 @@ def stories(axis: Axis) -> list[Story]:
     return out
 
 
-def _families(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def names(family: Sequence[Request]) -> set[str]:
+    """Return all that a request is called: ids of both sides, and of its pulls."""
+    pulls = [p for r in family for p in r.all_pulls]
+    out = (
+        {x for r in family for x in (r.request_id, r.name)} | {p.request_id for p in pulls} | {p.pull_id for p in pulls}
+    )
+    return out - {""}
+
+
+def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Put requests together that are attempts at one: with new params an attempt is at another prefill request."""
     every = list(requests)
     family = list(range(len(every)))
@@ -283,7 +306,7 @@ def _families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     yield from together.values()
 
 
-def _story(axis: Axis, requests: list[Request]) -> Story:
+def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     lanes: list[Lane] = []
     marks: list[Mark] = []
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
