@@ -52,13 +52,18 @@ def _time_axis(summary: Summary) -> dict[str, Any]:
         "range": [_ms(summary.windows[0]), _ms(end)],
         "title": {"text": f"UTC, {time_text(summary.first, with_day=True)[:10]}; one value per {_width(summary)}"},
         "tickangle": 0,
-        "nticks": 6,
+        "tickformat": _clock(end - summary.windows[0]),
         "hoverformat": "%H:%M:%S.%3f" if summary.window_s < 1 else "%H:%M:%S",
     }
 
 
+def _clock(span: float) -> str:
+    """How ticks are written: the day is below the axis."""
+    return "%H:%M:%S.%L" if span < 2 else "%H:%M:%S" if span < 3600 else "%H:%M" if span < 86400 else "%m-%d %H:%M"
+
+
 def _width(summary: Summary) -> str:
-    return duration(summary.window_s).replace(".00 ", " ").replace(".0 ", " ")
+    return duration(summary.window_s).replace(".00\u00a0", "\u00a0").replace(".0\u00a0", "\u00a0")
 
 
 def _middles(summary: Summary) -> list[float]:
@@ -346,6 +351,7 @@ def _spans(
         "ticktext": ticks,
         "range": [len(rows) - 0.4, -0.6],
         "showgrid": False,
+        "zeroline": False,
     }
     height = 96 + 24 * max(len(rows), 2)
     layout = {"barmode": "overlay", "meta": {"height": height}}

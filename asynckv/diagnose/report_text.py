@@ -12,6 +12,8 @@ from asynckv.observe.console import without_control
 __all__ = ["Card", "bytes_text", "count_text", "duration", "safe", "share", "time_text", "verdict"]
 
 MOST_LETTERS = 200
+GAP = "\u00a0"
+"""Between a number and its unit, which stay in one line."""
 
 
 class Card(NamedTuple):
@@ -29,11 +31,11 @@ def duration(seconds: float) -> str:
         return "?"
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
+            return f"{seconds / size:.1f}{GAP}{unit}"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs" if seconds else "0 s"
+            return f"{_digits(seconds / size)}{GAP}{unit}"
+    return f"{_digits(seconds * 1e6)}{GAP}µs" if seconds else f"0{GAP}s"
 
 
 def _digits(number: float) -> str:
@@ -44,8 +46,8 @@ def bytes_text(number: float) -> str:
     """Write bytes with three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
-            return f"{_digits(number / size)} {unit}"
-    return f"{number:.0f} B"
+            return f"{_digits(number / size)}{GAP}{unit}"
+    return f"{number:.0f}{GAP}B"
 
 
 def count_text(number: float) -> str:
@@ -56,7 +58,7 @@ def count_text(number: float) -> str:
 def share(part: float, whole: float) -> str:
     """Write a part in percent."""
     percent = 100 * part / whole if whole else 0.0
-    return "0 %" if not part else f"{percent:.2g} %" if percent >= 0.01 else "< 0.01 %"
+    return f"0{GAP}%" if not part else f"{percent:.2g}{GAP}%" if percent >= 0.01 else f"<{GAP}0.01{GAP}%"
 
 
 def time_text(at: float, *, with_day: bool = False) -> str:
