@@ -191,9 +191,11 @@ def test_bytes_and_shares_are_said_as_people_do() -> None:
         "1.50 kB",
         "2.50 GB",
     ]
-    assert [share(*x).replace("\u00a0", " ") for x in ((0, 5), (1, 3), (1, 1_000_000), (0, 0))] == [
+    assert [share(*x).replace("\u00a0", " ") for x in ((0, 5), (1, 3), (1, 30), (5, 5), (1, 1_000_000), (0, 0))] == [
         "0 %",
         "33 %",
+        "3.3 %",
+        "100 %",
         "< 0.01 %",
         "0 %",
     ]

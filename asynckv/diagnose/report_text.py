@@ -9,7 +9,7 @@ from typing import NamedTuple
 from asynckv.diagnose.summary_model import Summary
 from asynckv.observe.console import without_control
 
-__all__ = ["Card", "bytes_text", "count_text", "duration", "safe", "share", "time_text", "verdict"]
+__all__ = ["Card", "bytes_text", "count_text", "duration", "number", "safe", "share", "time_text", "verdict"]
 
 MOST_LETTERS = 200
 GAP = "\u00a0"
@@ -50,6 +50,11 @@ def bytes_text(number: float) -> str:
     return f"{number:.0f}{GAP}B"
 
 
+def number(count: float, one: str, many: str) -> str:
+    """Write a count of things."""
+    return f"one {one}" if round(count) == 1 else f"{count_text(count)} {many}"
+
+
 def count_text(number: float) -> str:
     """Write a count, or an estimate of one."""
     return f"{round(number):,}"
@@ -58,7 +63,11 @@ def count_text(number: float) -> str:
 def share(part: float, whole: float) -> str:
     """Write a part in percent."""
     percent = 100 * part / whole if whole else 0.0
-    return f"0{GAP}%" if not part else f"{percent:.2g}{GAP}%" if percent >= 0.01 else f"<{GAP}0.01{GAP}%"
+    if not part:
+        return f"0{GAP}%"
+    return (
+        f"{percent:.0f}{GAP}%" if percent >= 10 else f"{percent:.2g}{GAP}%" if percent >= 0.01 else f"<{GAP}0.01{GAP}%"
+    )
 
 
 def time_text(at: float, *, with_day: bool = False) -> str:
@@ -86,7 +95,9 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
     asked = pulls.ended - pulls.retried
     if pulls.ended:
         failed = f"{pulls.failed:,} ({share(pulls.failed, asked)}) failed" if pulls.failed else "none failed"
-        said.append(f"{count_text(asked)} pulls ended within {span}; {failed}{_causes(summary, 'pull')}.")
+        said.append(
+            f"{number(asked, 'pull', 'pulls').capitalize()} ended within {span}; {failed}{_causes(summary, 'pull')}."
+        )
         is_good = not pulls.failed
     else:
         said.append(f"No pull ended within {span}.")
@@ -96,7 +107,7 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
         told = list(late.causes.values())
         named = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
         named += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
-        said.append(f"Blocks of {late.requests:,} requests came back late: {'; '.join(named)}.")
+        said.append(f"Blocks of {number(late.requests, 'request', 'requests')} came back late: {'; '.join(named)}.")
     elif leases.lent and leases.ended_badly:
         is_good = False
         said.append(
