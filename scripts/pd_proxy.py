@@ -25,6 +25,7 @@ AsyncKVConnector, and `scripts.tiny_engine`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import sys
@@ -42,6 +43,7 @@ from aiohttp import web
 from scripts import command
 from scripts.pd_engines import Engine, EngineFault, Engines, Limits
 from scripts.pd_http import COMPLETIONS, Refused, errors_as_json, log_as_json, serving, until_told
+from scripts.pd_traces import Trace
 
 OF_GENERATION = {"min_tokens", "min_completion_tokens", "stream_options"}
 """What a request may say of its generation that does not go with one token in one piece."""
@@ -63,6 +65,7 @@ class Job:
         headers: What engines are told: the client's credentials, the id that all logs have in common, and where to have
             the prompt prefilled once more.
         lender: The prefill engine whose params are in use.
+        trace: What it belongs to.
         avoid: Engines that have failed it.
         task: What handles it, until its answer is written.
         limit: When the router ends it; never, as long as the router runs.
@@ -70,7 +73,8 @@ class Job:
         notes: For the log.
     """
 
-    def __init__(self, request: web.Request, ends: float | None = None) -> None:
+    def __init__(self, request: web.Request, ends: float | None = None, provider: Any = None) -> None:
+        self.trace = Trace(request.headers, provider)
         self.request, self.path, self.began = request, request.path, time.monotonic()
         self.task, self.limit = asyncio.current_task(), asyncio.timeout_at(ends)
         self.stream: web.StreamResponse | None = None
@@ -100,6 +104,7 @@ class Router:
         max_requests: More at a time are refused.
         max_body_mib: A larger body is refused.
         drain_s: How long requests may go on when it is stopped.
+        provider: OpenTelemetry's; the one that is set for the process if left out.
     """
 
     def __init__(
@@ -112,7 +117,9 @@ class Router:
         max_requests: int = 1024,
         max_body_mib: float = 16.0,
         drain_s: float = 30.0,
+        provider: Any = None,
     ) -> None:
+        self._provider = provider
         self._limits, self._drain_s = limits or Limits(), drain_s
         self._attempts, self._max_requests, self._max_body_mib = attempts, max_requests, max_body_mib
         self._registry = prometheus.CollectorRegistry()
@@ -174,9 +181,13 @@ class Router:
         return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        job, status = Job(request, self._ends), 500
+        job, status = Job(request, self._ends, self._provider), 500
         self._jobs[job.token] = job
-        with self._in_flight.track_inprogress(), structlog.contextvars.bound_contextvars(id=job.id):
+        with (
+            self._in_flight.track_inprogress(),
+            structlog.contextvars.bound_contextvars(id=job.id),
+            job.trace.request(job.path, job.id),
+        ):
             try:
                 if len(self._jobs) > self._max_requests:
                     raise Refused(503, f"{self._max_requests} requests are under way already", "overloaded")
@@ -200,6 +211,7 @@ class Router:
             finally:
                 del self._jobs[job.token]
                 self._answered.labels(job.path, status).inc()
+                job.trace.answered(status)
                 self._passed("end", job)
                 log.info("request", path=job.path, status=status, **job.notes)
 
@@ -266,8 +278,9 @@ class Router:
         body |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
-        async with self.engines.ask(engine, job.path, job.headers, body, self._limits.prefill_s) as answer:
-            found = engine.decoded(await answer.read())
+        with job.trace.ask("prefill", engine.url) as trace:
+            async with self.engines.ask(engine, job.path, job.headers | trace, body, self._limits.prefill_s) as answer:
+                found = engine.decoded(await answer.read())
         self._passed("prefill", job)
         return found.get("kv_transfer_params")
 
@@ -277,7 +290,9 @@ class Router:
         # Never the client's own params, for they name hosts to talk to.
         body = {name: value for name, value in job.body.items() if name != "kv_transfer_params"}
         body |= {"kv_transfer_params": params} if params else {}
-        async with self.engines.ask(engine, job.path, job.headers, body) as answer:
+        async with contextlib.AsyncExitStack() as asking:
+            trace = asking.enter_context(job.trace.ask("decode", engine.url))
+            answer = await asking.enter_async_context(self.engines.ask(engine, job.path, job.headers | trace, body))
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if not body.get("stream"):
                 data = await answer.read()

@@ -23,16 +23,17 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import aiohttp
+import prometheus_client as prometheus
 import torch
 import typer
 from aiohttp import web
 
-from asynckv import Engine, EngineConfig, PrefillGroup, PullConfig, configure_logging
+from asynckv import Engine, EngineConfig, Metrics, PrefillGroup, PullConfig, Tracing, configure_logging
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
 from scripts import command, tiny_request
 from scripts.disagg_generate import Pages, Subject, gather, load, store
@@ -121,6 +122,10 @@ class TinyEngine:
         # A router can ask another engine within seconds, so a lost one need not be waited for.
         pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
         self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull), self._pages.registration)
+        self._registry = prometheus.CollectorRegistry()
+        self._registry.register(Metrics(self._engine))
+        with contextlib.suppress(ImportError):  # OpenTelemetry is an extra
+            Tracing(self._engine)
         self._model = ThreadPoolExecutor(1, "model")
         self._step_s = step_ms / 1000
         self._state = {"waiting": 0, "running": 0}
@@ -130,6 +135,7 @@ class TinyEngine:
         app.router.add_routes([web.post(path, self._complete) for path in COMPLETIONS])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         self._serving = serving(app, host, port, drain_s=5)
 
     async def __aenter__(self) -> Self:
@@ -158,14 +164,16 @@ class TinyEngine:
         answer = Answer(request, f"cmpl-{request_id}", is_chat, is_stream, len(prompt))
         with self._counted("running"):
             if is_prefill:
-                found = await self._prefill(request_id, prompt)
+                found = await self._prefill(request_id, prompt, request.headers)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
             again = request.headers.get("X-Prefill-Again", "")
             async with self._cache(request_id, prompt, lent, again) as cache:
                 tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
                 return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))
 
-    async def _prefill(self, request_id: str, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    async def _prefill(
+        self, request_id: str, prompt: list[int], headers: Mapping[str, str]
+    ) -> tuple[list[int], dict[str, Any]]:
         """Compute a prompt and lend its KV cache; returns a token, and the params for whoever goes on."""
         tokens = len(prompt) - 1
         blocks = await self._take(tokens)
@@ -173,7 +181,7 @@ class TinyEngine:
             cache = await self._compute_prompt(prompt)
             await self._on_model(self._store, cache, blocks, tokens)
             first = [token async for token in self._generate(cache, prompt[-1], tokens, 1)]
-            params = self._group.make_params(request_id, [(0, blocks)], tokens, written=True)
+            params = self._group.make_params(request_id, [(0, blocks)], tokens, written=True, trace=headers)
             lent = self._engine.lend(params)
         except BaseException:
             self._blocks.give(blocks)
@@ -270,6 +278,10 @@ class TinyEngine:
     async def _health(self, request: web.Request) -> web.Response:
         held = {"blocks_held": self._blocks.num_held, "blocks": self._blocks.count}
         return web.json_response({"status": "ok", "name": self.name, **self._state, **held})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text = prometheus.generate_latest(self._registry)
+        return web.Response(body=text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "asynckv"}]})

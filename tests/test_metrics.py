@@ -441,6 +441,8 @@ def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
             MetricsEndpoint(metrics, host=host)
     with MetricsEndpoint(metrics, host="0.0.0.0", allow_remote=True) as endpoint:
         port = endpoint.url.rpartition(":")[2]
+        with pytest.raises(ConfigError, match=f"cannot be served on 0.0.0.0 port {port}: .*in use"):
+            MetricsEndpoint(metrics, host="0.0.0.0", port=int(port), allow_remote=True).start()
         status, text = get(f"http://127.0.0.1:{port}", "/readyz")
         assert (status, json.loads(text)) == (503, {"ok": False, "engines": [], "why": "no engine is shown"})
     with MetricsEndpoint(metrics) as endpoint, pytest.raises(LocalProtocolError, match="listens at"):

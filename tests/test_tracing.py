@@ -8,7 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -18,7 +20,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asynckv import ConfigError, Endpoint, PrefillGroup, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
-from tests.engines import Bench, until
+from scripts import pd_traces
+from scripts.pd_engines import Limits
+from scripts.pd_http import serving
+from scripts.pd_proxy import Router
+from tests.engines import Bench, Side, until
 from tests.observed import QUICK, end, story
 
 pytestmark = pytest.mark.anyio
@@ -243,6 +249,89 @@ async def test_a_context_that_a_router_has_garbled_is_none(sim: Bench, spans: Sp
         assert not list(spans)
         assert decode.engine.statistics().counters.get("observers.failed", 0) == 0
         assert not traced._lent
+
+
+# -- the router --------------------------------------------------------------------------------------
+
+
+class Told:
+    """An engine behind HTTP that does what its role asks of asynckv."""
+
+    def __init__(self, side: Side, group: PrefillGroup, role: str) -> None:
+        self.side, self.group, self.role = side, group, role
+        self.headers: list[Mapping[str, str]] = []
+        self.fails = 0
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def complete(self, request: web.Request) -> web.Response:
+        self.headers.append(request.headers)
+        body, name = await request.json(), request.headers["X-Request-Id"]
+        if self.fails:
+            self.fails -= 1
+            return web.json_response({"error": {"message": "not now"}}, status=500)
+        if self.role == "prefill":
+            params = self.group.make_params(name, [(0, [1])], 16, written=True, trace=request.headers)
+            self.side.engine.lend(params)
+            return web.json_response({"kv_transfer_params": {"asynckv": params}})
+        await self.side.engine.pull(name, [(0, [2])], body["kv_transfer_params"]["asynckv"])
+        return web.json_response({"choices": []})
+
+    def serving(self) -> Any:
+        app = web.Application()
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/v1/completions", self.complete)
+        return serving(app, "127.0.0.1", 0, drain_s=0.1)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+async def test_a_clients_trace_goes_through_the_router_to_both_engines(
+    sim: Bench, spans: Spans, monkeypatch: pytest.MonkeyPatch, has_library: bool
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(pd_traces, "otel", None)
+    async with sim.pair() as (prefill, decode, group):
+        Tracing(prefill.engine, decode.engine, provider=spans.provider)
+        lender, reader = Told(prefill, group, "prefill"), Told(decode, group, "decode")
+        reader.fails = 1
+        async with lender.serving() as lender_url, reader.serving() as reader_url:
+            router = Router([lender_url], [reader_url], Limits(health_s=60), provider=spans.provider)
+            async with serving(router.app(), "127.0.0.1", 0, 0.1) as url, aiohttp.ClientSession() as session:
+                ask: Any = {"json": {"prompt": "one"}, "headers": {"traceparent": TRACEPARENT, "X-Request-Id": "chat"}}
+                async with session.post(f"{url}/v1/completions", **ask) as answer:
+                    assert answer.status == 200
+        await until(lambda: spans.of("asynckv.lease", "chat") and spans.of("asynckv.release", "chat"))
+        found = {span.context.span_id: span for span in spans if span.context is not None}
+        assert {f"{span.context.trace_id:032x}" for span in found.values() if span.context} == {TRACEPARENT[3:35]}
+        up = {
+            span.name: found[span.parent.span_id].name if span.parent and span.parent.span_id in found else ""
+            for span in found.values()
+        }
+        client = int(TRACEPARENT[36:52], 16)
+        if has_library:
+            assert up == {
+                "route": "",
+                "prefill": "route",
+                "decode": "route",
+                "asynckv.lease": "prefill",
+                "asynckv.pull": "prefill",
+                "asynckv.release": "asynckv.pull",
+            }
+            (route,) = [span for span in found.values() if span.name == "route"]
+            assert route.parent is not None
+            assert route.parent.span_id == client
+            assert attributes(route)["http.response.status_code"] == 200
+            failed = [s.status.status_code for s in found.values() if s.name == "decode"]
+            assert sorted(code.name for code in failed) == ["ERROR", "UNSET"]
+        else:
+            assert up == {"asynckv.lease": "", "asynckv.pull": "", "asynckv.release": "asynckv.pull"}
+            assert {headers["traceparent"] for headers in lender.headers + reader.headers} == {TRACEPARENT}
+            (pull,) = spans.of("asynckv.pull", "chat")
+            assert pull.parent is not None
+            assert pull.parent.span_id == client
+        for lease in prefill.engine.requests():
+            assert lease.kind == "lease"  # of the params that the decode engine never asked for
 
 
 def test_what_is_no_engine_is_refused_and_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,17 @@ def test_what_is_said_reaches_the_engine() -> None:
     assert (config.nixl.posting_threads, config.log.slow_s, config.limits.hellos_per_s) == (1, 1.0, 9.0)
 
 
+def test_workers_show_their_engines_on_ports_that_follow() -> None:
+    options = Options.parse({"metrics": {"port": 9400}})
+    assert options.metrics is not None
+    assert (options.metrics.port, options.metrics.host, options.metrics.allow_remote) == (9400, "127.0.0.1", False)
+    assert Options.parse({"metrics": None}).metrics is None
+    assert not hasattr(options.engine_config("e"), "metrics")
+    for given, says in (({}, "lacks port"), ({"port": 0}, "port is 0"), ({"port": 1, "path": "/"}, "no option 'path'")):
+        with pytest.raises(ConfigError, match=says):
+            Options.parse({"metrics": given})
+
+
 def test_a_request_may_wait_in_the_queue_for_longer_than_an_engine_would_keep_it() -> None:
     for given in ({}, {"pull": {"timeout_s": 5}}, {"lease": {"lease_s": 5}}):
         options = Options.parse(given)

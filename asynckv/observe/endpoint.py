@@ -126,7 +126,7 @@ class MetricsEndpoint:
         """Listen.
 
         Raises:
-            OSError: The address is not to be had.
+            ConfigError: The address is not to be had.
             LocalProtocolError: It listens already, or has ended.
         """
         if self._server is not None:
@@ -134,7 +134,10 @@ class MetricsEndpoint:
         if self._is_over:
             raise LocalProtocolError("the endpoint has ended; make a new one")
         kind = _Server6 if ":" in self._host else _Server
-        server = make_server(self._host, self._port, self._answer, kind, _Handler)
+        try:
+            server = make_server(self._host, self._port, self._answer, kind, _Handler)
+        except (OSError, OverflowError) as exc:
+            raise ConfigError(f"metrics cannot be served on {self._host} port {self._port}: {exc}") from exc
         self._server = server
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{server.server_port}"

@@ -30,6 +30,7 @@ except ImportError as exc:
     raise ImportError("metrics need prometheus_client: pip install 'asynckv[metrics]'") from exc
 
 from asynckv.arguments import number
+from asynckv.core.attempts import RETRYABLE_ELSEWHERE
 from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
@@ -196,7 +197,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "control.rejected.": ("connections_rejected", (), ()),
     "control.refused.": ("connections_refused", (), ()),
     "control.packets_": ("packets", (), ("in", "out")),
-    "log.": ("log_events_lost", (), ("failed",)),
+    "log.": ("log_events_lost", (), ("failed", "dropped")),
 }
 """Counters of the engine that begin so: the metric, labels before the rest of the name, and what is shown as 0."""
 
@@ -410,8 +411,8 @@ def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     yield "transfers_posted", (), tally.posts
     yield "pull_rereads", (), tally.rereads
     yield "blocks_given_up", (), tally.blocks_given_up
-    for reason, count in tally.retried.items():
-        yield "pulls_retried", (reason,), count
+    for reason in sorted(RETRYABLE_ELSEWHERE):
+        yield "pulls_retried", (reason.value,), tally.retried[reason.value]
     for peer_state in (*(state.value for state in PeerState), LEFT):
         yield "peer_changes", (peer_state,), tally.peer_states[peer_state]
     for labels, count in tally.peer_pulls.items():

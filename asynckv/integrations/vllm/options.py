@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from asynckv.arguments import seconds, shown
+from asynckv.arguments import MAX_NAME, flag, integer, seconds, shown, text
 from asynckv.config import (
     EngineConfig,
     InspectConfig,
@@ -25,7 +25,7 @@ from asynckv.config import (
 )
 from asynckv.errors import ConfigError
 
-__all__ = ["TESTED_VERSIONS", "Options", "remarks"]
+__all__ = ["TESTED_VERSIONS", "MetricsOptions", "Options", "remarks"]
 
 TESTED_VERSIONS = ("0.33.0",)
 """The versions of vLLM that this was tested with. Its connector interface changes without notice."""
@@ -33,6 +33,27 @@ TESTED_VERSIONS = ("0.33.0",)
 WHERE = "kv_connector_extra_config"
 
 LOOPBACK = "tcp://127.0.0.1:0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsOptions:
+    """Where a worker shows its engine to Prometheus (`docs/metrics.md`), beside vLLM's own endpoint.
+
+    Attributes:
+        port: The first worker's; the others have those that follow.
+        host: Where to listen.
+        allow_remote: Anybody who can reach the address may read it.
+    """
+
+    port: int
+    host: str = "127.0.0.1"
+    allow_remote: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "port", integer("port", self.port, 1, 65535, ConfigError))
+        text("host", self.host, MAX_NAME, 1, ConfigError)
+        flag("allow_remote", self.allow_remote, ConfigError)
+
 
 SECTIONS: Mapping[str, type[Any]] = {
     "lease": LeaseConfig,
@@ -42,6 +63,7 @@ SECTIONS: Mapping[str, type[Any]] = {
     "limits": LimitsConfig,
     "inspect": InspectConfig,
     "keys": KeysConfig,
+    "metrics": MetricsOptions,
 }
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -90,6 +112,7 @@ class Options:
         log: See `LogConfig`.
         limits: See `LimitsConfig`.
         inspect: See `InspectConfig`.
+        metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
         turn_lease_s: How long the blocks of a request that went on after its first token, and is to be lent at its
             end, wait for the next turn.
     """
@@ -104,6 +127,7 @@ class Options:
     log: LogConfig = field(default_factory=LogConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     inspect: InspectConfig = field(default_factory=InspectConfig)
+    metrics: MetricsOptions | None = None
     turn_lease_s: float = 480.0
 
     def __post_init__(self) -> None:
@@ -132,7 +156,7 @@ class Options:
                 section = dict(_mapping(f"{WHERE}.{name}", values[name]))
                 _refuse_unknown(f"{WHERE}.{name}", section, kind)
                 values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
-            elif name in values and name != "keys":
+            elif name in values and name not in ("keys", "metrics"):
                 raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
         options: Options = _made(WHERE, cls, values)
         return options

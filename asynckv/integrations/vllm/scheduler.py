@@ -242,8 +242,12 @@ class SchedulerHalf:
             _refuse(request, "the workers' addresses are not known, so its blocks cannot be lent")
             return None
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
+        trace = getattr(request, "trace_headers", None)  # vLLM keeps them where it traces
+        trace = trace if isinstance(trace, Mapping) else None
         try:
-            return self._group.make_params(request.request_id, lists, num_tokens, lease_s=lease_s, written=True)
+            return self._group.make_params(
+                request.request_id, lists, num_tokens, lease_s=lease_s, written=True, trace=trace
+            )
         except AsyncKVError as exc:
             _refuse(request, str(exc))
             return None

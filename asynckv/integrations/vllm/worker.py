@@ -77,6 +77,7 @@ class WorkerHalf:
         place, replica = place_of(vllm_config), vllm_config.parallel_config.data_parallel_index
         number = (replica * place.pp_size + place.pp_stage) * place.tp_size + place.tp_rank
         self._config = options.engine_config(str(vllm_config.kv_transfer_config.engine_id), number)
+        self._metrics, self._number = options.metrics, number
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._thread: EngineThread | None = None
         self._registration: Registration | None = None
@@ -106,7 +107,19 @@ class WorkerHalf:
             return
         self._registration = registration
         with unpinned():
-            self._thread = EngineThread(self._config, registration).start(START_S)
+            thread = EngineThread(self._config, registration)
+            self._show(thread)  # which ends with the engine
+            self._thread = thread.start(START_S)
+
+    def _show(self, thread: EngineThread) -> None:
+        """Show the engine to Prometheus, if that is wanted."""
+        if self._metrics is not None:
+            from asynckv.observe.endpoint import MetricsEndpoint
+            from asynckv.observe.metrics import Metrics
+
+            host, allow_remote = self._metrics.host, self._metrics.allow_remote
+            port = self._metrics.port + self._number
+            MetricsEndpoint(Metrics(thread), host=host, port=port, allow_remote=allow_remote).start()
 
     def unregister_kv_caches(self) -> None:
         """Let go of the memory, before vLLM gives it away: nothing reads or writes it any more. Does nothing twice."""
