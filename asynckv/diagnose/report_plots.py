@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
-from asynckv.diagnose.report_text import bytes_text, count_text, duration, safe, share, time_text
+from asynckv.diagnose.report_text import bytes_text, count_text, duration, number, safe, share, time_text
 from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
 from asynckv.tools import frame
 
@@ -371,16 +371,17 @@ def away(summary: Summary) -> str:
         for x in by_rank[rank]
     ]
     worst = max(summary.away, key=lambda x: x.seconds)
-    left = f" {len(ranked) - len(rows)} processes more are in the report as JSON." if len(ranked) > len(rows) else ""
+    said = f"{number(len(summary.away), 'time', 'times')} in {number(len(ranked), 'process', 'processes')}"
+    said = f"{said[0].upper()}{said[1:]}, for up to {duration(worst.seconds)}"
+    more = f" {len(ranked) - len(rows):,} more are in the report as JSON." if len(ranked) > len(rows) else ""
     return _spans(
         summary,
         "When event loops did not come to their engines",
-        f"{len(summary.away)} times, for up to {duration(worst.seconds)} in {safe(worst.rank, 60)}.",
+        f"{said} in {safe(worst.rank, 60)}.",
         rows,
         {"loop away": spans},
         {"loop away": list(BAD)},
-        f"{len(summary.away):,} times in {len(ranked):,} processes, for up to {duration(worst.seconds)}. At most one "
-        f"in ten seconds is logged per process.{left}",
+        f"{said}. At most one in ten seconds is logged per process.{more}",
     )
 
 
