@@ -319,6 +319,25 @@ def test_events_outside_the_time_asked_for_do_not_count() -> None:
     assert (found.first, found.last) == (START + 3, START + 6)
 
 
+def test_clocks_of_two_hosts_are_aligned_by_what_they_say_to_each_other() -> None:
+    ahead = 100.0
+    named = {"peer": PREFILL, "peer_incarnation": "aaaaaaaa" * 4, "address": "tcp://h1:1"}
+    found = summed(
+        say(0.0, "engine_started", PREFILL, host="h1"),
+        say(ahead, "engine_started", host="h2"),
+        say(ahead + 1.0, "peer_changed", before="new", state="connecting", **named),
+        say(1.001, "reader_met", PREFILL, reader=DECODE, reader_incarnation="dddddddd" * 4),
+        say(ahead + 1.002, "peer_changed", before="connecting", state="loading", **named),
+        say(ahead + 1.003, "peer_changed", before="loading", state="ready", **named),
+        ended(ahead + 2.0),
+        say(3.0, "engine_stopped", PREFILL),
+    )
+    assert found.last - found.first == pytest.approx(3.0, abs=0.1)
+    assert "aligned" in found.clocks[0]
+    (pair,) = found.peers
+    assert pair.last_good == pytest.approx(START + 2.0, abs=0.01)
+
+
 JUNK: list[Any] = [None, True, -1, 1 << 80, 1e308, math.nan, "text", [], {}, [1], {"a": 1}]
 
 

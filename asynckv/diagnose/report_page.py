@@ -102,8 +102,7 @@ def _notes(summary: Summary) -> Iterable[str]:
     if read.skipped:
         lines = sum(x["lines"] for x in read.skipped)
         yield f"{lines:,} lines could not be read; the last section has the reasons."
-    if len({x.host for x in summary.engines if x.host}) > 1:
-        yield "The processes run on several hosts: times are those of each host's own clock."
+    yield from (safe(x, 400) for x in summary.clocks)
 
 
 def _sections(summary: Summary) -> Iterable[tuple[str, str, str]]:

@@ -10,12 +10,16 @@ the samples. What was left out after a process's last word is not known.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from asynckv.diagnose import summary_rest as rest
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.join import Service, join
 from asynckv.diagnose.records import Logs, Record
 from asynckv.diagnose.summary_model import Engine, Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
@@ -24,6 +28,7 @@ from asynckv.observe.events import EVENT
 
 __all__ = ["summarise"]
 
+MAX_NOTES = 4
 COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
 """What says how many successes were left out since the one before."""
 
@@ -36,7 +41,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         since: Seconds since 1970: earlier events do not count.
         until: Nor do later ones.
     """
-    records = logs.records
+    service = join(logs)
+    records, clocks = _aligned(service, logs.records)
     if since > -math.inf or until < math.inf:
         records = [x for x in records if since <= x.at <= until]
     read = Read(
@@ -72,13 +78,29 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         leases=leases,
         quarantine=_quarantine(by_process, windows),
         failures=failures,
-        late=rest.late(logs, since, until),
+        clocks=clocks,
+        late=rest.late(logs, service, since, until),
         peers=rest.peers(by_process, weights),
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
         engines=sorted(engines, key=lambda x: (x.engine_id, x.rank.split("@")[0], x.first)),
     )
+
+
+def _aligned(service: Service, records: Sequence[Record]) -> tuple[Sequence[Record], list[str]]:
+    """Give records of several hosts the times of one clock, and say what must be known of that."""
+    if len({x.host for x in service.processes.values() if x.host}) < 2:
+        return records, []
+    axis = make_axis(service)
+    moved = [
+        dataclasses.replace(x, at=at)
+        if (process := service.processes.get(x.incarnation)) and math.isfinite(at := axis.at(process, x.at)) and at > 0
+        else x
+        for x in records
+    ]
+    said = ["The processes run on several hosts; their clocks are aligned by what they said to each other."]
+    return sorted(moved, key=attrgetter("at")), said + [f"Clocks: {x}." for x in axis.notes()[:MAX_NOTES]]
 
 
 # -- samples -------------------------------------------------------------------------------------------
