@@ -140,6 +140,27 @@ def test_a_logged_success_stands_for_those_that_were_left_out_near_it() -> None:
     assert middle == pytest.approx(0.9, rel=0.1)
 
 
+def test_a_process_that_stops_in_order_says_how_many_there_were() -> None:
+    counters = {"pulls.started": 99, "pulls.complete": 60, "pulls.cancelled": 4, "pulls.timeout": 1}
+    counters |= {"pulls.overloaded": 7, "leases.lent": 30, "leases.released": 29, "leases.expired": 1}
+    stopped = say(20.0, "engine_stopped", counters=counters)
+    rows = [
+        ended(1.0),
+        ended(10.0, successes_not_logged=40),
+        ended(11.0, "timeout"),
+        say(12.0, "lease_lent", request_id="p", sequence=1, blocks=2),
+        say(19.0, "lease_ended", level="warning", request_id="q", sequence=2, blocks=2, seconds=5.0, cause="expired"),
+    ]
+    found = summed(say(0.0, "engine_started"), *rows, stopped)
+    assert [found.pulls.ended, found.leases.lent] == pytest.approx([65, 30])
+    assert (found.pulls.complete, found.pulls.cancelled, found.pulls.failed) == (60, 4, 1)
+    assert overall(found, found.pulls.ended_per_s) == pytest.approx(65)
+    assert [found.engines[0].pulls, found.engines[0].leases] == pytest.approx([65, 30])
+    # Without its start they may be of more than these logs.
+    found = summed(*rows, stopped)
+    assert found.pulls.ended + found.leases.lent == pytest.approx(2 + 40 + 1 + 1)
+
+
 def test_what_is_slow_is_no_sample_of_what_is_not() -> None:
     slow = dict(ended(1.0, seconds=9.0, successes_not_logged=98).fields)
     found = summed(ended(0.0), say(1.0, "pull_ended", level="warning", **slow))
