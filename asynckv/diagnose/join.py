@@ -206,9 +206,8 @@ class Lease:
         for _, entry in self.held:
             lent_s = number(entry.get("lent_s"))
             for name, claim in _objects(entry.get("claims")):
-                # Here `heard_s` is an age; with `claimed_s` beside it both are since the request was lent.
-                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
-                heard = lent_s - heard if math.isnan(claimed) else heard
+                # Here `heard_s` is an age; where a lease ends it counts from when the request was lent.
+                heard, claimed = lent_s - number(claim.get("heard_s")), number(claim.get("claimed_s"))
                 known = out.get(name)
                 pull_id = str(claim.get("pull_id") or "")
                 if math.isnan(claimed) and known is not None and known.pull_id == pull_id:

@@ -368,7 +368,7 @@ class _Judge:
             return story
         is_claimed = claim is not None or bool(start_of(name))
         story = self._claimed(lease, name, pulls) if is_claimed else self._unclaimed(request, lease, name, pulls)
-        if CATALOGUE[story.cause].is_class and (bug := self._bug(lease, pulls)) is not None:
+        if CATALOGUE[story.cause].is_class and (bug := self._bug(lease, name, pulls)) is not None:
             return bug
         return story
 
@@ -602,6 +602,9 @@ class _Judge:
             "seconds": _s(lease.seconds),
             "lease_s": _s(lease.lease_s),
         }
+        grant_s = lease.process.durations.get("grant_s", 10.0)
+        if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
+            return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
             cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying else C.READER_SILENT
             why = "its last word; it may have died"
@@ -705,13 +708,14 @@ class _Judge:
             return f"{after}, {detail}" if detail else after
         return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
 
-    def _bug(self, lease: Lease, pulls: Sequence[Pull]) -> _Story | None:
+    def _bug(self, lease: Lease, name: str, pulls: Sequence[Pull]) -> _Story | None:
         """An internal error on either side meanwhile."""
-        spans = [(lease.process, lease.lent_at, lease.lent_at + lease.seconds)]
-        spans += [(x.process, x.begun_at - 1.0, x.last_at + 1.0) for x in pulls]
-        for process, since, until in spans:
+        low, high = self._span(lease)
+        readers = [self._service.process_named(name), *(x.process for x in pulls)]
+        for process in (lease.process, *(x for x in readers if x is not None)):
             for record in process.of(EVENT.INTERNAL_ERROR):
-                if since <= record.at <= until:
+                at = self._when(process.incarnation, record.at)
+                if at[1] >= low and at[0] <= high:
                     return _Story(C.INTERNAL_ERROR, {"reader": process.rank, "why": record.text("error")})
         return None
 

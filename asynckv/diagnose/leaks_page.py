@@ -25,8 +25,8 @@ SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
 
 
-def report(leaks: Sequence[Leak], service: Service, logs: Logs) -> dict[str, Any]:
-    """Make plain data of all that was found."""
+def report(leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = ()) -> dict[str, Any]:
+    """Make plain data of all that was found; `unanswered` are engines that were asked in vain, and why."""
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
     times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
@@ -63,6 +63,7 @@ def report(leaks: Sequence[Leak], service: Service, logs: Logs) -> dict[str, Any
             "decode": [x.rank for x in decode],
             "quiet": sorted(quiet),
             "missing": service.missing(),
+            "unanswered": list(unanswered),
             "requests": len(service.requests),
         },
     }
@@ -190,9 +191,10 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _summary(read: dict[str, Any]) -> list[str]:
+    source = f"{read['lines']:,} lines of {read['files']:,} files" if read["files"] else "what running engines said"
     out = [
-        f"[dim]read {read['events']:,} events in {read['lines']:,} lines of {read['files']:,} files, "
-        f"{read['requests']:,} requests, {read['first']} to {read['last']} UTC[/dim]"
+        f"[dim]read {read['events']:,} events in {source}, {read['requests']:,} requests, {read['first']} to "
+        f"{read['last']} UTC[/dim]"
     ]
     for side in ("prefill", "decode", "quiet"):
         if read[side]:
@@ -200,6 +202,7 @@ def _summary(read: dict[str, Any]) -> list[str]:
             out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
     if read["missing"]:
         out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")
+    out += [f"[yellow]no answer from {x}[/yellow]" for x in read["unanswered"]]
     if read["repeated"]:
         out.append(f"[dim]{read['repeated']:,} lines were there twice[/dim]")
     out += [
