@@ -58,7 +58,8 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.STALE_PARAMS: _has("stale"),
     C.DIED_BEFORE_CLAIM: _has("died_before_claim", "rank_dead"),
     C.NEVER_HEARD_OF: _has("never_handed", "never_asked", "rank_dead"),
-    C.CAME_TOO_LATE: _has("asked_late"),
+    # Who reads nothing of a rank says nothing to it before he is done.
+    C.CAME_TOO_LATE: lambda whys: "asked_late" in whys or {"silent", "release_late"} <= whys,
     C.EXPIRED_WHILE_QUEUED: lambda whys: {"asked", "silent"} <= whys and "handed_late" not in whys,
     C.RANK_NEVER_SPOKE: lambda whys: {"silent", "siblings_spoke"} <= whys,
     C.NEVER_CLAIMED: lambda whys: "claimed" not in whys,
@@ -272,7 +273,9 @@ class Judge:
         if mode != "both":
             return ""
         if CATALOGUE[leak.cause].is_class:
-            return "vague"
+            # Nobody said for whom it was: no log can tell whether that was the one that died.
+            is_untold = leak.cause is C.NEVER_CLAIMED and all("untold" in o.whys for x in leases for o in x.owed)
+            return "" if is_untold else "vague"
         mishap = self.mishaps.get(truth.ask, "")
         if mishap in BEST and not any(x.whys & MAJOR - BROUGHT[mishap] for x in leases):
             # Who reads nothing meets nobody, and only its release is lost.

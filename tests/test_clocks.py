@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.diagnose.clocks import DRIFT, LATE_S, Pair, align
@@ -47,6 +47,7 @@ def true_offset(clocks: dict[str, Clock], process: str, reference: str, at: floa
     return clocks[process](at) - clocks[reference](at)
 
 
+@settings(max_examples=20)
 @given(
     st.integers(0, 1 << 32),
     st.lists(
@@ -70,6 +71,7 @@ def test_the_true_offset_lies_inside(seed: int, given_clocks: list[tuple[float, 
             assert abs(true_offset(clocks, process, reference, at) - offset.seconds) <= offset.within_s + 1e-4
 
 
+@settings(max_examples=20)
 @given(st.integers(0, 1 << 32), st.floats(0.5, 1e4), st.sampled_from((-1, 1)), st.floats(5, 95))
 def test_a_clock_that_was_set_is_found_and_never_silently_wrong(seed: int, by: float, sign: int, when: float) -> None:
     rng = random.Random(seed)

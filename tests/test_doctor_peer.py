@@ -90,6 +90,9 @@ async def test_an_engine_says_who_it_is_and_how_it_is_reached() -> None:
     assert (facts.major, facts.minor) == (wire.MAJOR, wire.MINOR)
     assert facts.memories == len(memory(1)[0].layout.memories)
     assert facts.gauges
+    assert facts.versions["asynckv"]
+    assert facts.life == "running"
+    assert facts.planes
     assert len(facts.round_trips) == peer.PINGS
     assert asked.place is not None
     assert not asked.may_read  # never a block of an engine's
@@ -239,8 +242,22 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_is_no_zmq_is_told_from_what_is_silent() -> None:
     with rude(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
         assert await codes(address) == {"to-not-zmq"}
+    with rude(None) as address:
+        assert await codes(address) == {"to-silent"}
     async with listener(lambda data: []) as address:
         assert await codes(address) == {"to-silent"}
+
+
+@pytest.mark.slow
+async def test_an_engine_that_is_away_is_not_taken_for_a_wrong_key(keys: Keys) -> None:
+    ours = keys.of("decode", "prefill")
+    plane = ZmqPlane("tcp://127.0.0.1:0", keys=keys.of("prefill", "decode"))
+    plane._from_zap = lambda frames: None  # type: ignore[method-assign]  # nobody says who may enter
+    await plane.start(lambda origin, data: None)
+    try:
+        assert await codes(str(plane.address), ours) == {"to-silent"}
+    finally:
+        await plane.aclose()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from asynckv import EngineConfig, InspectConfig
 from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
 from asynckv.core.types import Address, ReplyTo
-from asynckv.core.wire import MAX_TOLD, Status, StatusRequest, encode_packet
+from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
 from asynckv.errors import RemoteProtocolError
 from tests.world import Rank, World, make_layout
 
@@ -80,6 +80,26 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     assert account(world, decode, request_id="p2").requests[0].request_id == "d2"
     assert account(world, prefill, request_id="p2").requests[0].request_id == "p2"
     assert account(world, prefill, request_id="nobody's").requests == ()
+
+
+def test_of_one_request_all_is_told() -> None:
+    """What happened to it, and which messages about it were turned down."""
+    world = World()
+    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    params = world.params([prefill], "p1", [1], 4)
+    world.lend(prefill, params)
+    world.now = 1.0
+    claim = Claim(params.key, "p1", decode.core.cohort, "d-1", 1, bytes(16), 5.0)
+    prefill.core.receive(ReplyTo(b"way"), encode_packet("d-1", "", [claim]), world.time(prefill))
+    world.now = 3.0
+    (alone,) = account(world, prefill, request_id="p1").requests
+    ((ago, what, reason, who, detail),) = alone.refused
+    assert (ago, what, reason, who) == (2.0, "claim", "blocks_differ", "d/tp0@d-1")
+    assert "other blocks" in detail
+    assert alone.history[0] == (0.0, "lent")
+    world.now = 4.0
+    (among_others,) = account(world, prefill).requests
+    assert (among_others.refused[0][0], among_others.history) == (3.0, ())
 
 
 def test_it_tells_no_token() -> None:
@@ -161,12 +181,32 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
 def test_many_who_ask_are_bounded_together() -> None:
     world = World()
     prefill = prefill_rank(world)
-    said = [status for n in range(100) for status in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
+    said = [
+        status
+        for n in range(200)
+        for status in asked(world, prefill, StatusRequest(n, MAX_TOLD, request_id=f"r{n}"), who=b"%d" % n)
+    ]
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
-    assert len(refusals) == 100 - survey.TOTAL_BURST
+    assert len(refusals) == 200 - survey.TOTAL_BURST // (1 + MAX_TOLD // survey.TOLD_PER_TOKEN)
     assert refusals[0].retry_s > 0
     world.now += 1.0
     assert not account(world, prefill).refused
+
+
+def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    world.lend(prefill, world.params([prefill], "p1", [1], 4))
+    said: list[Status] = []
+    for n in range(5):
+        prefill.core.survey.ask(b"%d" % n, StatusRequest(n, 1), said.append, world.time(prefill))
+    said += asked(world, prefill)
+    assert [status.nonce for status in said] == [0, 1, 2, 3, 4]
+    assert {status.account for status in said} == {said[0].account}
+    world.lend(prefill, world.params([prefill], "p2", [2], 4))
+    assert [x.request_id for x in account(world, prefill, 1).requests] == ["p1"]
+    world.now += 2 * survey.FRESH_S
+    assert sum(x.number for x in account(world, prefill, 1).counts) == 2
 
 
 def test_an_engine_may_say_nothing_and_says_that() -> None:

@@ -212,6 +212,10 @@ def test_one_request_is_shown_with_all_that_is_known() -> None:
         "0 B of 4 KiB read",
     ):
         assert words in said, said
+    told = lease(refused=((2.0, "claim", "wrong_cohort", DECODE, "not this one"),), history=((0.5, "granted"),))
+    said = shown([answer(PREFILL, told)], request="p1")
+    assert f"! a claim of {DECODE} was refused 2.0 s ago: wrong_cohort, not this one" in said
+    assert "0.5 s  granted" in said
     assert "none of the 1 that answered knows of 'd1\\x1b'" in shown([answer(PREFILL), silent()], request="d1\x1b")
 
 
@@ -224,12 +228,26 @@ def test_an_older_engine_is_shown_with_what_it_says() -> None:
 WILD = "\x1b]0;owned\x07[red]\u202e\n" * 50
 
 
+REFUSED: dict[str, Any] = {"refused": ((math.nan, WILD, WILD, WILD, WILD),)}
+
+
 def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
     hostile = Account(
         rank=WILD,
         facts=Facts(life=WILD, host=WILD, pid=1, version=WILD, uptime_s=math.nan, planes={"nixl": WILD}),
         counts=(PhaseCount(kind=WILD, phase=WILD, number=1, oldest_s=-math.inf),),
-        requests=(lease(request_id=WILD, state=WILD, waits=WILD, age_s=math.nan, reader=WILD, left_s=math.inf),),
+        requests=(
+            lease(
+                request_id=WILD,
+                state=WILD,
+                waits=WILD,
+                age_s=math.nan,
+                reader=WILD,
+                left_s=math.inf,
+                history=((math.nan, WILD),),
+                **REFUSED,
+            ),
+        ),
         holds=(HeldBlocks(WILD, WILD, {0: (1,)}, math.nan, math.inf, (WILD,)),),
         num_peers={WILD: 1},
         peers=(PeerStatus(rank=WILD, address=WILD, state=WILD, cause=WILD),),
@@ -272,8 +290,8 @@ def test_what_json_says_is_stable() -> None:
     assert document["schema"] == "asynckv.inspect/1"
     prefill, decode, gone = document["engines"]
     assert list(gone) == ["address", "took_s", "error", "is_left_behind"]
-    names = """address budgets closed_as counts engine_id facts gauges holds incarnation is_cut memory_epoch num_peers
-        num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
+    names = """address budgets closed_as counted_s counts engine_id facts gauges holds incarnation is_cut memory_epoch
+        num_peers num_readers peers pp_size pp_stage rank requests took_s tp_rank tp_size"""
     assert sorted(prefill) == names.split()
     assert prefill["requests"][0]["ranks"][0]["rank"] == DECODE
     assert list(decode["holds"][0]["blocks"]["0"][:2]) == [0, 1]

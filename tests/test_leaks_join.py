@@ -84,12 +84,16 @@ def test_a_pull_of_another_request_id_is_found_by_its_key() -> None:
     service = join(
         [
             say(1, "lease_lent", request_id="a", sequence=7),
-            pull(3, "x-1", cause="complete", sequence=7, prefill_request_id="b", peer_ranks=["prefill/tp0@8a5aabf2"]),
+            pull(
+                3, "x-1", cause="wrong_request", sequence=7, prefill_request_id="b", peer_ranks=["prefill/tp0@8a5aabf2"]
+            ),
+            pull(4, "x-2", cause="complete", sequence=7, prefill_request_id="c", peer_ranks=["prefill/tp0@8a5aabf2"]),
         ]
     )
-    request = only(service)
+    request, other = service.requests
     assert not request.pulls
     assert list(request.others) == ["x-1"]
+    assert (other.request_id, list(other.pulls)) == ("c", ["x-2"])
 
 
 def test_a_scheduler_that_counts_from_zero_again_is_somebody_else() -> None:

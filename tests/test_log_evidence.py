@@ -302,3 +302,29 @@ async def test_a_failure_is_never_left_out(sim: Bench, logs: Lines) -> None:
             with pytest.raises(PullTimeout):
                 await task
     assert {e["sequence"] for e in logs.of("pull_ended")} == set(range(30))
+
+
+async def test_no_line_is_long_however_much_there_is_to_say(sim: Bench, logs: Lines) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        name = "n" * 16_000
+        params = decode_params(group.make_params(name, [(0, [1])], 16, written=True))
+        lent = prefill.engine.lend(params)
+        core, digest = prefill.engine._driver.core, blocks_digest(params.groups, 16, True)
+        for i in range(600):
+            cohort, pull_id = Cohort("c" * 500), PullId(f"p{i}".ljust(120, "p"))
+            claim = Claim(params.key, name, cohort, pull_id, i + 1, digest, 1.0)
+            release = Release(params.key, name, cohort, pull_id, Outcome.RETRY)
+            core.receive(ReplyTo(b"x"), encode_packet("9" * 32, "", [claim, release]), sim.clock.now())
+        prefill.engine._driver.soon()
+        for i in range(50):
+            prefill.engine._driver._internal_error(ValueError("v" * 100_000))
+            decode.engine._recorder.refused("x" * 9000, f"{i}" * 100_000, sim.clock.now())
+        sim.clock.advance(40.0)
+        await lent.wait_released()
+    assert max(map(len, logs.stream.getvalue().splitlines())) < 100_000
+    ended = logs.one("lease_ended")
+    assert (len(ended["history"]), len(ended["request_id"])) == (129, 4096)
+    assert ended["history"][32][1].endswith(" entries are left out")
+    assert ended["history"][-1][1] == "expired"
+    assert len(logs.of("internal_error")) == len(logs.of("refused")) == 10
+    assert len(logs.of("lease_granted")) <= 8

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.diagnose.records import Logs, Record
-from asynckv.diagnose.summary import Summary, summarise
+from asynckv.diagnose.summary import summarise
+from asynckv.diagnose.summary_model import Summary
 from asynckv.diagnose.summary_time import Windows, quantiles
 
 DECODE, PREFILL = "decode/tp0@dddddddd", "prefill/tp0@aaaaaaaa"

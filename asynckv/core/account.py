@@ -122,6 +122,7 @@ class Account(Struct, frozen=True, kw_only=True):
         incarnation: Which start of its process.
         closed_as: How it takes nothing new; empty while it does.
         counts: All requests by kind and phase, none left out.
+        counted_s: How long ago that was counted.
         requests: Some of them, the oldest first.
         holds: The blocks of these, with their ids as far as there is room.
         after: Ask for what follows with this; empty if nothing does.
@@ -144,6 +145,7 @@ class Account(Struct, frozen=True, kw_only=True):
     closed_as: str = ""
     facts: Facts = Facts()
     counts: tuple[PhaseCount, ...] = ()
+    counted_s: float = 0.0
     requests: tuple[RequestStatus, ...] = ()
     holds: tuple[HeldBlocks, ...] = ()
     after: str = ""

@@ -24,6 +24,10 @@ from asynckv.core.types import PullId
 __all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
 
 
+MAX_DETAIL = 200
+"""Letters of why a message was turned down."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBlocks:
     """Blocks that are not the engine's to use now, as an operator asks for them.
@@ -96,6 +100,9 @@ class RequestStatus:
         pull_id: As in the logs.
         attempt: Which attempt at the request this is.
         sequence: Of the key under which it is lent; the same on all ranks of both sides.
+        refused: Of a lease, messages that were turned down: how long ago, what (`claim`, `renew`, `release`), for which
+            reason, whose, and in which words.
+        history: What happened to it, and how long after it began; only where it is asked for alone.
     """
 
     kind: str
@@ -111,6 +118,8 @@ class RequestStatus:
     pull_id: str = ""
     attempt: int = 1
     sequence: int | None = None
+    refused: tuple[tuple[float, str, str, str, str], ...] = ()
+    history: tuple[tuple[float, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -209,10 +218,13 @@ class Inspector:
         """List what does not add up; empty is right."""
         wrong = self._ledger.audit()
         holders = {hold.holder for hold in self._ledger}
-        expected = {key.token for key in self._prefill.leases}
+        leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
+        names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token is nobody's to see
+        expected = set(leases)
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
-            wrong.append(f"{holder} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
+            who = f"request {names[holder]!r}" if holder in names else holder
+            wrong.append(f"{who} {'holds blocks for nobody' if holder in holders else 'holds no blocks'}")
         wrong += self._decode.audit()
         return wrong
 
@@ -294,6 +306,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         waits=lease.waits(now),
         ranks=tuple(ranks),
         sequence=lease.lent.key.sequence,
+        refused=tuple((now - x.at, x.what, x.reason, x.who, x.detail[:MAX_DETAIL]) for x in lease.refused),
     )
 
 

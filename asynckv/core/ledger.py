@@ -115,7 +115,7 @@ class Ledger:
             LocalProtocolError: The holder has one already.
         """
         if holder in self._holdings:
-            raise LocalProtocolError(f"{holder} holds blocks already")
+            raise LocalProtocolError(f"request {request_id[:200]!r} holds blocks already")
         for group, ids in blocks.items():
             if kind == "writing":
                 self._writing[group][ids] = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -57,7 +57,7 @@ class Identity:
     engine_id: str
     incarnation: str
     agent_name: str
-    metadata: bytes
+    metadata: bytes = field(repr=False)
     layout: Layout
     first_nonce: int = 1
     memory_epoch: int = 0

@@ -1,13 +1,15 @@
 """Answers who asks what a rank holds, a slice at a time: with 50,000 leases no turn of the loop gets any longer.
 
 A question waits in a queue of bounded length, and `tick` carries it on by one slice. First everything is counted, which
-serves all questions of the next half second, so that several watchers cost little more than one. Then the requests that
-are wanted are told, the oldest first. Nothing is sorted for that: leases and pulls are kept in the order in which they
-began. Where a page ended is said by the last request on it, so that nothing is kept for whoever asks, and none is left
-out or told twice while others come and go (but for requests that began at the very same moment as one that has ended
-since; those may be told again).
+serves all questions of the next moment, or of a longer one where there is much. Then the requests that are wanted are
+told, the oldest first; who asks the same at the same moment hears the same, so that several watchers cost little more
+than one.
 
-How often may be asked is bounded for each connection and for all together. Whoever asks too often, or where it is
+Nothing is sorted for that: leases and pulls are kept in the order in which they began. Where a page ended is said by
+the last request on it, so that nothing is kept for whoever asks, and none is left out or told twice while others come
+and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
+
+How much may be asked is bounded for each connection and for all together. Whoever asks too often, or where it is
 turned off, is told so. Nothing in here changes anything but the counts of questions.
 """
 
@@ -18,9 +20,10 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from asynckv.config import EngineConfig
 from asynckv.core.account import Account, Facts, PeerStatus, PhaseCount, encode_account
@@ -41,14 +44,17 @@ __all__ = ["Survey"]
 RATE, BURST = 8.0, 16
 """Questions per second of one connection, and how many may come at once after a silence."""
 
-TOTAL_RATE, TOTAL_BURST = 16.0, 32
-"""The same for all together."""
+TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
+"""The same for all together: a question is one, and one more for every so many requests that are told."""
 
 MAX_WAITING = 64
 """Questions that wait for their answer."""
 
-FRESH_S = 0.5
-"""For how long what was counted serves other questions."""
+FRESH_S = 0.2
+"""For how long an answer, and what was counted, serve other questions."""
+
+FRESH_S_EACH = 50e-6
+"""The same for what was counted, for each request: to count one takes a hundredth of it."""
 
 SLICE_LEASES, SLICE_PULLS, SLICE_TOLD = 2048, 512, 16
 """Looked at in one turn of the loop: half a millisecond each."""
@@ -68,6 +74,9 @@ MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 L = members(LeaseState)
 IDLE = PeerState.NEW, PeerState.READY
 
+MAX_HISTORY, MAX_EVENT = 128, 400
+"""Of a request that is wanted alone: the last events, and letters of each."""
+
 Answer = Callable[[Status], None]
 
 
@@ -75,11 +84,17 @@ class _Question(Struct, frozen=True):
     asked: StatusRequest
     answer: Answer
 
+    def use(self, status: Status) -> StatusRequest:
+        """Answer it with what was said to the same question."""
+        self.answer(structs.replace(status, nonce=self.asked.nonce))
+        return self.asked
+
 
 class _Counts(Struct):
     """Everything, counted at some moment."""
 
     at: float
+    fresh_until: float
     phases: dict[tuple[str, str], list[float]]
     """By kind and phase: how many, and when the oldest began."""
     tally: Tally
@@ -93,7 +108,8 @@ class _Counts(Struct):
         if known is None:
             self.phases[kind, phase] = [1, begun_at]
         else:
-            known[0] += 1  # those that began before came before
+            known[0] += 1
+            known[1] = min(known[1], begun_at)
 
 
 class Survey:
@@ -122,6 +138,8 @@ class Survey:
         self._waiting: deque[_Question] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
+        self._told: dict[StatusRequest, tuple[float, Status]] = {}
+        """Answers that are fresh, by what was asked."""
 
     def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float) -> None:
         """Take a question of a connection; it is answered now if it is refused, or in one of the next turns."""
@@ -131,9 +149,13 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
+        elif (fresh := self._fresh(asked, now)) is not None:
+            answer(fresh)
+            return
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
-            refusal = Account(refused=f"all together ask more than {TOTAL_RATE:g} times a second", retry_s=0.5)
+            refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
+            self._total.charge(None, now, asked.most / TOLD_PER_TOKEN)
             self._waiting.append(_Question(asked, answer))
             self.next_at = now
             return
@@ -151,7 +173,7 @@ class Survey:
                 self._working.send(now)
             except StopIteration as done:
                 self._working = None
-                self._waiting.popleft().answer(done.value)
+                self._answer(done.value, now)
             except BaseException:
                 # A bug of ours: whoever asked hears nothing, and all others are answered.
                 self._working = None
@@ -162,6 +184,22 @@ class Survey:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _answer(self, status: Status, now: float) -> None:
+        """Give the answer to whoever asked first, and to all who have asked the same since."""
+        said = _unnumbered(self._waiting.popleft().use(status))
+        same = [each for each in self._waiting if _unnumbered(each.asked) == said]
+        self._waiting = deque(each for each in self._waiting if _unnumbered(each.asked) != said)
+        for each in same:
+            each.use(status)
+        self._told = {key: told for key, told in self._told.items() if now - told[0] <= FRESH_S}
+        self._told[said] = now, status
+
+    def _fresh(self, asked: StatusRequest, now: float) -> Status | None:
+        told = self._told.get(_unnumbered(asked))
+        if told is None or now - told[0] > FRESH_S:
+            return None
+        return structs.replace(told[1], nonce=asked.nonce)
+
     def _status(self, nonce: int, gauges: dict[str, int], account: Account) -> Status:
         layout = self._identity.layout
         return Status(nonce, self._identity.engine_id, layout.tp_rank, layout.tp_size, gauges, encode_account(account))
@@ -169,7 +207,7 @@ class Survey:
     def _work(self, asked: StatusRequest) -> Generator[None, float, Status]:
         """Answer one question; every `yield` ends a slice, and takes the time when the next begins."""
         now = yield
-        if self._counts is None or now - self._counts.at > FRESH_S:
+        if self._counts is None or now > self._counts.fresh_until:
             now = yield from self._count(now)
         counts = self._counts
         assert counts is not None
@@ -181,6 +219,7 @@ class Survey:
         phases = [
             PhaseCount(kind=kind, phase=phase, number=int(number), oldest_s=counts.at - begun_at)
             for (kind, phase), (number, begun_at) in sorted(counts.phases.items())
+            if number
         ]
         if facts.num_retrying:
             oldest = max([request.age_s for request in facts.retrying], default=0.0)
@@ -197,6 +236,7 @@ class Survey:
             closed_as=self._prefill.closed_as,
             facts=facts,
             counts=tuple(phases),
+            counted_s=now - counts.at,
             requests=tuple(requests),
             holds=tuple(holds),
             after=after,
@@ -209,12 +249,10 @@ class Survey:
 
     def _count(self, now: float) -> Generator[None, float, float]:
         """Look at everything once."""
-        counts = _Counts(now, {}, Tally(), {}, [], [])
+        counts = _Counts(now, now, {}, Tally(), {}, [], [])
         leases = list(self._prefill.leases.values())
         for start in range(0, len(leases), SLICE_LEASES):
-            for lease in leases[start : start + SLICE_LEASES]:
-                if phase := _phase(lease, now):
-                    counts.add("lease", phase, lease.lent_at)
+            _count_leases(leases[start : start + SLICE_LEASES], counts.phases, now)
             now = yield
         pulls = list(self._decode.pulls.values())
         for start in range(0, len(pulls), SLICE_PULLS):
@@ -233,6 +271,7 @@ class Survey:
                 if len(some) < MAX_PEERS:
                     some.append(peer)
             now = yield
+        counts.fresh_until = now + max(FRESH_S, FRESH_S_EACH * (len(leases) + len(pulls)))
         self._counts = counts
         return now
 
@@ -255,6 +294,10 @@ class Survey:
                 return _place_of(told)
             told = request
             status = self._inspector.status(request, now)
+            if asked.request_id:
+                began = request.history[0][0]
+                told_of = tuple((at - began, text[:MAX_EVENT]) for at, text in request.history[-MAX_HISTORY:])
+                status = replace(status, history=told_of)
             requests.append(status)
             if (
                 held := self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
@@ -277,18 +320,40 @@ class Survey:
         }
 
 
+def _unnumbered(asked: StatusRequest) -> StatusRequest:
+    """What is asked, whoever asks."""
+    return structs.replace(asked, nonce=0)
+
+
 def _begun_at(request: Lease | Pull) -> float:
     return request.lent_at if isinstance(request, Lease) else request.called_at
 
 
-def _phase(lease: Lease, now: float) -> str:
-    """What most distinguishes a lease from others; empty if it is over."""
-    if lease.state is not L.LENT:
-        return "ending" if lease.state is L.ENDING else ""
-    for grant in lease.grants.values():
-        if grant.until > now:
-            return "granted"
-    return "lapsed" if lease.cohorts else "unclaimed"
+def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:
+    """Count leases by what most distinguishes them, in the order in which they began.
+
+    Thousands are counted in one turn: so it is one loop that calls nothing.
+    """
+    ending, granted, lapsed, unclaimed = (
+        phases.setdefault(("lease", phase), [0, math.inf]) for phase in ("ending", "granted", "lapsed", "unclaimed")
+    )
+    lent = L.LENT
+    for lease in leases:
+        if lease.state is not lent:
+            if lease.state is not L.ENDING:
+                continue
+            phase = ending
+        elif grants := lease.grants:
+            phase = lapsed
+            for grant in grants.values():
+                if grant.until > now:
+                    phase = granted
+                    break
+        else:
+            phase = lapsed if lease.cohorts else unclaimed
+        if not phase[0]:
+            phase[1] = lease.lent_at
+        phase[0] += 1
 
 
 def _is_named(request: Lease | Pull, name: str) -> bool:

@@ -92,6 +92,10 @@ class Key(Struct, frozen=True, array_like=True, gc=False):
     sequence: Annotated[int, Meta(ge=0, le=1 << 53)]
     token: Annotated[str, Meta(min_length=16, max_length=64)]
 
+    def __repr__(self) -> str:
+        """Without the token: whatever is written down in a hurry, such as a traceback, must not tell it."""
+        return f"Key(epoch={self.epoch!r}, memory_epoch={self.memory_epoch}, sequence={self.sequence})"
+
 
 class Cohort(Struct, frozen=True, array_like=True, gc=False):
     """The group of ranks of one decode engine that together read one lent request, and who speaks."""

@@ -25,7 +25,7 @@ from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Axis", "Step", "exchanges", "lease_steps", "make_axis", "pull_steps"]
+__all__ = ["Axis", "Step", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
 
 _GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
 _RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
@@ -33,6 +33,8 @@ _ANSWERED = re.compile(r"(?P<name>.+) granted [0-9.e+-]+ s\Z", re.DOTALL)
 _SETTLED = re.compile(r"release (?P<name>.+): acknowledged\Z", re.DOTALL)
 SURE_S = 0.25
 """A lesser step of a clock may as well be lines that were written late."""
+MAX_TIME = 1e11
+"""Seconds since 1970: some thousand years."""
 MAX_STEPS = 2048
 """Of one history; the engine keeps fewer."""
 
@@ -51,13 +53,18 @@ class Step:
     within_s: float = 0.0
 
 
+def is_time(at: float) -> bool:
+    """Tell moments from what nonsense in a log adds up to."""
+    return abs(at) < MAX_TIME
+
+
 Told = tuple[float, float]
 """A line's time, and how many seconds after something it says that it was written."""
 
 
 def _worked_out(lines: Iterable[Told], text: str = "") -> Step:
     """Return when something was; every line that knows was written a little late, so the earliest is right."""
-    found = [(at - after, DRIFT * abs(after)) for at, after in lines if math.isfinite(at - after)]
+    found = [(at - after, DRIFT * abs(after)) for at, after in lines if is_time(at - after)]
     at, within = min(found, key=lambda x: x[0] + x[1], default=(math.nan, 0.0))
     return Step(at, text, within)
 
@@ -119,7 +126,16 @@ def _lines(lease: Lease) -> list[Told]:
 def lent_at(lease: Lease) -> float:
     """Return when it was lent, by its process's clock."""
     at = _worked_out(_lines(lease)).at
-    return at if math.isfinite(at) else lease.lent_at
+    return at if is_time(at) else lease.lent_at if is_time(lease.lent_at) else math.nan
+
+
+def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
+    """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
+    seen: set[str] = set()
+    for step in steps:
+        if (found := _GRANTED.match(step.text)) and found["pull"] not in seen:
+            seen.add(found["pull"])
+            yield found["pull"], found["name"], step.at
 
 
 def exchanges(service: Service) -> Iterator[Pair]:
@@ -177,7 +193,7 @@ def _of_request(service: Service, request: Request) -> Iterator[Pair]:
 def _pair(cause: Process, left: Step, effect: Process, came: Step, kind: str) -> Iterator[Pair]:
     """Make a pair that is sure: the cause as early as it may have been, the effect as late."""
     one, other = left.at - left.within_s, came.at + came.within_s
-    if math.isfinite(other - one):
+    if is_time(one) and is_time(other):
         yield Pair(cause.incarnation, one, effect.incarnation, other, kind)
 
 
@@ -288,11 +304,12 @@ def shown_offset(offset: Offset) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """Write a duration with three digits that matter."""
+    seconds = float(f"{seconds:.3g}")
     size = abs(seconds)
     for least, scale, unit in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
         if size >= least:
             value = seconds * scale
-            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f} {unit}"
+            return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
 
 

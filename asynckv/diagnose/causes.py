@@ -104,15 +104,15 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "{reader} could not shake hands with {holder}: {why}",
         "expired, and this reader is owed without a claim",
         "its pull failed in the handshake, or hangs there",
-        f"{_SAID_BY_PREFILL}; `release_unanswered` without the prefill side's",
+        f"{_SAID_BY_PREFILL}; the same without the prefill side's, where nobody says that it expired",
         "Look at the address in the params and the route to it: `asynckv doctor --to ADDRESS` on the reader's host.",
     ),
     C.KEYS_REFUSED: Entry(
         "keys were refused",
         "{reader} was turned away by {holder}: {why}",
         "expired, and this reader is owed without a claim",
-        "its pull failed in the handshake, and one of both sides logged `refused` meanwhile",
-        f"{_SAID_BY_PREFILL}, with what was turned away meanwhile",
+        "its pull failed in the handshake, and `refused` or the pull's detail says so",
+        f"{_SAID_BY_PREFILL}, with who was turned away meanwhile; the same without the prefill side's",
         "Put the reader's public key into the prefill engine's authorized keys, or mend the key in its address.",
     ),
     C.WRONG_TARGET: Entry(

@@ -156,7 +156,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
     keys, seconds, nixl = config.keys, 0.0 if quick else MEASURE_S, replace(config.nixl, posting_threads=0)
     key_facts = None if keys is None else software.keys(os.fspath(keys.secret), os.fspath(keys.authorized))
     machine = host.machine()  # before anything of ours makes it busy
-    ucx = probing.probe_here(nixl, 0.0 if to else seconds, note) if has.variant else None
+    ucx = probing.probe_here(nixl, 0.0 if to else seconds, note) if has.variant and nixl.backend == "UCX" else None
     peer = None
     if to and (key_facts is None or not (key_facts.secret_error or key_facts.authorized_error)):
         peer = _ask(to, config, seconds, note)
@@ -165,6 +165,7 @@ def _gather(config: EngineConfig, is_told: bool, to: str, quick: bool, note: Cal
         network=host.network(),
         gpu=host.gpu(),
         software=has,
+        posting_threads=config.nixl.num_posters,
         listening=software.listening(config) if is_told else None,
         keys=key_facts,
         ucx=ucx,

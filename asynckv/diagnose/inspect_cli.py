@@ -41,8 +41,8 @@ WATCH_S = 2.0
 MAX_NAMES = 4
 """Ids of a prefill side that one request of a decode side may have had."""
 
-FULL = 256
-"""Requests that are asked for at least, so that the sides can be joined."""
+FULL, WATCHED = 256, 64
+"""Requests that are asked for at least, once and again and again, so that the sides can be joined."""
 
 
 def inspect(
@@ -92,7 +92,7 @@ def inspect(
     if not 1 <= top <= MAX_TOP:
         raise ConfigError(f"--top {top} is outside 1 ... {MAX_TOP}")
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
-    session = _Session(targets(addresses), addresses, request, max(top, FULL), follow)
+    session = _Session(targets(addresses), addresses, request, max(top, WATCHED if watch else FULL), follow)
     status = asyncio.run(_run(session, Asker(pair, timeout), every_s, top, json))
     raise typer.Exit(status)
 

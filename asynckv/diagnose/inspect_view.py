@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.core.account import Account
+from asynckv.core.inspect import RequestStatus
 from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.inspect_join import Joined, Other, join, unrepeated
 from asynckv.observe.console import without_control
@@ -24,6 +25,7 @@ MOST_PEERS = 12
 MOST_LETTERS = 200
 MOST_IDS = 64
 MOST_OTHERS = 8
+MOST_REFUSALS = 4
 
 AGE, IS = 7, 11
 """Widths of columns."""
@@ -202,9 +204,17 @@ def _requests(joined: Sequence[Joined]) -> Iterator[RenderableType]:
             overflow="ellipsis",
         )
         lines = [Text(without_control(request.waits[: 2 * MOST_LETTERS]))] if request.waits else []
+        lines += _refusals(request)
         lines += filter(None, (_other(other) for other in each.others[:MOST_OTHERS]))
         for line in lines:
             yield Padding(line, (0, 0, 0, 2 * AGE + 4))
+
+
+def _refusals(request: RequestStatus) -> Iterator[Text]:
+    """Say which messages about it were turned down."""
+    for ago, what, reason, who, detail in request.refused[:MOST_REFUSALS]:
+        words = f"! a {what} of {who} was refused {span(ago)} ago: {reason}" + (f", {detail}" if detail else "")
+        yield text(words, BAD)
 
 
 def _other(other: Other) -> Text | None:
@@ -243,6 +253,8 @@ def _details(each: Joined) -> Iterator[RenderableType]:
         if value:
             table.add_row(Text(f"  {name}"), Text(without_control(value[:4000])))
     yield table
+    for line in _refusals(request):
+        yield Padding(line, (0, 0, 0, 2))
     for other in each.others:
         said = other.said
         words = []
@@ -257,5 +269,7 @@ def _details(each: Joined) -> Iterator[RenderableType]:
                 words.append(Text(f"{said.transfers} transfers"))
             words += [text(value) for value in (said.pull_id, said.address) if value]
         yield Text.assemble("  ", text(other.rank, STRONG), "  ", *_join(words))
-        if (line := _other(other)) is not None:
-            yield Padding(line, (0, 0, 0, 4))
+        if (words_of := _other(other)) is not None:
+            yield Padding(words_of, (0, 0, 0, 4))
+    for at, event in request.history:
+        yield Padding(Text.assemble(f"{span(at):>{AGE}}  ", text(event)), (0, 0, 0, 4))

@@ -368,6 +368,11 @@ class Pull:
                 return names
         return ()
 
+    def was_granted_by(self, rank: str) -> bool:
+        """A prefill rank promised it its blocks, as its own history has it."""
+        ours = (f"{base_name(rank)} granted ", f"{rank} granted ")
+        return self.ended is not None and any(text.startswith(ours) for _, text in _history(self.ended))
+
     @property
     def held_transfers(self) -> int:
         """Transfers that might still write its blocks when its outcome was told."""
@@ -668,8 +673,13 @@ class _Joiner:
             if not starts or not (lends | met) - {""} or starts & (lends | met):
                 return request
         if pull.sequence >= 0:
+            # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
+            ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
             for request in self._by_sequence.get((peer, pull.sequence), []):
-                if starts & {start_of(x) for x in request.leases}:
+                wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
+                if starts & {start_of(x) for x in request.leases} and (
+                    ours or pull.process.start in map(start_of, wrong)
+                ):
                     return request
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1

@@ -28,8 +28,11 @@ from asynckv.observe.events import EVENT
 
 __all__ = ["Leak", "When", "Word", "find_leaks"]
 
-CLOCKS_S = 1.5
+CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
+
+HOST_S = 0.1
+"""How far apart the lines of one moment may be that processes of one host have written."""
 
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
@@ -156,12 +159,18 @@ def aligned(service: Service) -> When:
     """
     clocks = make_axis(service).clocks
     main = clocks.group(clocks.groups[0][0]) if clocks.groups else 0
+    # Who exchanged nothing with anybody has the clock of the others on its host.
+    on_host = {x.host: name for name, x in service.processes.items() if x.host and clocks.group(name) == main}
 
     def when(incarnation: str, at: float) -> tuple[float, float]:
-        if incarnation not in clocks.clock or clocks.group(incarnation) != main:
+        name, slack = incarnation, 0.0
+        if clocks.group(incarnation) != main:
+            name, slack = on_host.get(service.processes[incarnation].host, ""), HOST_S
+        if not name:
             return at - CLOCKS_S, at + CLOCKS_S
-        offset = clocks.offset(incarnation, at)
-        return at - offset.seconds - offset.within_s, at - offset.seconds + offset.within_s
+        offset = clocks.offset(name, at)
+        within_s = min(offset.within_s + slack, CLOCKS_S)
+        return at - offset.seconds - within_s, at - offset.seconds + within_s
 
     return when
 
@@ -447,6 +456,11 @@ class _Judge:
                 silent.append(reader)
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
+        if not spoke and name == "*":
+            # Other ranks of the same engine live: they would have spoken of a request that it had.
+            ranks = {x.base for x in died} | {x.base for x in silent}
+            gone = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
+            died = [x for x in died if x.engine_id in gone]
         if died and lease.state != "lent":
             names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
@@ -456,8 +470,11 @@ class _Judge:
             why = f"{_all(others)}{reserve}" if others else f"nobody did yet{reserve}"
             named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
             return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
-        if readers and not silent and not unknown and lease.state != "lent":
-            return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers)})
+        if readers and not unknown and lease.state != "lent":
+            why = _all(x.rank for x in readers)
+            if silent:
+                why += f"; the logs of {_all(x.rank for x in silent)} end before the lease did"
+            return _Story(C.NEVER_HEARD_OF, {"why": why})
         return _Story(
             C.NEVER_CLAIMED,
             {"why": self._circumstances(lease, readers, silent, unknown)},
@@ -507,10 +524,12 @@ class _Judge:
         }
         if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
             return _Story(C.OTHER_REQUEST_ID, names)
-        if self._is_forgotten(pull) and self._shook_hands(pull.process, lease):
+        if self._is_forgotten(pull) and not self._failed_to_meet(pull.process, lease):
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names)
         if pull.ended is None and fate.kind == "died":
             return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why})
+        if self._when(pull.process.incarnation, pull.begun_at)[0] > self._span(lease)[1]:
+            return _Story(C.CAME_TOO_LATE, names)
         if cause == "wrong_target":
             return _Story(C.WRONG_TARGET, names)
         if cause in STALE:
@@ -521,8 +540,9 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
         if keys := self._keys(pull, lease):
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
-        if not self._shook_hands(pull.process, lease):
-            return _Story(C.NEVER_SHOOK_HANDS, names)
+        if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
+            others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
+            return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
         if away := self._excuse(lease, pull):
             return away
         if pull.ended is None or pull.failed_in in ("queue", "handshake", "plan", "announced"):
@@ -543,22 +563,28 @@ class _Judge:
         met = (x for x in owner.of(EVENT.READER_MET) if x.text("reader_incarnation") == reader.incarnation)
         return any(x.at <= until for x in met)
 
+    def _failed_to_meet(self, reader: Process, lease: Lease) -> bool:
+        """A reader greeted the rank, and never had an answer."""
+        owner = lease.process
+        names = (x for x in reader.of(EVENT.PEER_CHANGED) if start_of(x.text("peer")) == owner.start)
+        return any(x.text("state") == "connecting" for x in names) and not self._shook_hands(reader, lease)
+
     def _keys(self, pull: Pull, lease: Lease) -> str:
         """How keys kept them apart; empty if they did not."""
         if self._shook_hands(pull.process, lease):
             return ""
         address = lease.process.started.text("address") if lease.process.started is not None else ""
+        return self._turned_away_at(pull, lease.process.rank, address)
+
+    def _turned_away_at(self, pull: Pull, rank: str, address: str = "") -> str:
+        """What a reader's log says of keys that a prefill rank did not take, or was not to take; empty if nothing."""
+        changed = [x for x in pull.process.of(EVENT.PEER_CHANGED) if start_of(x.text("peer")) == start_of(rank)]
+        known = {address, *(x.text("address") for x in changed)} - {""}
         for record in pull.process.of(EVENT.REFUSED):
-            if record.at <= pull.last_at + 1.0 and address in record.text("who"):
-                return f"{record.text('cause')}: {record.text('who')}"
-        if any(word in pull.detail for word in (" key", "turned away")):
-            return pull.detail
-        since = self._when(pull.process.incarnation, pull.begun_at)[0] - 1.0
-        for record in lease.process.of(EVENT.REFUSED):
-            at = self._when(lease.process.incarnation, record.at)
-            if at[1] >= since and record.at <= lease.lent_at + lease.seconds:
-                return f"{record.text('cause')}: {record.text('who')}"
-        return ""
+            who = record.text("who")
+            if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
+                return f"{record.text('cause')}: {who}"
+        return pull.detail if any(word in pull.detail for word in (" key", "turned away", "turn our")) else ""
 
     # -- ... that was claimed --------------------------------------------------------------------------------------
 
@@ -584,6 +610,8 @@ class _Judge:
         names["why"] = fate.why
         if pull is not None and self._is_forgotten(pull):
             seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
+            if lease.seconds < seconds - 1.0 and (away := self._excuse(lease, pull)) is not None:
+                return away  # the promise was lost before the announcement's time was up
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names | {"seconds": _s(seconds)}, 0.0)
         if pull is None or pull.ended is None:
             return self._without_outcome(lease, name, process, pull, names, heard_s)
@@ -609,7 +637,8 @@ class _Judge:
             return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
-        return _Story(C.UNEXPLAINED, names, heard_s)
+        # Whatever it said was answered, so it came as the lease was over.
+        return _Story(C.LEASE_TOO_SHORT, names, heard_s)
 
     def _without_outcome(
         self,
@@ -752,10 +781,17 @@ class _Judge:
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None:
             # What was closed in order has revoked it, and what was restarted holds it no more.
-            is_over = causes & {"restarted", "peer_lost"} or self._is_gone(pull.process, rank)
-            return None if is_over else _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
+            waited_s = max((x.number("seconds", math.inf) for x in pull.unanswered), default=math.inf)
+            is_over = causes & {"restarted", "peer_lost"} or self._is_gone(pull.process, rank) or waited_s < 1.0
+            if is_over:
+                return None
+            if pull.cause == "peer_unreachable":
+                keys = self._turned_away_at(pull, rank)
+                cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
+                return _Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
+            return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
-        if fate.kind == "died" and pull.failed_in in ("read", "confirm") and pull.cause in ("peer_lost", "restarted"):
+        if fate.kind == "died" and pull.was_granted_by(rank):
             return _Story(C.PREFILL_DIED, names | {"why": fate.why})
         return None
 

@@ -92,9 +92,9 @@ class _Writer:
         free: dict[int, list[int]] = defaultdict(list)
         busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
         threads: dict[int, int] = defaultdict(int)
-        for lane in sorted(lanes, key=lambda x: x.bars[0].start):
+        for lane in sorted(lanes, key=lambda x: x.start):
             pid = self._pids[lane.process.incarnation]
-            start, end = self._us(lane.bars[0].start), max(self._us(x.end) for x in lane.bars)
+            start, end = self._us(lane.start), self._us(lane.end)
             while busy[pid] and busy[pid][0][0] <= start:
                 heapq.heappush(free[pid], heapq.heappop(busy[pid])[1])
             if free[pid]:
@@ -119,7 +119,7 @@ class _Writer:
         name = story.name or "?"
         for lane in story.lanes:
             pid, tid = self._pids[lane.process.incarnation], self._tids[id(lane)]
-            start, end = lane.bars[0].start, max(x.end for x in lane.bars)
+            start, end = lane.start, lane.end
             about = {
                 **lane.fields,
                 "prefill_request_id": story.name,
@@ -140,32 +140,18 @@ class _Writer:
                 yield self._slice(bar.phase, pid, tid, left, bar.end, **more)
         for mark in story.marks:
             if mark.level != "debug":
-                yield self._instant(mark, self._tid_of(story, mark))
-        yield from self._flows(story)
-
-    def _tid_of(self, story: Story, mark: Mark) -> int:
-        found = [x for x in story.lanes if x.process is mark.process]
-        inside = [x for x in found if x.bars[0].start <= mark.at <= x.bars[-1].end]
-        return self._tids[id((inside or found)[0])] if found else GROUND
+                lane_of = story.lane_of(mark)
+                yield self._instant(mark, self._tids[id(story.lanes[lane_of])] if lane_of >= 0 else GROUND)
+        for arrow in story.arrows():
+            # An end that lies on the edge of a slice is not seen to belong to it.
+            sender, receiver = story.lanes[arrow.sender], story.lanes[arrow.receiver]
+            came = max(arrow.came - 1e-6 * (arrow.name == "release"), arrow.left)
+            yield from self._arrow(arrow.name, sender, arrow.left, receiver, came)
 
     def _instant(self, mark: Mark, tid: int) -> dict[str, Any]:
         pid = self._pids[mark.process.incarnation]
         where = {"ph": "i", "name": mark.text[:200], "cat": "asynckv", "pid": pid, "tid": tid}
         return {**where, "ts": self._us(mark.at), "s": "t"}
-
-    def _flows(self, story: Story) -> Iterator[dict[str, Any]]:
-        """Draw arrows: a claim to its grant, a release to the end of its lease."""
-        leases = [x for x in story.lanes if x.side == "prefill"]
-        for pull in (x for x in story.lanes if x.side == "decode"):
-            for lease in leases:
-                granted = next((b for b in lease.bars if b.phase == "granted"), None)
-                asked = next((b for b in pull.bars if b.phase in ("read", "queue", "announced", "handshake")), None)
-                if granted is not None and asked is not None and asked.start <= granted.start:
-                    yield from self._arrow("claim", pull, asked.start, lease, granted.start)
-                told = next((b for b in pull.bars if b.phase == "release"), None)
-                last = lease.bars[-1]
-                if told is not None and not last.is_open and told.start <= last.end:
-                    yield from self._arrow("release", pull, told.start, lease, max(last.start, last.end - 1e-6))
 
     def _arrow(self, name: str, one: Lane, left: float, other: Lane, came: float) -> Iterator[dict[str, Any]]:
         number = next(self._arrows)

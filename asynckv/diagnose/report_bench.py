@@ -10,7 +10,7 @@ from asynckv.bench import sides
 from asynckv.bench.figures import FIGURES, at
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.report_text import Card, duration, safe
-from asynckv.diagnose.summary import Bench, Kind
+from asynckv.diagnose.summary_model import Bench, Kind
 from asynckv.errors import ConfigError
 from asynckv.tools import frame
 

@@ -9,7 +9,7 @@ from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, safe, share, time_text, verdict
-from asynckv.diagnose.summary import Engine, Pair, Summary
+from asynckv.diagnose.summary_model import Engine, Pair, Summary
 from asynckv.tools import frame
 
 __all__ = ["make"]
@@ -160,7 +160,7 @@ def _pulls(summary: Summary) -> str:
         return _grid(*figures) + _empty(NO_SUCCESS)
     slow = summary.pulls.slowest
     text = f"The slowest in the logs: request {safe(slow['request_id'])} on {safe(slow['rank'])}, "
-    text += f"{duration(slow['seconds'])}. asynckv timeline shows it."
+    text += f"{duration(slow['seconds'])}. asynckv timeline LOGS --request ID shows it."
     return _grid(*figures, plots.latency(summary), plots.phases(summary)) + _empty(text)
 
 

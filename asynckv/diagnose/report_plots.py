@@ -8,7 +8,7 @@ from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
 from asynckv.diagnose.report_text import bytes_text, count_text, duration, safe, share, time_text
-from asynckv.diagnose.summary import Away, Kind, Pair, Summary
+from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
 from asynckv.tools import frame
 
 __all__ = [

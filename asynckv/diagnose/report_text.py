@@ -6,7 +6,7 @@ import math
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from asynckv.diagnose.summary import Summary
+from asynckv.diagnose.summary_model import Summary
 from asynckv.observe.console import without_control
 
 __all__ = ["Card", "bytes_text", "count_text", "duration", "safe", "share", "time_text", "verdict"]

@@ -13,15 +13,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from asynckv.diagnose.axis import Axis, lease_steps, lent_at, pull_steps, shown_seconds
+from asynckv.diagnose.axis import Axis, Step, granted_in, is_time, lease_steps, lent_at, pull_steps, shown_seconds
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["COLORS", "PHASES", "SUMS", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
+__all__ = ["COLORS", "PHASES", "SUMS", "Arrow", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
 
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
@@ -63,6 +64,9 @@ ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"
 MAX_MARKS = 400
 """Of one request."""
+MAX_GRANTS = 64
+"""Lanes of one lease."""
+MAX_AWAY_S = 86_400.0
 WHOLE_S = 120.0
 """What is no longer is not stretched by a drift."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"} | {
@@ -119,6 +123,23 @@ class Lane:
     fields: dict[str, str] = field(default_factory=dict)
     within_s: float = 0.0
 
+    @property
+    def start(self) -> float:
+        """Where its first bar begins."""
+        return self.bars[0].start
+
+    @property
+    def end(self) -> float:
+        """Where its last one ends."""
+        return max(x.end for x in self.bars)
+
+    @property
+    def title(self) -> str:
+        """What it is called beside other lanes of its request."""
+        if self.what in ("lease", "pull"):
+            return self.process.rank
+        return self.what if self.what.startswith("grant") else f"{self.what}, {self.process.rank}"
+
 
 @dataclass(slots=True)
 class Mark:
@@ -128,6 +149,16 @@ class Mark:
     process: Process
     text: str
     level: str = "info"
+
+
+class Arrow(NamedTuple):
+    """Something that was sent: from a moment on one lane to a moment on another."""
+
+    name: str
+    sender: int
+    left: float
+    receiver: int
+    came: float
 
 
 @dataclass(slots=True)
@@ -167,10 +198,28 @@ class Story:
         """Where its last one ends."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
 
-    @property
-    def num_bytes(self) -> int:
-        """Read in all."""
-        return sum(int(x.fields.get("bytes", "0")) for x in self.lanes)
+    def lane_of(self, mark: Mark) -> int:
+        """Return the lane that a mark lies on; -1 if its process has none."""
+        mine = [i for i, x in enumerate(self.lanes) if x.process is mark.process]
+        inside = [i for i in mine if self.lanes[i].start <= mark.at <= self.lanes[i].end]
+        return (inside or mine or [-1])[0]
+
+    def arrows(self) -> Iterator[Arrow]:
+        """Go through what went from side to side: a claim to its grant, a release to the end of its promise."""
+        promised = [(i, x) for i, x in enumerate(self.lanes) if x.side == "prefill" and "pull_id" in x.fields]
+        for i, pull in enumerate(self.lanes):
+            if pull.side != "decode":
+                continue
+            for j, lane in promised:
+                if lane.fields["pull_id"] != pull.fields["pull_id"]:
+                    continue
+                granted = next((b for b in lane.bars if b.phase == "granted"), None)
+                asked = next((b for b in pull.bars if b.phase != "announced"), pull.bars[0])
+                if granted is not None:
+                    yield Arrow("claim", i, min(asked.start, granted.start), j, granted.start)
+                told, last = next((b for b in pull.bars if b.phase == "release"), None), lane.bars[-1]
+                if told is not None and not last.is_open and told.start <= last.end:
+                    yield Arrow("release", i, told.start, j, last.end)
 
     def phases(self) -> dict[str, float]:
         """How long each phase was where it was longest."""
@@ -250,7 +299,7 @@ def _story(axis: Axis, requests: list[Request]) -> Story:
         for record in request.withdrawn:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
                 marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
-    marks.sort(key=lambda x: x.at)
+    marks = sorted((x for x in marks if math.isfinite(x.at)), key=lambda x: x.at)
     lanes = [x for x in lanes if x.bars]
     processes = [x.process for x in lanes] + [x.process for x in marks]
     first = requests[0]
@@ -265,7 +314,7 @@ def _story(axis: Axis, requests: list[Request]) -> Story:
         name=first.name,
         others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
         engine_id=first.engine_id,
-        sequence=first.sequence,
+        sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(p.pull_id for p in pulls),
         outcome=outcome,
         level="warning" if bad or late or any(p.returned or p.retired or p.unanswered for p in pulls) else "info",
@@ -294,10 +343,10 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
         return []
     is_open = lease.ended is None
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
-    claims = {x.pull_id: start + x.claimed_s for x in lease.claims.values() if math.isfinite(x.claimed_s)}
     steps = lease_steps(lease)
+    grants = _grants(lease, start, steps)
     ending = next((s.at for s in steps if s.text.startswith("ending")), math.nan)
-    first = min([x for x in claims.values() if x >= start], default=math.nan)
+    first = min((x for _, x in grants.values() if x >= start), default=math.nan)
     cuts: list[tuple[str, float]] = [("lent", start)]
     if math.isfinite(first):
         cuts.append(("granted", min(first, end)))
@@ -317,17 +366,25 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
     for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)]):
         bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
     lane = _lane(axis, process, "prefill", "lease", bars, fields)
-    if len(claims) < 2:
+    if len(grants) < 2:
+        lane.fields |= {"pull_id": next(iter(grants))} if grants else {}
         return [lane]
-    return [
-        lane,
-        *(_grant_lane(axis, lease, pull_id, at, end) for pull_id, at in sorted(claims.items(), key=lambda x: x[1])),
-    ]
+    found = sorted(grants.items(), key=lambda x: x[1][1])
+    return [lane, *(_grant_lane(axis, lease, pull_id, name, at, end) for pull_id, (name, at) in found[:MAX_GRANTS])]
 
 
-def _grant_lane(axis: Axis, lease: Lease, pull_id: str, at: float, end: float) -> Lane:
+def _grants(lease: Lease, start: float, steps: Sequence[Step]) -> dict[str, tuple[str, float]]:
+    """Return when each pull was promised the blocks, and whose pull it is."""
+    out = {x.pull_id: (x.name, start + x.claimed_s) for x in lease.claims.values() if is_time(start + x.claimed_s)}
+    for record in lease.granted:
+        at = start + record.number("after_s", record.at - start)
+        out[record.text("pull_id")] = record.text("reader"), at
+    out |= {pull_id: (name, at) for pull_id, name, at in granted_in(steps)}
+    return {pull_id: found for pull_id, found in out.items() if is_time(found[1])}
+
+
+def _grant_lane(axis: Axis, lease: Lease, pull_id: str, name: str, at: float, end: float) -> Lane:
     """One reader's promise, where a lease has several."""
-    name = next(x.name for x in lease.claims.values() if x.pull_id == pull_id)
     over = [s.at for s in lease_steps(lease) if f"pull {pull_id}" in s.text and not s.text.startswith("granted")]
     until, derived = (over[0], "") if over else (end, "until its lease ended; its own end is not told")
     bar = Bar("granted", at, max(until, at), derived, f"to {name}", lease.ended is None and not over)
@@ -349,9 +406,8 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     if math.isfinite(start):
         yield mark(start, "lent" + (f", {lease.blocks} blocks" if lease.blocks >= 0 else ""))
     if not steps:
-        for claim in lease.claims.values():
-            if math.isfinite(claim.claimed_s):
-                yield mark(start + claim.claimed_s, f"granted to {claim.name}, pull {claim.pull_id}")
+        for pull_id, (name, at) in _grants(lease, start, steps).items():
+            yield mark(at, f"granted to {name}, pull {pull_id}")
     for refusal in lease.refused:
         why = f"{refusal.reason}: {refusal.detail}" if refusal.detail else refusal.reason
         yield mark(start + refusal.after_s, f"{refusal.message} of {refusal.who} refused: {why}", "warning")
@@ -393,7 +449,7 @@ def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
     what = f"attempt {pull.attempt}" if pull.attempt > 1 or pull.retried else "pull"
     lane = _lane(axis, pull.process, "decode", what, bars, fields)
     if pull.ended is not None and not any(b.phase in ("release", "quarantine") for b in lane.bars):
-        told = lane.bars[-1].end if lane.bars else axis.at(pull.process, pull.ended.at)
+        told = max((b.end for b in lane.bars if b.phase != "pause"), default=axis.at(pull.process, pull.ended.at))
         if heard_at > told:
             lane.bars.append(Bar("release", told, heard_at, "until the prefill side had heard, by its clock"))
     return lane
@@ -434,14 +490,14 @@ def _after(pull: Pull, outcome: float) -> Iterator[Bar]:
     if math.isfinite(over) or given_up:
         until = over if math.isfinite(over) else given_up[0]
         yield Bar("release", outcome, until, note="given up" if given_up else "")
+    for record in pull.retried:
+        yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
     back = pull.returned or pull.retired
     if back is not None:
         seconds = back.number("seconds_after_failure", max(back.at - outcome, 0.0))
         yield Bar("quarantine", outcome, outcome + seconds, note="given up: retired" if pull.retired else "")
     elif pull.held_transfers:
         yield Bar("quarantine", outcome, max(pull.process.last_at, outcome), note="its end is not told", is_open=True)
-    for record in pull.retried:
-        yield Bar("pause", record.at, record.at + max(record.number("after_s", 0.0), 0.0))
 
 
 def _open_bars(pull: Pull) -> Iterator[Bar]:
@@ -502,10 +558,12 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
     """Put a process's bars on the axis."""
+    bars = [x for x in bars if is_time(x.start) and is_time(x.end)]
     if not bars:
         return Lane(process, side, what, [], fields)
-    place = _placing(axis, process, bars[0].start, bars[-1].end)
-    within = axis.offset(process, (bars[0].start + bars[-1].end) / 2).within_s
+    start, end = bars[0].start, max(x.end for x in bars)
+    place = _placing(axis, process, start, end)
+    within = axis.offset(process, (start + end) / 2).within_s
     for bar in bars:
         bar.start, bar.end = place(bar.start), place(bar.end)
     return Lane(process, side, what, bars, fields, within)
@@ -518,9 +576,9 @@ def _placing(axis: Axis, process: Process, start: float, end: float) -> Callable
     apart meanwhile.
     """
     if not abs(end - start) <= WHOLE_S:
-        return lambda at: axis.at(process, at)
+        return lambda at: axis.at(process, at) if is_time(at) else math.nan
     ahead = axis.offset(process, (start + end) / 2).seconds
-    return lambda at: at - ahead
+    return lambda at: at - ahead if is_time(at) else math.nan
 
 
 # -- what was there besides --------------------------------------------------------------------------
@@ -535,7 +593,7 @@ def ground(axis: Axis) -> list[Ground]:
         for record in process.records:
             at = axis.at(process, record.at)
             if record.event == EVENT.LOOP_WAS_AWAY:
-                seconds = max(record.number("seconds", 0.0), 0.0)
+                seconds = min(max(record.number("seconds", 0.0), 0.0), MAX_AWAY_S)
                 away.append(Bar("away", at - seconds, at, note="its event loop did not come to the engine"))
             elif (text := _about(record)) and len(marks) < MAX_MARKS:
                 marks.append(Mark(at, process, text, record.level))

@@ -60,8 +60,10 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
         return "No requests."
     start, end = min(x.start for x in stories), max(x.end for x in stories)
     wrong = sum(x.level != "info" for x in stories)
-    said = f"{len(stories):,} requests in {shown_seconds(end - start)} from {clock_time(start)}"
-    said += f", {wrong:,} of them went wrong" if wrong else ", all went well"
+    requests = "one request" if len(stories) == 1 else f"{len(stories):,} requests"
+    said = f"{requests} in {shown_seconds(end - start)} from {clock_time(start)}"
+    if wrong:
+        said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
     return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
 
 
@@ -105,9 +107,9 @@ class _Writer:
     def _text(self, text: str) -> int:
         return self._texts.setdefault(without_control(text), len(self._texts))
 
-    def _mark(self, mark: Mark) -> list[Any]:
+    def _mark(self, mark: Mark, lane: int = -1) -> list[Any]:
         level = {"debug": 0, "info": 1, "warning": 2}.get(mark.level, 3)
-        return [self._us(mark.at), self._processes[mark.process.incarnation], level, self._text(mark.text)]
+        return [self._us(mark.at), self._processes[mark.process.incarnation], level, self._text(mark.text), lane]
 
     def _process(self, each: Ground) -> list[Any]:
         process = each.process
@@ -131,9 +133,10 @@ class _Writer:
             0 if story.level == "info" else 1,
             round(story.seconds * 1e6),
             [self._lane(x) for x in story.lanes],
-            [self._mark(x) for x in marks],
+            [self._mark(x, story.lane_of(x)) for x in marks],
             story.group,
             story.sequence,
+            [[x.sender, self._us(x.left), x.receiver, self._us(x.came)] for x in story.arrows()],
         ]
 
     def _lane(self, lane: Lane) -> list[Any]:
@@ -141,7 +144,6 @@ class _Writer:
         fields = [[self._text(k), self._text(v)] for k, v in lane.fields.items() if v]
         if any(bar.derived == SUMS for bar in lane.bars):
             fields.append([self._text("order of phases"), self._text(SUMS)])
-        what = "" if lane.what in ("lease", "pull") else lane.what
         bars = []
         for bar in lane.bars:
             notes = [x for x in (bar.note, bar.derived if bar.derived != SUMS else "") if x]
@@ -152,4 +154,4 @@ class _Writer:
                 shown += [self._text("; ".join(notes)), int(bar.is_open)]
             bars.append(shown)
         side = 0 if lane.side == "prefill" else 1
-        return [self._processes[lane.process.incarnation], side, self._text(what), within, fields, bars]
+        return [self._processes[lane.process.incarnation], side, self._text(lane.title), within, fields, bars]

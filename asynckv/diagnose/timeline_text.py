@@ -81,13 +81,16 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
     return out
 
 
-def _legend(bars: Iterable[Bar], is_plain: bool) -> Text:
-    out = Text()
-    used = {bar.phase for bar in bars}
-    for phase in PHASES:
-        if phase in used:
-            out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else COLORS[phase]))
-            out.append(f" {phase}   ")
+def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
+    out, used = Text(), {bar.phase for bar in bars}
+    left = width
+    for phase in (x for x in PHASES if x in used):
+        if len(phase) + 2 > left:
+            out.append("\n")
+            left = width
+        out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else COLORS[phase]))
+        out.append(f" {phase}   "[: left - 1])
+        left -= len(phase) + 5
     return out
 
 
@@ -96,7 +99,7 @@ def _safe(text: str) -> str:
 
 
 def _label(lane: Lane) -> str:
-    return without_control(lane.process.rank + ("" if lane.what in ("lease", "pull") else f" {lane.what}"))
+    return without_control(lane.title)
 
 
 def _ruler(width: int, seconds: float) -> Text:
@@ -124,7 +127,7 @@ def show_one(axis: Axis, story: Story, console: Console) -> None:
         console.print(Text(without_control(text), style="dim"))
     console.print()
     console.print(_gantt(story, console.width, is_plain))
-    console.print(_legend((b for x in story.lanes for b in x.bars), is_plain))
+    console.print(_legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
     console.print()
     console.print(_events(story))
     for note in axis.notes():
@@ -133,7 +136,7 @@ def show_one(axis: Axis, story: Story, console: Console) -> None:
 
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
     seen: dict[str, float] = {}
-    for process, at in [(x.process, x.bars[0].start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
+    for process, at in [(x.process, x.start) for x in story.lanes] + [(x.process, x.at) for x in story.marks]:
         seen.setdefault(process.incarnation, at)
     out = []
     for incarnation, at in seen.items():
@@ -156,7 +159,7 @@ def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_row("", _ruler(across, end - start), "")
     for lane in lanes:
-        took = lane.bars[-1].end - lane.bars[0].start
+        took = lane.end - lane.start
         is_open = any(b.is_open for b in lane.bars)
         mark = ("> " if is_plain else "… ") if is_open else ""
         line = bar_line(lane.bars, start, end, across, is_plain)
@@ -204,7 +207,7 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
         style = "yellow" if story.level == "warning" else ""
         line = Text()
         if lane is not None:
-            first = lane.bars[0].start
+            first = lane.start
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
             line = bar_line(bars, first, first + longest, across, is_plain)
         table.add_row(
@@ -214,7 +217,11 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
             line,
         )
     console.print(table)
-    console.print(_legend((b for x in slowest if (y := _longest(x)) for b in y.bars if b.phase != "release"), is_plain))
+    console.print(
+        _legend(
+            (b for x in slowest if (y := _longest(x)) for b in y.bars if b.phase != "release"), console.width, is_plain
+        )
+    )
     console.print(Text(f"{len(slowest)} of {len(found):,} requests; --request ID shows one", style="dim"))
     _notes(axis, console)
 
@@ -222,7 +229,7 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
 def _longest(story: Story) -> Lane | None:
     """Return the lane that says best where a request's time went."""
     decode = [x for x in story.lanes if x.side == "decode"]
-    return max(decode or story.lanes, key=lambda x: x.bars[-1].end - x.bars[0].start, default=None)
+    return max(decode or story.lanes, key=lambda x: x.end - x.start, default=None)
 
 
 def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:

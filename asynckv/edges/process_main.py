@@ -77,7 +77,7 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
             error = ctypes.get_errno()
             if error == EEXIST or found != ctypes.c_void_p(-1).value:  # an old kernel maps elsewhere
                 os._exit(COLLISION)
-            print(f"{length} bytes at {address:#x} cannot be mapped: {os.strerror(error)}", file=sys.stderr)
+            print(f"{length} bytes of memory cannot be mapped: {os.strerror(error)}", file=sys.stderr)
             os._exit(UNMAPPABLE)
         # The end of this process is what is expected of it: a core dump of the pool would delay that by minutes.
         libc.madvise(address, length, MADV_DONTDUMP)

@@ -117,7 +117,7 @@ class Shares:
         files: dict[tuple[int, int], int] | None = None
         needed: dict[int, _Mapping] = {}
         for number, memory in enumerate(memories):
-            where = f"memory {number} ({memory.length} bytes at {memory.base:#x})"
+            where = f"memory {number} ({memory.length} bytes)"
             if memory.kind != "cpu":
                 raise NotShared(f"{where} is {memory.kind} memory, which a data plane of its own process cannot map")
             for mapping in _under(memory, mappings, where):

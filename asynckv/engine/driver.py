@@ -213,7 +213,7 @@ class Driver:
                 self.core.outbox.counters["observers.failed"] += 1
                 failed = self.core.outbox.counters["observers.failed"]
                 if failed & (failed - 1) == 0:  # the first, the second, the fourth ...
-                    self.recorder.internal_error(exc)
+                    self.recorder.internal_error(exc, self.clock.now())
 
     async def wait(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Wait until something is over, for so long at most."""
@@ -349,7 +349,7 @@ class Driver:
 
     def _internal_error(self, exc: Exception) -> None:
         self.core.outbox.counters["internal_errors"] += 1
-        self.recorder.internal_error(exc)
+        self.recorder.internal_error(exc, self.clock.now())
 
     # -- a turn --------------------------------------------------------------------------------------
 

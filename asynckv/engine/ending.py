@@ -247,4 +247,6 @@ def _has_failed(task: asyncio.Task[Any]) -> bool:
 
 def _names(stragglers: Sequence[HeldBlocks]) -> list[str]:
     """Name a few of them in a log."""
-    return [f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for) or 'nobody'})" for h in stragglers[:8]]
+    return [
+        f"{h.request_id[:80]} ({h.reason}, waits for {', '.join(h.waits_for[:8]) or 'nobody'})" for h in stragglers[:8]
+    ]

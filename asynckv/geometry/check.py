@@ -201,7 +201,7 @@ def check_layout(layout: Layout) -> None:
         raise LayoutError(f"pp_stage {layout.pp_stage} is outside its group of pp_size {layout.pp_size}")
     for i, memory in enumerate(layout.memories):
         if memory.base + memory.length > 1 << 63:
-            raise LayoutError(f"memory {i}: base {memory.base:#x} + length {memory.length} leaves the address space")
+            raise LayoutError(f"memory {i}: its {memory.length} bytes end beyond the address space")
     for i, group in enumerate(layout.groups):
         if group.block_size % group.ratio:
             raise LayoutError(
@@ -269,8 +269,8 @@ def _check_memories(layout: Layout) -> None:
     for (kind, device, lo, end, i), (other, number, start, _, j) in pairwise(spots):
         if (kind, device) == (other, number) and start < end:
             raise LayoutError(
-                f"memories {i} and {j} overlap: {i} is [{lo:#x}, {end:#x}) and {j} begins at {start:#x}; register the "
-                f"whole range once, with views at their offsets"
+                f"memories {i} and {j} overlap: {i} has {end - lo} bytes, and {j} begins {start - lo} bytes after it "
+                f"does; register the whole range once, with views at their offsets"
             )
 
 

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def without_control(text: str) -> str:
     """Show control characters as escapes."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable(value: T) -> T:

@@ -514,8 +514,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
     EVENT.INTERNAL_ERROR: Event(
         "both",
         ("error",),
-        "A bug of asynckv's own; what met it was dropped, and the engine goes on.",
-        (always(TEXT, "error", "What was raised."), always(TEXT, "traceback", "Where.")),
+        "A bug of asynckv's own; what met it was dropped, and the engine goes on. Ten at once, then one per second.",
+        (always(TEXT, "error", "What was raised."), always(TEXT, "traceback", "Where."), NOT_LOGGED),
     ),
     EVENT.SLOW_GEOMETRY: Event(
         "decode",
@@ -577,6 +577,6 @@ def _differences(where: str, fields: Iterable[Field], said: Mapping[str, Any]) -
         if not isinstance(value, KINDS[field.kind]) or isinstance(value, bool):
             wrong.append(f"{where}: field {name!r} is {value!r}, which is no {field.kind}")
         elif field.of:
-            for entry in value:
+            for entry in said[name]:
                 wrong += _differences(f"{where}.{name}", field.of, entry)
     return wrong

@@ -60,6 +60,15 @@ MAX_NAMED = 64
 """Ranks named of one request that has ended."""
 
 NEVER = logging.CRITICAL + 1
+MAX_FIELD = 4096
+"""Letters of any field, whoever made it so long."""
+
+MAX_HISTORY = 128
+"""Entries of a history that are logged: the first quarter, and the last."""
+
+MAX_GRANTS = 8
+"""Promises for one lease that are logged."""
+
 MAX_TEXT = 512
 """Letters of what others have said."""
 
@@ -106,6 +115,7 @@ def configure(
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if form == "json" else [_for_terminals]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
@@ -144,8 +154,26 @@ def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> M
     """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
     out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
     if fields := out.get("extra"):
-        out["msg"] = f"{out['msg']} {_logfmt(logger, method, dict(fields))}"
+        out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
     return out
+
+
+def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What others have said must not move a cursor, or begin a line."""
+    return {name: _printable(value) for name, value in event.items()}
+
+
+def _printable(value: Any) -> Any:
+    """Show control characters as escapes, in text wherever it is."""
+    match value:
+        case str():
+            return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+        case dict():
+            return {_printable(k): _printable(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_printable(each) for each in value]
+        case _:
+            return value
 
 
 def phases(pull: Pull) -> dict[str, float]:
@@ -214,7 +242,7 @@ class Recorder:
         self.num_failed = 0
         """Events that the application's logging raised at."""
         self._refusals, self._turned_down = Rate(1.0, MAX_REFUSALS), Rate(1.0, MAX_REFUSALS)
-        self._met = Rate(MET_PER_S, MAX_MET)
+        self._met, self._bugs = Rate(MET_PER_S, MAX_MET), Rate(1.0, MAX_REFUSALS)
         self._failure: tuple[Reason | None, str] = (None, "")
         self._failed_at, self._failed_as = 0.0, ""
         self._away, self._away_s = Rate(AWAY_PER_S, 1.0), 0.0
@@ -248,6 +276,11 @@ class Recorder:
     def event(self, level: Literal["debug", "info", "warning", "error"], name: str, **fields: Any) -> None:
         """Log an event, if anybody listens."""
         number = LEVELS[level]
+        if number < self._level:
+            return
+        for field, value in fields.items():
+            if type(value) is str and len(value) > MAX_FIELD:
+                fields[field] = f"{value[: MAX_FIELD - 4]} ..."
         if number >= self._sink_level and self._sink is not None:
             self._sink.put(level, name, self._bound, fields)
         if number >= self._log_level:
@@ -409,10 +442,13 @@ class Recorder:
                 **self._turned_down.left_out(),
             )
 
-    def internal_error(self, exc: Exception) -> None:
+    def internal_error(self, exc: Exception, now: float) -> None:
         """Log a bug of ours, with its traceback."""
-        text = "".join(traceback.format_exception(exc))
-        self.event("error", EVENT.INTERNAL_ERROR, error=repr(exc), traceback=text)
+        if self._bugs.take(now):
+            text = "".join(traceback.format_exception(exc))
+            if len(text) > MAX_FIELD:
+                text = f"... {text[4 - MAX_FIELD :]}"  # the last call matters most
+            self.event("error", EVENT.INTERNAL_ERROR, error=repr(exc), traceback=text, **self._bugs.left_out())
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a prefill side's lease; one that expired names the readers still owed."""
@@ -464,7 +500,7 @@ class Recorder:
     def lease_granted(self, lease: Lease, pull_id: PullId, now: float) -> None:
         """Log that a reader was promised the blocks of a sampled lease."""
         grant = lease.grants.get(pull_id)
-        if grant is not None:
+        if grant is not None and len(lease.final) + lease.lapsed < MAX_GRANTS:
             self.event(
                 "info",
                 EVENT.LEASE_GRANTED,
@@ -624,4 +660,9 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _relative(history: Sequence[tuple[float, str]]) -> list[list[Any]]:
     """Times as seconds since the first entry."""
-    return [[round(at - history[0][0], 6), str(text)] for at, text in history]
+    first = history[0][0]
+    entries = [*history]
+    if left_out := max(len(entries) - MAX_HISTORY, 0):
+        few = MAX_HISTORY // 4
+        entries[few : few + left_out] = [(entries[few][0], f"{left_out} entries are left out")]
+    return [[round(at - first, 6), _short(str(text))] for at, text in entries]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,11 @@ def check_writable(option: str, target: str | None) -> None:
         ConfigError: The file cannot be written.
     """
     if target not in (None, "-"):
+        path, is_new = Path(target), not os.path.lexists(target)
         try:
-            Path(target).open("a").close()
+            path.open("a").close()
+            if is_new:
+                path.unlink()
         except OSError as exc:
             raise ConfigError(f"{option} {target}: cannot be written: {exc.strerror}") from exc
 

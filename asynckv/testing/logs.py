@@ -67,6 +67,8 @@ class ProcessLog:
     tp_rank: int
     host: Host
     stream: io.StringIO = field(default_factory=io.StringIO)
+    last_at: float = 0.0
+    """When it wrote last, in the simulation's time."""
 
     @property
     def file_name(self) -> str:
@@ -101,7 +103,7 @@ class Logs:
             structlog.WriteLogger(log.stream),
             processors=[
                 structlog.processors.add_log_level,
-                partial(_stamp, process, host, len(self.processes)),
+                partial(_stamp, log, len(self.processes)),
                 structlog.processors.JSONRenderer(),
             ],
             wrapper_class=structlog.make_filtering_bound_logger(self.level),
@@ -154,13 +156,14 @@ class Logs:
 
 
 def _stamp(
-    process: Process, host: Host, pid: int, logger: Any, method: str, event: MutableMapping[str, Any]
+    log: ProcessLog, pid: int, logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
     """Say when it was, by the clock of a host, and where."""
     if "host" in event:
-        event["host"] = host.name
+        event["host"] = log.host.name
     if "pid" in event:
         event["pid"] = pid
-    now = datetime.fromtimestamp(host.reads(process.now), UTC)
+    log.last_at = log.of.now
+    now = datetime.fromtimestamp(log.host.reads(log.last_at), UTC)
     event["timestamp"] = now.isoformat(timespec="microseconds").replace("+00:00", "Z")
     return event

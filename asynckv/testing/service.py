@@ -1065,6 +1065,8 @@ class Attempt:
         self.handed_at = self.process.now
         self.called = ""
         """What was asked of the engine: nothing, `announced`, `pulled`, `discharged`."""
+        self.is_turned_away = False
+        """The engine took nothing any more."""
         self.announced_at = math.inf
         self.memory_epoch = rank.engine.memory_epoch
         self.reason = ""
@@ -1114,6 +1116,7 @@ class Attempt:
         except asyncio.CancelledError:
             service.outcomes["pull.task_cancelled"] += 1
         except (EngineClosed, LocalProtocolError) as exc:
+            self.is_turned_away = True
             world.note(rank.name, "cannot pull", exc)
             service.outcomes[f"pull.{type(exc).__name__}"] += 1
         except PullError as exc:

@@ -58,6 +58,8 @@ AT_ONCE_S = 0.01
 LONG_S = 8.0
 """A pull may have begun so long before."""
 
+STALE = {"restarted", "stale_memory"}
+
 WHY = {
     "never_handed": "its reader was never given the params, or not before the lease had ended",
     "handed_late": "it was given them when the lease had ended",
@@ -84,6 +86,7 @@ WHY = {
     "spoke": "something of its reader had arrived",
     "claimed": "a claim of its reader had arrived",
     "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
+    "untold": "some process of the decode side died or fell silent, and no log tells that it was not the one",
     "asked_late": "its reader asked for it when the lease had ended",
     "asked": "its reader had asked for it, by a pull, an announcement or a discharge",
     "stale": "its reader was told that the process, or the memory, is another now",
@@ -219,6 +222,7 @@ class Witness:
         self._starts: dict[str, dict[str, None]] = defaultdict(dict)
         """Of each process, its incarnations (another after each sleep), in order."""
         self._pulled: dict[tuple[str, str], _Pulled] = {}
+        self._last_said: dict[str, float] = {}
         self._forgotten: list[tuple[Process, Pull]] = []
         self._ended: set[int] = set()
         self._sent: dict[str, list[_Said]] = defaultdict(list)
@@ -316,8 +320,9 @@ class Witness:
 
     # -- afterwards ----------------------------------------------------------------------------------------------------
 
-    def conclude(self) -> None:
-        """Read the world's own trace of what arrived."""
+    def conclude(self, logs: Logs) -> None:
+        """Read the world's own trace of what arrived, and until when each process said anything."""
+        self._last_said = {log.process: log.last_at for log in logs.processes}
         for at, who, what, packet in self.service.world.trace:
             if what == "loses its agent":
                 self._noted[who, "agent"].append(at)
@@ -433,6 +438,18 @@ class Witness:
         """Which start it was; after a sleep it is another."""
         return max((since, incarnation) for since, incarnation in self._incarnations[process.name] if since <= at)[1]
 
+    def _is_open(self, end: float) -> bool:
+        """Whether some decode process died, or was suspended, or says nothing after this: it may have been meant."""
+        for engine in self.service.decode:
+            for rank in engine:
+                for process in self.service.world.processes.values():
+                    if process.name.partition("#")[0] == rank.name:
+                        if process.died_at <= end + LONG_S or self._noted[process.name, "ends"]:
+                            return True
+                        if self._last_said.get(process.name, -math.inf) < end:
+                            return True
+        return False
+
     def _is_closed(self, process: Process, since: float, end: float) -> bool:
         """Whether an engine began to close, or to fall asleep, within this time."""
         return any(since <= at <= end for at in self._noted[process.name, "ends"])
@@ -483,19 +500,28 @@ class Witness:
                     found.reasons.add(reason)
         spoke = [s for s in arrived if s.at <= end]
         whys.add("spoke" if spoke else "silent")
-        if any(isinstance(s.message, Claim) for s in spoke):
+        if any("granted to " in text and found.reader in text for _, text in holder.handle._lease.history):
             whys.add("claimed")
         if any(_is_last(s.message) and s.at < lent_at for s in arrived):
             whys.add("released_early")
         siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
         if any(s.process.partition("#")[0] in siblings and s.at <= end for s in self._sent[token]):
             whys.add("siblings_spoke")
-        if not any(s.at <= end for s in self._sent[token] if self._of(s, reader)) and any(a.called for a in attempts):
+        has_asked = any(s.at <= end for s in self._sent[token] if self._of(s, reader))
+        if any(a.called for a in attempts) and (not has_asked or not in_time):
             whys.add("asked_late")
         if any(a.called for a in attempts):
             whys.add("asked")
-        if found.reasons & {"restarted", "stale_memory"}:
+        processes = {a.process.name for a in attempts}
+        if found.reasons & STALE or any(
+            s.process in processes and isinstance(s.message, Unwelcome) and s.message.reason in STALE
+            for s in self._welcomed
+        ):
             whys.add("stale")
+        if whys & {"never_handed", "handed_late", "rank_dead", "died_before_claim", "never_asked"} and self._is_open(
+            end
+        ):
+            whys.add("untold")
         if any(self._is_closed(a.process, lent_at - LONG_S, end) for a in attempts):
             whys.add("reader_closed")
         if end - lent_at >= LEASE.max_lease_s * 0.99:
@@ -529,7 +555,7 @@ class Witness:
         died = process.died_at <= end
         if died:
             whys.add("died_after_claim" if claims else "died_before_claim")
-        elif attempt.called == "" and not died:
+        elif attempt.called == "" or (attempt.is_turned_away and not mine):
             whys.add("never_asked")
         elif attempt.called == "announced":
             whys.add("announced_only")
@@ -630,5 +656,5 @@ def watch(script: Script) -> tuple[Service, Logs, Witness]:
     service = Service(script, listeners=[logs, witness])
     witness.attend(service)
     service.run()
-    witness.conclude()
+    witness.conclude(logs)
     return service, logs, witness

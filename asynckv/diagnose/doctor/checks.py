@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -28,6 +29,7 @@ MEMLOCK_MUCH = 1 << 40
 THROTTLED = 0.01
 SCOPE_RESTRICTED = 2
 MTU_LOW = 1280
+PORTS_FEW = 8
 OPEN_TO_GROUP = 0o077
 GOOD_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase", "stp", "")
 
@@ -65,6 +67,8 @@ def cma(facts: Facts) -> Iterator[Finding]:
         yield finding("cma", "a process of ours was read from")
     if here.ptrace_scope >= SCOPE_RESTRICTED:
         yield finding("ptrace-scope", f"kernel.yama.ptrace_scope is {here.ptrace_scope}")
+    if here.child_error:
+        yield finding("no-child", here.child_error)
     if here.own_pid_namespace:
         where = f" ({here.container})" if here.container else ""
         yield finding("pid-namespace", f"it is not the host's own{where}")
@@ -189,6 +193,18 @@ def addresses(facts: Facts) -> Iterator[Finding]:
             yield finding("advertise-foreign", leads)
 
 
+def ports(facts: Facts) -> Iterator[Finding]:
+    """Which ports UCX would listen on, if others are to reach them."""
+    given = facts.software.environment.get("UCX_TCP_PORT_RANGE", "0")
+    told = facts.listening
+    if match := re.fullmatch(r"(\d+)-(\d+)", given):
+        count = int(match[2]) - int(match[1]) + 1
+        if count < PORTS_FEW:
+            yield finding("ucx-few-ports", f"UCX_TCP_PORT_RANGE={given}: {max(0, count)} ports")
+    elif told is not None and not is_loopback(told.bind) and not any(each.usable for each in facts.network.rdma):
+        yield finding("ucx-ports", "UCX_TCP_PORT_RANGE is not set")
+
+
 def _own(network: Network) -> list[str]:
     return [address for each in network.interfaces for address in each.addresses]
 
@@ -254,6 +270,7 @@ CHECKS: tuple[Check, ...] = (
     clocks,
     devices,
     addresses,
+    ports,
     keys,
     versions,
 )

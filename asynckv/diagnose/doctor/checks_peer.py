@@ -15,6 +15,7 @@ __all__ = ["PEER_CHECKS"]
 
 SLOW_S = 0.05
 CLOCK_S = 1.0
+AWAY_S = 1.0
 MOST_PACKET = 65_535
 """Of IP: loopback's own MTU is above it."""
 
@@ -80,11 +81,13 @@ def _speechless(peer: PeerFacts, who: str) -> Iterator[Finding]:
         yield finding("to-keyless", f"{who} offers NULL")
     elif peer.turned_away:
         yield finding("to-turned-away", f"{who} refuses the key of {facts_key(peer)}")
+    elif not peer.mechanism and peer.errno == errno.ETIMEDOUT:
+        yield finding("to-silent", f"{who} takes connections, and does not even greet")
     elif not peer.mechanism:
         yield finding("to-not-zmq", f"{who}: {peer.error or 'it does not greet'}")
     elif peer.mechanism == "CURVE" and not peer.has_keys:
         yield finding("to-needs-keys", f"{who} asks for CURVE")
-    elif peer.mechanism == "CURVE" and peer.has_key:
+    elif peer.mechanism == "CURVE" and peer.has_key and peer.hung_up:
         yield finding(
             "to-wrong-key", f"{who} asks for CURVE, and does not take what is meant for the key in the address"
         )
@@ -118,6 +121,22 @@ def answered(facts: Facts) -> Iterator[Finding]:
         yield finding("to-damaged", f"{peer.metadata_bytes} bytes do not have the digest that came with them")
     yield from _round_trips(peer)
     yield from _differences(facts, peer)
+
+
+def settings(facts: Facts) -> Iterator[Finding]:
+    """What the other engine says of how it was set up, and how it fares."""
+    peer = facts.peer
+    if peer is None:
+        return
+    if peer.life not in ("", "running"):
+        yield finding("to-life", f"it is {peer.life}")
+    if peer.away_s > AWAY_S:
+        yield finding("to-away", f"for {peer.away_s:.1f} s at most since its start")
+    device = peer.planes.get("ucx_net_devices", "")
+    if device == "lo" and not all(map(_is_loopback, peer.addresses)):
+        yield finding("to-device", f"UCX_NET_DEVICES={device} there")
+    if peer.planes.get("ucx_error_handling_mode", "").startswith("none"):
+        yield finding("to-error-mode", "ucx_error_handling_mode is none there")
 
 
 def _round_trips(peer: PeerFacts) -> Iterator[Finding]:
@@ -186,4 +205,4 @@ def _way(facts: Facts, ucx: Ucx) -> Iterator[Finding]:
                 yield finding("to-not-rdma", f"{', '.join(usable)} here; {lanes}")
 
 
-PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, data)
+PEER_CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (address, reached, answered, settings, data)

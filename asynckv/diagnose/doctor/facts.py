@@ -34,6 +34,7 @@ class Machine(Struct, frozen=True, kw_only=True):
         nofile, memlock: Soft limits; -1 for none.
         ptrace_scope: Yama's; 0 where Yama is not.
         cma_error: What `process_vm_readv` said between two processes of ours; empty if it read.
+        child_error: Why no process can be kept that may die in an engine's place; empty if one can.
         clock_synchronised: What the kernel says of its clock; unknown in some sandboxes.
     """
 
@@ -63,6 +64,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     own_pid_namespace: bool = False
     uid: int = 1000
     cma_error: str = ""
+    child_error: str = ""
     clocksource: str = "tsc"
     clock_synchronised: bool | None = True
 
@@ -256,11 +258,15 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
         path_mtu: What the system knows of the way.
         mechanism: What the listener's greeting offers (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
         turned_away: The listener refused our key.
+        hung_up: It ended the connection before, or while, hands were shaken.
         round_trips: Seconds, of control packets.
         minor: Of the protocol, there.
         gauges: What the engine says of itself.
         is_doctor: It is no engine, but `asynckv doctor --serve`.
         versions: Of the other side, if it tells them.
+        planes: What its data plane says of itself (`Engine.describe`), if it tells.
+        life: What the engine is at; empty if it does not tell.
+        away_s: For how long its event loop was away at most.
         clock_offset, clock_error: Its wall clock ahead of ours, and how wrong that may be.
     """
 
@@ -277,6 +283,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     connect_s: float = 0.0002
     mechanism: str = ""
     turned_away: bool = False
+    hung_up: bool = False
     round_trips: tuple[float, ...] = (0.0002,)
     lost: int = 0
     major: int = 1
@@ -296,6 +303,9 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     gauges: dict[str, int] = field(default_factory=dict)
     is_doctor: bool = False
     versions: dict[str, str] = field(default_factory=dict)
+    planes: dict[str, str] = field(default_factory=dict)
+    life: str = ""
+    away_s: float = 0.0
     clock_offset: float | None = None
     clock_error: float = 0.0
     ucx: Ucx | None = None
@@ -308,6 +318,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     network: Network = field(default_factory=Network)
     gpu: Gpu = field(default_factory=Gpu)
     software: Software = field(default_factory=Software)
+    posting_threads: int = 2
     listening: Listening | None = None
     keys: KeyFacts | None = None
     ucx: Ucx | None = None

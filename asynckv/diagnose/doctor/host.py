@@ -22,7 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from asynckv.diagnose.doctor.facts import Gpu, Interface, Machine, Network, Rdma
+from asynckv.edges.keeper import check_processes
 from asynckv.edges.transports import rdma_devices
+from asynckv.errors import BackendError
 
 __all__ = ["gpu", "machine", "network", "resolve", "try_process_vm_readv"]
 
@@ -30,6 +32,7 @@ INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Its inode, in every kernel."""
 
 NO_LIMIT = 1 << 60
+NONE_FOUND = 2
 SIOCGIFADDR = 0x8915
 UP, LOOPBACK = 0x1, 0x8
 STA_UNSYNC = 0x40
@@ -80,6 +83,7 @@ def machine(proc: Path = Path("/proc"), system: Path = Path("/sys")) -> Machine:
         own_pid_namespace=_inode(proc / "self/ns/pid") not in (0, INITIAL_PID_NAMESPACE),
         uid=os.geteuid(),
         cma_error=try_process_vm_readv(),
+        child_error=_child_error(),
         clocksource=_text(system / "devices/system/clocksource/clocksource0/current_clocksource").strip(),
         clock_synchronised=_is_synchronised(),
     )
@@ -152,21 +156,36 @@ def _container(proc: Path) -> str:
 def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
     """Return the cores and the memory that are granted, how often they were short, and the memory in use."""
     own = re.search(r"^0::(/.*)$", _text(proc / "self/cgroup"), re.MULTILINE)
-    places = [root / own[1].lstrip("/"), root] if own else [root]
-    for at in places:
-        if limit := re.match(r"(\d+|max) (\d+)", _text(at / "cpu.max")):
-            quota = 0.0 if limit[1] == "max" else int(limit[1]) / max(1, int(limit[2]))
-            stat = dict(re.findall(r"(\w+) (\d+)", _text(at / "cpu.stat")))
-            throttled = int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
-            return quota, throttled, _number(_text(at / "memory.max")), _number(_text(at / "memory.current"))
+    inner = root / own[1].lstrip("/") if own else root
+    # Of all groups that this one lies in, the tightest counts.
+    groups = [at for at in (inner, *inner.parents) if at == root or root in at.parents]
+    cores, memory = [(0.0, 0.0)], [(0, 0)]
+    for at in groups:
+        if (limit := re.match(r"(\d+) (\d+)", _text(at / "cpu.max"))) and int(limit[2]):
+            cores.append((int(limit[1]) / int(limit[2]), _throttled(at / "cpu.stat")))
+        if most := _number(_text(at / "memory.max")):
+            memory.append((most, _number(_text(at / "memory.current"))))
+    if len(cores) + len(memory) > NONE_FOUND or (root / "cgroup.controllers").exists():
+        return *min(cores[1:], default=cores[0]), *min(memory[1:], default=memory[0])
     # The older hierarchy, as seen from inside a container.
     period, micros = _number(_text(root / "cpu/cpu.cfs_period_us")), _text(root / "cpu/cpu.cfs_quota_us").strip()
-    stat = dict(re.findall(r"(\w+) (\d+)", _text(root / "cpu/cpu.stat")))
     quota = int(micros) / period if period and micros.isdigit() else 0.0
-    throttled = int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
     most = _number(_text(root / "memory/memory.limit_in_bytes"))
     used = _number(_text(root / "memory/memory.usage_in_bytes"))
-    return quota, throttled, most if most < NO_LIMIT else 0, used
+    return quota, _throttled(root / "cpu/cpu.stat"), most if most < NO_LIMIT else 0, used
+
+
+def _throttled(path: Path) -> float:
+    stat = dict(re.findall(r"(\w+) (\d+)", _text(path)))
+    return int(stat.get("nr_throttled", 0)) / max(1, int(stat.get("nr_periods", 0)))
+
+
+def _child_error() -> str:
+    try:
+        check_processes()
+    except BackendError as exc:
+        return str(exc)
+    return ""
 
 
 def _is_synchronised() -> bool | None:

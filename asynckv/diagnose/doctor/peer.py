@@ -17,10 +17,12 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from asynckv.config import KeysConfig
+from asynckv.core.account import decode_account
 from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
@@ -54,6 +56,9 @@ RETRY_S = 0.25
 PINGS, PING_S, PINGS_S = 50, 1.0, 2.0
 CONNECT_S = 3.0
 GREETING_S = 2.0
+HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000
+"""ZMQ's events: disconnected, and a handshake that failed for whatever cause."""
+
 IP_MTU, IPV6_MTU = 14, 24
 MECHANISM_END = 32
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
@@ -131,9 +136,18 @@ class _Asking:
         if not await self._route() or refusal:
             return self._done()
         await self._plane.start(self._hear, self._refused)
+        link = self._plane._connect(self._address)
+        hung_up: Any = None if link is None else link.socket.get_monitor_socket(HUNG_UP)
         try:
-            return await self._talk()
+            asked = await self._talk()
+            if hung_up is not None and hung_up.poll(0):
+                asked.facts = msgspec.structs.replace(asked.facts, hung_up=True)
+            return asked
         finally:
+            if hung_up is not None and link is not None:
+                with suppress(Exception):  # the link was given up, and the monitor with it
+                    link.socket.disable_monitor()
+                hung_up.close(0)
             await self._plane.aclose()
 
     async def _talk(self) -> Asked:
@@ -154,6 +168,7 @@ class _Asking:
         self._know(stage="hello", connect_s=time.perf_counter() - began, engine_id=status.engine_id)
         self._know(rank=f"tp{status.tp_rank} of {status.tp_size}", gauges=dict(status.gauges))
         await self._measure()
+        await self._ask_account()
         if status.engine_id == words.DOCTOR:
             return await self._take_offer()
         return await self._shake_hands(status)
@@ -206,6 +221,21 @@ class _Asking:
             self._know(error=f"no answer within {waited:g} s", errno=errno.ETIMEDOUT)
         except OSError as exc:
             self._know(error=exc.strerror or str(exc), errno=exc.errno or 0)
+
+    async def _ask_account(self) -> None:
+        """Ask for versions and settings, which an engine tells if it is asked for an account (`asynckv inspect`)."""
+        answer = await self._answer(lambda nonce: StatusRequest(nonce, most=1), SILENCE_S)
+        if not isinstance(answer, Status) or not answer.account:
+            return  # it is older, or does not want to
+        with suppress(RemoteProtocolError):
+            there = decode_account(answer.account).facts
+            told = {"asynckv": there.version, "nixl": there.planes.get("nixl", "")}
+            self._know(
+                versions={name: value for name, value in told.items() if value},
+                planes=dict(there.planes),
+                life=there.life,
+                away_s=there.lag.most_s,
+            )
 
     # -- what it has -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import msgspec
 
 from asynckv.diagnose.doctor.catalogue import LEVELS, TOPICS, Finding
 from asynckv.diagnose.doctor.checks import is_good, size
+from asynckv.diagnose.doctor.checks_ucx import rows
 from asynckv.diagnose.doctor.facts import Facts
 from asynckv.observe.console import printable
 
@@ -59,12 +60,21 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
             table.add_row(f"[{STYLES[each.level]}]{each.level}[/]", text)
         if table.row_count:
             console.print(Padding(table, (0, 0, 0, 2)), highlight=False)
+        for name, value in _figures(facts, topic):
+            console.print(f"    {name:26}{value}", highlight=False)
     counts = [
         f"{n} {level}{'s' if n != 1 and level != 'good' else ''}"
         for level in LEVELS
         if (n := sum(e.level == level for e in found))
     ]
     console.print(f"\n{', '.join(counts)}", highlight=False)
+
+
+def _figures(facts: Facts, topic: str) -> list[tuple[str, str]]:
+    """What was measured, under the topic that it belongs to."""
+    peer = facts.peer.ucx if facts.peer is not None else None
+    of = {"speed": facts.ucx, "peer": peer}.get(topic)
+    return rows(of.measured) if of is not None and of.measured is not None and of.measured.rounds else []
 
 
 def _plain(each: Finding, console: Console) -> None:
@@ -92,8 +102,10 @@ def _headline(facts: Facts) -> list[str]:
     if ucx is not None and not ucx.failure:
         lines.append(
             f"connection {', '.join(ucx.lanes)}; error mode {ucx.facts.get('ucx_error_handling_mode', 'unknown')}; "
-            f"no progress thread; woken by {ucx.facts.get('completions', 'unknown')}"
+            f"no progress thread, {facts.posting_threads} posting threads; "
+            f"woken by {ucx.facts.get('completions', 'unknown')}"
         )
+        lines.append(f"plug-ins of NIXL: {', '.join(ucx.plugins)}")
     if has.environment:
         lines.append(" ".join(f"{name}={value}" for name, value in has.environment.items()))
     return lines

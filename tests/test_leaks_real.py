@@ -1,0 +1,165 @@
+"""Causes injected into real processes, on real NIXL and ZMQ, logged as by default: each is named, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv.diagnose.causes import CAUSE
+from asynckv.diagnose.join import join
+from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.records import read_logs
+from asynckv.edges.zmq import make_pair
+from asynckv.keys import write_pair
+from asynckv.testing.fleet import Fleet, Process
+from tests.leaky import LEASE_S
+
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(180)]
+
+C = CAUSE
+PREFILL = ("prefill", "other", "guarded")
+
+EXPECTED = {
+    "before": C.DIED_BEFORE_CLAIM,
+    "reading": C.DIED_AFTER_CLAIM,
+    "announced": C.ANNOUNCED_AND_FORGOTTEN,
+    "renamed": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_SHOOK_HANDS,
+    "keys": C.KEYS_REFUSED,
+    "away": C.DECODE_LOOP_AWAY,
+    "killed": C.PREFILL_DIED,
+    "retry": C.NO_ATTEMPT_FOLLOWED,
+    "lost": C.NEVER_HEARD_OF,
+    "late": C.CAME_TOO_LATE,
+}
+PREFILL_ONLY = {
+    "before": C.NEVER_CLAIMED,
+    "reading": C.READER_SILENT,
+    "renamed": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_CLAIMED,
+    "keys": C.NEVER_CLAIMED,
+    "away": C.READER_SILENT,
+    "retry": C.NO_ATTEMPT_FOLLOWED,
+    "lost": C.NEVER_CLAIMED,
+    "late": C.NEVER_CLAIMED,
+}
+DECODE_ONLY = {
+    "announced": C.ANNOUNCED_AND_FORGOTTEN,
+    "another": C.OTHER_REQUEST_ID,
+    "unmet": C.NEVER_SHOOK_HANDS,
+    "keys": C.KEYS_REFUSED,
+}
+
+
+def named(leaks: list[Leak]) -> dict[str, str]:
+    # A pull that is given no time at all may fail while its read is under way, and have its blocks a moment later.
+    assert {x.request_id for x in leaks if x.side == "decode"} <= {"retry"}
+    return {x.request_id: x.cause.value for x in leaks if x.side == "prefill"}
+
+
+async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
+    """Leak one request by each cause, and let some go well."""
+
+    async def start(name: str, *engines: str) -> Process:
+        return await fleet.start(name, "tests.leaky:Side", engines=list(engines), folder=str(folder), keys=keys)
+
+    async def lend(name: str, engine: str = "prefill") -> dict[str, Any]:
+        owner = other if engine == "other" else prefill
+        params: dict[str, Any] = await owner.ask("lend", engine=engine, request_id=name)
+        return params
+
+    prefill, other, alive, doomed, reading, away = await asyncio.gather(
+        start("p", "prefill", "guarded"),
+        start("q", "other"),
+        start("a", "alive", "stranger"),
+        start("b", "doomed"),
+        start("c", "reading"),
+        start("d", "away"),
+    )
+    for reader, engine in ((alive, "alive"), (doomed, "doomed"), (away, "away")):
+        params = await lend(f"well-{engine}")
+        assert await reader.ask("pull", engine=engine, request_id=f"well-{engine}", params=params) == "complete"
+
+    before = await lend("before")
+    assert before
+    await doomed.kill()
+    for process, engine, name in ((reading, "reading", "reading"), (away, "away", "away")):
+        await process.ask("announce", engine=engine, request_id=name, params=await lend(name), wait_s=60.0)
+        await process.ask("claimed", engine=engine, request_id=name)
+    await reading.kill()
+    blocked = asyncio.create_task(away.ask("block", seconds=LEASE_S + 1.5))
+    await alive.ask("announce", engine="alive", request_id="announced", params=await lend("announced"))
+    params = await lend("killed", "other")
+    await alive.ask("announce", engine="alive", request_id="killed", params=params, wait_s=60.0)
+    await alive.ask("claimed", engine="alive", request_id="killed")
+    await other.kill()
+    renamed = {**await lend("renamed"), "request_id": "another"}
+    unmet = await lend("unmet")
+    unmet["endpoints"] = [{**x, "address": "tcp://127.0.0.1:9"} for x in unmet["endpoints"]]
+    foreign = await lend("keys", "guarded")
+    retry = await lend("retry")
+    pulls = [
+        alive.ask("pull", engine="alive", request_id="renamed", params=renamed),
+        alive.ask("pull", engine="alive", request_id="unmet", params=unmet),
+        alive.ask("pull", engine="stranger", request_id="keys", params=foreign),
+        alive.ask("pull", engine="alive", request_id="retry", params=retry, timeout_s=1e-6, is_last=False),
+    ]
+    assert "complete" not in await asyncio.gather(*pulls)
+    again = await start("b", "doomed")
+    await again.ask("idle", engine="doomed")  # it has started
+    ended = [prefill.ask("ended", request_id=x) for x in ("before", "reading", "renamed", "unmet", "keys", "retry")]
+    assert set(await asyncio.gather(*ended)) == {"expired"}
+    await prefill.ask("ended", request_id="announced")  # expired or released: its promise and its time end at once
+    assert await prefill.ask("ended", request_id="away") == "expired"
+    await blocked
+    await lend("lost")
+    late = await lend("late")
+    assert {await prefill.ask("ended", request_id=x) for x in ("lost", "late")} == {"expired"}
+    assert await alive.ask("pull", engine="alive", request_id="late", params=late) != "complete"
+    for process, engine in ((alive, "alive"), (alive, "stranger"), (away, "away")):
+        await process.ask("idle", 60.0, engine=engine)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where logs go."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """Keys of two engines; the one is not known to the other."""
+    authorized = tmp_path / "authorized"
+    authorized.mkdir()
+    found: dict[str, str] = {}
+    for name in ("guarded", "stranger"):
+        secret, public = write_pair(tmp_path, name, make_pair())
+        found |= {name: str(secret), f"{name}.authorized": str(authorized)}
+        if name == "guarded":
+            shutil.copy(public, authorized)
+    return found
+
+
+async def test_each_cause_is_named_and_nothing_else(folder: Path, keys: dict[str, str]) -> None:
+    async with Fleet() as fleet:
+        await leak(fleet, folder, keys)
+    judge(folder)
+
+
+def judge(folder: Path) -> None:
+    """Compare what is said with both sides' logs, and with one side's, to what was done."""
+    logs = sorted(folder.iterdir())
+    assert logs
+    mine = [x for x in logs if x.name.startswith(PREFILL)]
+    theirs = [x for x in logs if x not in mine]
+    assert named(find_leaks(join(read_logs(logs)))) == {k: v.value for k, v in EXPECTED.items()}
+    alone = named(find_leaks(join(read_logs(mine))))
+    assert alone.pop("announced", "reader_silent") == "reader_silent"
+    assert alone == {k: v.value for k, v in PREFILL_ONLY.items()}
+    assert named(find_leaks(join(read_logs(theirs)))) == {k: v.value for k, v in DECODE_ONLY.items()}

@@ -1,0 +1,453 @@
+"""Requests on one time axis: what is drawn, how sure it is, and that what comes from logs does no harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asynckv import cli
+from asynckv.diagnose import timeline_text
+from asynckv.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
+from asynckv.diagnose.clocks import Offset
+from asynckv.diagnose.join import join
+from asynckv.diagnose.perfetto import trace
+from asynckv.diagnose.records import read_logs
+from asynckv.diagnose.timeline_json import report
+from asynckv.diagnose.timeline_model import COLORS, PHASES, Story, ground, stories
+from asynckv.diagnose.timeline_page import make
+from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, service
+
+
+def axis_of(written: Written, directory: Path) -> Axis:
+    return make_axis(join(read_logs([written.write(directory)])))
+
+
+@pytest.fixture
+def axis(tmp_path: Path) -> Axis:
+    return axis_of(service(), tmp_path)
+
+
+def named(axis: Axis, name: str) -> Story:
+    return next(x for x in stories(axis) if x.name == name)
+
+
+def bars(story: Story, rank: str, what: str = "") -> list[tuple[str, float, float]]:
+    """Phases of a lane: since the story's start, rounded to 10 ms (its clock is not surer than some)."""
+    lane = next(x for x in story.lanes if x.process.rank == rank and what in ("", x.what))
+    return [(b.phase, round(b.start - story.start, 2), round(b.seconds, 4)) for b in lane.bars]
+
+
+# -- the axis ----------------------------------------------------------------------------------------
+
+
+def test_the_decode_hosts_clock_is_found(axis: Axis) -> None:
+    for start in DECODE:
+        process = axis.service.processes[start]
+        offset = axis.offset(process, BEGIN + AHEAD + 1)
+        assert abs(offset.seconds - AHEAD) <= offset.within_s < 0.01
+    assert axis.clocks.clock[DECODE[0]] == axis.clocks.clock[DECODE[1]], "one host, one clock"
+    assert [x.rank for x in axis.references] == [P]
+    assert axis.notes() == []
+    assert "+5000" in axis.compared(axis.service.processes[DECODE[0]], BEGIN + AHEAD + 1)
+    assert axis.compared(axis.service.processes[PREFILL], BEGIN) == "by its own clock, which is the axis's"
+
+
+@pytest.mark.parametrize(
+    ("offset", "text"),
+    [
+        (Offset(0.0123, 0.0004), "+12.30 ms ± 0.40 ms"),
+        (Offset(-7200.0, 0.002), "-7200.0000 s ± 0.0020 s"),
+        (Offset(0.0, 0.0), "+0.000 ms ± 0.000 ms"),
+        (Offset(5.0, 0.9), "+5000 ms ± 900 ms"),
+    ],
+)
+def test_an_offset_is_written_as_sharply_as_it_is_known(offset: Offset, text: str) -> None:
+    assert shown_offset(offset) == text
+
+
+def test_a_duration_has_three_digits() -> None:
+    assert [shown_seconds(x) for x in (0, 1.5e-5, 0.0009999, 0.00123, 0.0999, 0.09999, 1.5, 123.4)] == [
+        "0 µs",
+        "15 µs",
+        "1.00 ms",
+        "1.23 ms",
+        "99.9 ms",
+        "100 ms",
+        "1.50 s",
+        "123 s",
+    ]
+
+
+# -- the model ---------------------------------------------------------------------------------------
+
+
+def test_a_request_that_went_well(axis: Axis) -> None:
+    story = named(axis, "chat-2")
+    assert (story.outcome, story.level, story.others) == ("complete", "info", ("gen-2",))
+    assert story.seconds == pytest.approx(0.007, abs=1e-5)
+    assert [x.process.rank for x in story.lanes] == [P, D[0]]
+    assert bars(story, P) == [("lent", 0.0, 0.003), ("granted", 0.0, 0.006)]
+    names = [(phase, seconds) for phase, _, seconds in bars(story, D[0])]
+    assert names[:-1] == [("queue", 0.001), ("plan", 0.001), ("read", 0.004), ("confirm", 0.001)]
+    assert names[-1][0] == "release"
+    read = next(b for b in story.lanes[1].bars if b.phase == "read")
+    assert read.parts == {"post": 0.0005, "detect": 0.0001}
+    assert read.derived
+    # Truly it began a millisecond after it was lent.
+    lane = story.lanes[1]
+    assert abs(lane.bars[0].start - story.start - 0.001) <= lane.within_s
+
+
+def test_what_failed_has_its_attempts_its_pause_and_its_blocks(axis: Axis) -> None:
+    story = named(axis, "chat-8")
+    assert (story.outcome, story.level) == ("complete", "warning")
+    assert [x.what for x in story.lanes if x.side == "decode"] == ["attempt 1", "attempt 2"]
+    assert bars(story, D[1], "attempt 1") == [
+        ("announced", 0.05, 0.05),
+        ("queue", 0.1, 0.01),
+        ("plan", 0.11, 0.01),
+        ("read", 0.12, 0.18),
+        ("drain", 0.3, 0.1),
+        ("pause", 0.4, 0.5),
+        ("quarantine", 0.4, 0.2),
+    ]
+    texts = [x.text for x in story.marks]
+    assert any("read_failed" in x for x in texts)
+    assert any(x.startswith("attempt 2 follows") for x in texts)
+    assert "its blocks came back" in texts
+    # Two pulls had a promise: each has a lane, from its grant to its release.
+    grants = [x for x in story.lanes if x.what.startswith("grant to")]
+    assert [round(x.bars[0].seconds, 3) for x in grants] == [0.29, 0.1]
+    assert [x.at for x in story.marks] == sorted(x.at for x in story.marks)
+
+
+def test_what_has_not_ended_is_open(axis: Axis) -> None:
+    story = named(axis, "chat-21")
+    (lane,) = story.lanes
+    assert [(b.phase, b.is_open) for b in lane.bars] == [("announced", True)]
+    assert lane.bars[0].seconds == pytest.approx(30.0, abs=0.1)
+    assert story.outcome == "announced"
+
+
+def test_a_lease_that_nobody_claimed(axis: Axis) -> None:
+    story = named(axis, "chat-20")
+    assert bars(story, P) == [("lent", 0.0, 30.0)]
+    assert (story.outcome, story.level) == ("expired", "warning")
+    assert [x.text for x in story.marks] == [
+        "lent, 7 blocks",
+        "held for long: not claimed by anybody",
+        "expired after 30.0 s, owed by *",
+    ]
+
+
+def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> None:
+    by_rank = {x.process.rank: x for x in ground(axis)}
+    (away,) = by_rank[D[1]].away
+    assert away.seconds == pytest.approx(0.15)
+    assert abs(away.end - BEGIN - 2.2) <= by_rank[D[1]].within_s
+    assert [x.text for x in by_rank[P].marks] == ["engine started", f"met {D[0]}", f"met {D[1]}"]
+    assert any(x.text == "engine stopped" for x in by_rank[D[0]].marks)
+
+
+def test_half_of_the_logs_is_enough(tmp_path: Path) -> None:
+    both = service()
+    for rank in (P, "decode"):
+        kept = Written()
+        kept.lines = [x for x in both.lines if f'"rank": "{rank}' in x[1]]
+        axis = axis_of(kept, tmp_path)
+        found = stories(axis)
+        assert len(found) >= 9
+        assert {x.side for story in found for x in story.lanes} == {"prefill" if rank == P else "decode"}
+        if rank != P:
+            assert len(axis.references) == 1, "one host"
+        check_outputs(axis, found)
+
+
+def test_attempts_with_new_params_are_one_request(tmp_path: Path) -> None:
+    written = Written()
+    written.begin()
+    for number, attempt, at in ((1, 1, 1.0), (2, 2, 2.0)):
+        common: dict[str, Any] = {
+            "request_id": "gen",
+            "prefill_request_id": f"chat-{number}",
+            "sequence": number,
+            "peer": "prefill",
+        }
+        cause = "complete" if attempt == 2 else "read_failed"
+        more: dict[str, Any] = {"attempt": 2} if attempt == 2 else {}
+        written.line("pull_ended", at, D[0], cause=cause, **common, pull_id=f"{'b' * 16}-{number}", seconds=0.1, **more)
+    # The same id once more is another request.
+    written.line(
+        "pull_ended",
+        9.0,
+        D[0],
+        cause="complete",
+        request_id="gen",
+        prefill_request_id="chat-3",
+        sequence=3,
+        peer="prefill",
+        pull_id=f"{'b' * 16}-9",
+        seconds=0.1,
+    )
+    found = stories(axis_of(written, tmp_path))
+    assert [len(x.pull_ids) for x in found] == [2, 1]
+    assert found[0].seconds == pytest.approx(1.1)
+
+
+# -- what it is shown as -------------------------------------------------------------------------------
+
+
+class Checked(HTMLParser):
+    """Collects a page's scripts and tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def check_outputs(axis: Axis, found: list[Story]) -> None:
+    grounds = ground(axis)
+    check_trace(json.loads(trace(axis, found, grounds)))
+    json.dumps(report(axis, found, grounds), allow_nan=False)
+    page = make(axis, found, grounds, ["x.log"])
+    data = page_data(page)
+    assert len(data["requests"]) == len(found)
+    checked = Checked()
+    checked.feed(page)
+    assert checked.links == []
+    assert checked.tags["script"] == 2
+    for each in (Console(file=io.StringIO(), width=80), Console(file=io.StringIO(), width=200, force_terminal=True)):
+        timeline_text.show_all(axis, found, grounds, each)
+        timeline_text.show_slowest(axis, found, 5, each)
+        for story in found[-4:]:
+            timeline_text.show_one(axis, story, each)
+
+
+def page_data(page: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def check_trace(value: Any) -> None:
+    """Hold a trace against the format's description."""
+    events = value["traceEvents"]
+    assert value["displayTimeUnit"] in ("ms", "ns")
+    assert {x["ph"] for x in events} <= set("MXiCsf")
+    named = {(x["pid"], x["tid"]) for x in events if x["ph"] == "M" and x["name"] == "thread_name"}
+    processes = {x["pid"] for x in events if x["ph"] == "M" and x["name"] == "process_name"}
+    open_: dict[tuple[int, int], list[int]] = {}
+    flows: dict[int, list[dict[str, Any]]] = {}
+    for x in events:
+        assert isinstance(x["ts"], int)
+        assert x["ts"] >= 0
+        assert x["pid"] in processes
+        if x["ph"] in "Xisf":
+            assert (x["pid"], x["tid"]) in named
+        if x["ph"] in "sf":
+            flows.setdefault(x["id"], []).append(x)
+        if x["ph"] == "C":
+            assert all(isinstance(n, int) and n >= 0 for n in x["args"].values())
+        if x["ph"] == "i":
+            assert x["s"] in "tpg"
+    for start, end in flows.values():
+        assert (start["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
+        assert start["ts"] <= end["ts"]
+        assert start["name"] == end["name"]
+    # Slices of a thread lie beside or inside each other.
+    for x in sorted((x for x in events if x["ph"] == "X"), key=lambda x: (x["ts"], -x["dur"])):
+        assert x["dur"] >= 0
+        around = open_.setdefault((x["pid"], x["tid"]), [])
+        while around and around[-1] <= x["ts"]:
+            around.pop()
+        assert not around or x["ts"] + x["dur"] <= around[-1], x
+        around.append(x["ts"] + x["dur"])
+
+
+def test_every_form_holds_together(axis: Axis) -> None:
+    check_outputs(axis, stories(axis))
+
+
+def test_the_trace_has_arrows_counters_and_clocks(axis: Axis) -> None:
+    value = json.loads(trace(axis, stories(axis), ground(axis)))
+    kinds = Counter((x["ph"], x["name"]) for x in value["traceEvents"] if x["ph"] in "sfC")
+    assert kinds["s", "claim"] == 8 + 2
+    assert kinds["f", "release"] == 8 + 1
+    assert kinds["C", "leases"] >= 2
+    labels = [x["args"]["labels"] for x in value["traceEvents"] if x["name"] == "process_labels"]
+    assert sum("± " in x for x in labels) == 2
+    assert float(value["otherData"]["begins"]) == pytest.approx(BEGIN, abs=0.1)
+
+
+def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    timeline_text.show_one(axis, named(axis, "chat-8"), console)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(len(x) <= 80 for x in out.splitlines())
+    assert "± " in out
+    assert "against prefill/tp0@aaaaaaaa" in out
+    lane = next(x for x in out.splitlines() if x.startswith("attempt 1, decode/tp1@ccc"))
+    assert re.search(r" a+q+p?R+d+X+\.+ ", lane), lane
+    assert "\x1b" not in out, "what a log says does not reach the terminal"
+
+
+def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
+    timeline_text.show_one(axis, named(axis, "chat-8"), console)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "█" in out
+    assert "\x1b[31mremote" not in out
+
+
+def test_every_phase_has_a_colour_and_a_letter() -> None:
+    assert set(PHASES) == set(COLORS) == set(timeline_text.LETTERS)
+    assert len(set(timeline_text.LETTERS.values())) == len(PHASES)
+
+
+def test_a_hostile_name_stays_text(tmp_path: Path) -> None:
+    written = service()
+    evil = "</script><script>alert(1)</script><b>\x1b]0;x\x07\u202e[red]"
+    written.lines = [(at, text.replace('"chat-3"', json.dumps(evil))) for at, text in written.lines]
+    axis = axis_of(written, tmp_path)
+    found = stories(axis)
+    check_outputs(axis, found)
+    page = make(axis, found, ground(axis), ["<i>.log"])
+    assert "<script>alert" not in page
+    assert "<i>" not in page
+    console = Console(file=io.StringIO(), width=100)
+    timeline_text.show_one(axis, next(x for x in found if "alert" in x.name), console)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[red]" in out
+    assert "\x07" not in out
+    assert "\u202e" not in out
+
+
+def test_nonsense_in_fields_does_no_harm(tmp_path: Path) -> None:
+    written = service()
+    wrong: tuple[Any, ...] = (
+        None,
+        [],
+        {},
+        "x",
+        -1e308,
+        1e308,
+        [[1, 2, 3]],
+        {"read": "x"},
+        [["x", "lent"], [1e300, "lent"]],
+    )
+    lines = list(written.lines)
+    for i, (at, text) in enumerate(lines):
+        fields = json.loads(text)
+        for j, name in enumerate(
+            [x for x in fields if x not in ("engine_id", "rank", "incarnation", "event", "timestamp")]
+        ):
+            fields[name] = wrong[(i + j) % len(wrong)]
+        written.lines.append((at, json.dumps(fields)))
+    axis = axis_of(written, tmp_path)
+    check_outputs(axis, stories(axis))
+
+
+# -- the command -----------------------------------------------------------------------------------------
+
+
+def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["asynckv", "timeline", *argv])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    return service().write(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["chat-3", "gen-3", f"{'c' * 16}-3", "3", "#3"])
+def test_a_request_has_many_names(
+    name: str, log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run([log, "--request", name], monkeypatch, capsys)
+    assert code == 0
+    assert out.startswith("chat-3 (decode: gen-3)  complete")
+
+
+def test_several_that_match_are_listed(
+    log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run([log, "--request", "chat-2"], monkeypatch, capsys)
+    assert code == 0, "what is exact comes first"
+    code, out, _ = run([log, "--request", "chat"], monkeypatch, capsys)
+    assert code == 1
+    assert "requests match chat" in out
+    assert "chat-20" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--request", "x"], "--request x: no such request among 11"),
+        (["--request", "1", "--all"], "exclude each other"),
+        (["--slowest", "0"], "--slowest 0 is outside"),
+        (["--json", "-", "--html", "-"], "--html and --json cannot share stdout"),
+        (["--html", "/none/x.html"], "--html /none/x.html: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(
+    argv: list[str], says: str, log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run([log, *argv], monkeypatch, capsys)
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_log_of_others_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.log").write_text("hello\n")
+    code, _, err = run([str(tmp_path)], monkeypatch, capsys)
+    assert code == 2
+    assert "no event of asynckv's" in err
+
+
+def test_files_and_stdout(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, drawn = tmp_path / "x.html", tmp_path / "x.json"
+    argv = [log, "--slowest", "4", "--html", str(page), "--perfetto", str(drawn), "--json", "-"]
+    code, out, err = run(argv, monkeypatch, capsys)
+    assert code == 0
+    value = json.loads(out)
+    assert value["schema"] == "asynckv.timeline/1"
+    assert [x["request_id"] for x in value["requests"]][:2] == ["chat-20", "gen-21"] or len(value["requests"]) == 4
+    ahead = {x["rank"]: (x["ahead_s"], x["within_s"]) for x in value["processes"]}
+    assert abs(ahead[D[0]][0] - AHEAD) <= ahead[D[0]][1]
+    assert "where the time went" in err
+    assert len(page_data(page.read_text())["requests"]) == 4
+    check_trace(json.loads(drawn.read_text()))
+
+
+def test_all_is_what_is_done_if_nothing_is_chosen(
+    log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run([log], monkeypatch, capsys)
+    assert code == 0
+    assert out.startswith("11 requests in ")
+    assert out == run([log, "--all"], monkeypatch, capsys)[1]

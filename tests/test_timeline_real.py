@@ -1,0 +1,163 @@
+"""Clocks that are wrong, in real processes and in simulated ones whose truth is known: the true offset lies inside."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+import structlog
+
+from asynckv import Engine, EngineConfig, LogConfig, PrefillGroup
+from asynckv.diagnose.axis import Axis, make_axis
+from asynckv.diagnose.join import Pull, join
+from asynckv.diagnose.records import read_logs
+from asynckv.diagnose.timeline_model import stories
+from asynckv.testing.fleet import TRANSPORTS, Fleet
+from asynckv.testing.leaky import make_leaky
+from asynckv.testing.logs import BEGIN
+from asynckv.testing.script import make_script
+from asynckv.testing.truth import watch
+from tests.engines import memory
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+SHIFT, DRIFT = 5.0, 150e-6
+ROUNDING = 2e-5
+"""Times of today as floats, and lines have whole microseconds."""
+
+
+class Side:
+    """An engine in a process of its own, whose log goes by a clock that is wrong."""
+
+    def __init__(self, *, engine_id: str, log: str, shift: float = 0.0, drift: float = 0.0, since: float = 0.0) -> None:
+        self.shift, self.drift, self.since = shift, drift, since
+        structlog.configure(
+            processors=[structlog.processors.add_log_level, self._stamp, structlog.processors.JSONRenderer()],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+            logger_factory=structlog.WriteLoggerFactory(open(log, "a", buffering=1, encoding="utf-8")),  # noqa: SIM115
+        )
+        registration, _ = memory(len(engine_id))
+        config = EngineConfig(engine_id=engine_id, log=LogConfig(successes_per_s=1e4))
+        self.engine = Engine(config, registration)
+
+    def _stamp(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        now = time.time()
+        event["timestamp"] = datetime.fromtimestamp(now + self.shift + self.drift * (now - self.since), UTC).isoformat()
+        event.pop("host", None)  # as on two hosts
+        return event
+
+    async def __aenter__(self) -> Self:
+        await self.engine.start()
+        self.group = PrefillGroup(self.engine.config.engine_id, [self.engine.endpoint])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.engine.aclose()
+
+    async def put_back(self, seconds: float) -> float:
+        """Set the clock; return when."""
+        self.shift -= seconds
+        return time.time()
+
+    async def lend(self, number: int) -> dict[str, Any]:
+        """Lend three blocks, and return their params."""
+        params = self.group.make_params(f"chat-{number}", [(0, [4, 5, 6])], num_tokens=48, written=True)
+        self.engine.lend(params)
+        return params
+
+    async def pull(self, number: int, params: dict[str, Any]) -> int:
+        """Read them."""
+        return (await self.engine.pull(f"gen-{number}", [(0, [1, 2, 3])], params)).num_bytes
+
+
+async def run(directory: Path, set_after: int = 0, by: float = 0.0, number: int = 40) -> tuple[Axis, float, float]:
+    """Move some requests between two processes; return what is made of their logs, since when and when it was set."""
+    since, when = time.time(), 0.0
+    async with Fleet(TRANSPORTS["tcp"]) as fleet:
+        prefill = await fleet.start(
+            "prefill", "tests.test_timeline_real:Side", engine_id="prefill", log=str(directory / "p.log")
+        )
+        wrong = {"shift": SHIFT, "drift": DRIFT, "since": since}
+        decode = await fleet.start(
+            "decode",
+            "tests.test_timeline_real:Side",
+            engine_id="decode",
+            log=str(directory / "d.log"),
+            **wrong,
+        )
+        for i in range(number):
+            if set_after and i == set_after:
+                when = await decode.ask("put_back", seconds=by)
+            assert await decode.ask("pull", number=i, params=await prefill.ask("lend", number=i)) == 3 * 16384
+    return make_axis(join(read_logs([directory]))), since, when
+
+
+def check(axis: Axis, since: float, shift_of: Callable[[Pull], float] = lambda pull: SHIFT) -> float:
+    """See that the true offset lies inside whenever a pull ended; return the greatest uncertainty."""
+    (decode,) = [x for x in axis.service.processes.values() if x.engine_id == "decode"]
+    (reference,) = axis.references
+    assert reference.engine_id == "prefill"
+    widest = 0.0
+    for pull in (x for request in axis.service.requests for x in request.all_pulls):
+        assert pull.ended is not None
+        shift, at = shift_of(pull), pull.ended.at
+        # What the clock showed beyond the true time; `drift` counts true seconds.
+        true = shift + DRIFT * (at - shift - since) / (1 + DRIFT)
+        found = axis.offset(decode, at)
+        assert abs(found.seconds - true) <= found.within_s + ROUNDING, (pull.request_id, true, found)
+        widest = max(widest, found.within_s)
+    return widest
+
+
+async def test_a_clock_that_is_wrong_and_drifts_is_found_by_what_was_exchanged(tmp_path: Path) -> None:
+    axis, since, _ = await run(tmp_path)
+    assert check(axis, since) < 0.05
+    assert axis.notes() == []
+    found = stories(axis)
+    assert len(found) == 40
+    for story in found:
+        lease, pull = story.lanes
+        # In the picture causes come before effects, but for how late a line may be.
+        assert lease.bars[0].start <= pull.end
+        assert next(b.start for b in lease.bars if b.phase == "granted") <= pull.end
+
+
+async def test_a_clock_that_was_set_meanwhile_is_told(tmp_path: Path) -> None:
+    axis, since, when = await run(tmp_path, set_after=20, by=2.0)
+    (step,) = axis.clocks.steps
+    assert abs(abs(step.seconds) - 2.0) < 0.05
+    (note,) = axis.notes()
+    assert "was put" in note
+    assert step.after <= when <= step.before
+    check(axis, since, lambda pull: SHIFT if int(pull.request_id.removeprefix("gen-")) < 20 else SHIFT - 2.0)
+
+
+@pytest.mark.parametrize("make", [make_leaky, make_script], ids=["mishaps", "faults"])
+def test_simulated_hosts_are_where_they_truly_are(make: Any, tmp_path: Path) -> None:
+    checked = 0
+    for seed in range(8):
+        _, logs, _ = watch(make(seed))
+        directory = tmp_path / str(seed)
+        logs.write(directory)
+        read = read_logs(sorted(directory.glob("*.jsonl")))
+        axis = make_axis(join(read))
+        assert all(len(x.names) == 2 for x in axis.clocks.steps)
+        hosts = {str(directory / x.file_name): x.host for x in logs.processes}
+        host_of = {x.incarnation: hosts[x.where.rsplit(":", 1)[0]] for x in read.records}
+        for process in axis.service.processes.values():
+            reference = axis.references[axis.group(process)]
+            host, other = host_of[process.incarnation], host_of[reference.incarnation]
+            for at in (process.first_at, (process.first_at + process.last_at) / 2, process.last_at):
+                t = (at - BEGIN - host.offset_s) / (1 + host.drift)
+                found = axis.offset(process, at)
+                assert abs(at - other.reads(t) - found.seconds) <= found.within_s + ROUNDING, (seed, process.rank)
+                checked += 1
+    assert checked > 50
