@@ -288,7 +288,7 @@ class Driver:
                 case TransferEnded():
                     self._safely(self.core.decode.ended, news, now - before, now)
                 case AgentLost():
-                    self.data_down = news.cause
+                    self.data_down = news.cause or "its process died"
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)
