@@ -5,7 +5,8 @@
 Each seed is played twice over: as a service in which single requests have mishaps (`asynckv.testing.leaky`), and, with
 `--faults`, as one in which everything goes wrong that may (`asynckv.testing.script`). What its processes log is given
 to `asynckv.diagnose`, with both sides' logs, and with one side's only. A witness who saw every packet and every death
-(`asynckv.testing.truth`) knows which requests' blocks were late, and all that is true of why. Then must hold:
+(`asynckv.testing.truth`) knows which requests' blocks were late, and all that is true of why. With `--modes cut` the
+logs of both sides end at a moment in the midst of it all as well. Then must hold:
 
 - every request that was late is named (with one side's logs: those of which that side must know);
 - no other is;
@@ -20,12 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import random
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -41,8 +44,8 @@ from asynckv.testing.truth import Forgotten, LateLease, LatePull, Witness, watch
 
 __all__ = ["Disagreement", "Judge", "conclude", "main", "many", "one"]
 
-MODES = ("both", "prefill", "decode")
-"""Whose logs are given."""
+MODES = ("both", "prefill", "decode", "cut")
+"""Whose logs are given; and those of both, cut short at the same moment."""
 
 C = CAUSE
 Whys = set[str]
@@ -100,6 +103,8 @@ OF_A_MESSAGE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.RELEASE_REFUSED: _has("refused"),
     C.STALE_PARAMS: _has("refused"),
     C.OTHER_REQUEST_ID: _has("other_id"),
+    C.NEVER_SHOOK_HANDS: _has("unmet"),
+    C.KEYS_REFUSED: _has("keys"),
 }
 """Whether a cause is true of what a reader said, where it may be that nothing was late."""
 
@@ -206,6 +211,8 @@ class Judge:
 
     def __init__(self, seed: int, kind: str, script: Script, logs: Logs, witness: Witness) -> None:
         self.seed, self.kind, self.logs, self.witness = seed, kind, logs, witness
+        self.cut_at = random.Random(repr(("cut", seed))).uniform(2.0, script.seconds + 4.0)
+        self.under_way = witness.under_way(self.cut_at)
         self.mishaps = {mishap.ask: mishap.kind for mishap in script.mishaps}
         self.truths: dict[tuple[str, int, str], Truth] = {}
         leases, pulls = witness.late()
@@ -240,6 +247,13 @@ class Judge:
     def _missed(self, mode: str, truth: Truth, said: Sequence[Leak]) -> Iterator[str]:
         """What one side's logs, or both, must have told, and did not."""
         holders = {name for leak in said for name in leak.holders}
+        if mode == "cut":
+            yield from (
+                f"lease of {x.owner}"
+                for x in truth.leases
+                if x.is_sure and x.ended_at < self.cut_at and x.owner not in holders
+            )
+            return
         if mode != "decode":
             yield from (f"lease of {x.owner}" for x in truth.leases if x.is_sure and x.owner not in holders)
         if mode != "prefill":
@@ -249,6 +263,8 @@ class Judge:
 
     def _is_wrong(self, mode: str, ident: Ident, truth: Truth, leak: Leak) -> str:
         """What is wrong with what is said; empty if it is true."""
+        if mode == "cut" and ident in self.under_way and (leak.state == "held" or CATALOGUE[leak.cause].is_class):
+            return ""  # that it is held is all that is said, or why it was by then
         if leak.side == "decode":
             pulls = [x for x in truth.pulls if x.reader in leak.holders]
             if not pulls:
@@ -322,13 +338,22 @@ def _never(whys: Whys) -> bool:
 
 def conclude(logs: Logs, mode: str, directory: Path) -> list[Leak]:
     """Have `asynckv.diagnose` look at the logs of both sides, or of one."""
-    side = {"prefill": "prefill", "decode": "decode", "both": ""}[mode]
-    paths = [directory / x.file_name for x in logs.processes if x.engine_id.startswith(side)]
+    side = {"prefill": "prefill", "decode": "decode"}.get(mode, "")
+    paths = [directory / x.file_name for x in logs.processes if x.engine_id.startswith(side) and x.times]
     return find_leaks(join(read_logs(paths))) if paths else []
 
 
-def one(seed: int, kind: str, modes: Sequence[str] = MODES) -> tuple[list[Disagreement], Counter[str]]:
-    """Play a service, and judge what is concluded from its logs."""
+def one(
+    seed: int, kind: str, modes: Sequence[str] = MODES[:3], edit: Callable[[str], str] = lambda text: text
+) -> tuple[list[Disagreement], Counter[str]]:
+    """Play a service, and judge what is concluded from its logs.
+
+    Args:
+        seed: Which.
+        kind: `leaky` or `faults`.
+        modes: Whose logs are given.
+        edit: Changes the text of each log, so that it can be seen that the judge judges.
+    """
     counts: Counter[str] = Counter()
     script = make_leaky(seed) if kind == "leaky" else make_script(seed)
     service, logs, witness = watch(script)
@@ -340,29 +365,35 @@ def one(seed: int, kind: str, modes: Sequence[str] = MODES) -> tuple[list[Disagr
     counts["late requests"] += len(judge.truths)
     counts["requests"] += len(witness.requests())
     with tempfile.TemporaryDirectory() as name:
-        logs.write(Path(name))
+        for path in logs.write(Path(name)):
+            path.write_text(edit(path.read_text()))
         for mode in modes:
+            if mode == "cut":
+                for log in logs.processes:
+                    (Path(name) / log.file_name).write_text(edit(log.until(judge.cut_at)))
             found += judge.judge(mode, conclude(logs, mode, Path(name)), counts)
     return found, counts
 
 
-def _chunk(work: tuple[str, Sequence[int]]) -> tuple[list[Disagreement], Counter[str]]:
+def _chunk(work: tuple[str, Sequence[int]], modes: Sequence[str]) -> tuple[list[Disagreement], Counter[str]]:
     found: list[Disagreement] = []
     counts: Counter[str] = Counter()
     for seed in work[1]:
-        disagreements, more = one(seed, work[0])
+        disagreements, more = one(seed, work[0], modes)
         found += disagreements
         counts += more
     return found, counts
 
 
-def many(kinds: Sequence[str], seeds: Sequence[int], jobs: int) -> tuple[list[Disagreement], Counter[str]]:
+def many(
+    kinds: Sequence[str], seeds: Sequence[int], modes: Sequence[str], jobs: int
+) -> tuple[list[Disagreement], Counter[str]]:
     """Judge many services, on several processes."""
     work = [(kind, seeds[i : i + 10]) for kind in kinds for i in range(0, len(seeds), 10)]
     found: list[Disagreement] = []
     counts: Counter[str] = Counter()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for disagreements, more in pool.imap(_chunk, work):
+        for disagreements, more in pool.imap(partial(_chunk, modes=modes), work):
             found += disagreements
             counts += more
     return found, counts
@@ -375,12 +406,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--kind", choices=("leaky", "faults", "all"), default="all", help="which services (all)")
+    parser.add_argument(
+        "--modes", type=lambda x: x.split(","), default=list(MODES[:3]), help=f"some of {','.join(MODES)}"
+    )
     parser.add_argument("--show", type=int, default=5, help="disagreements to show in full")
     parser.add_argument("--json", metavar="FILE", help="write counts and disagreements there; - for stdout")
     options = parser.parse_args(argv)
     kinds = ("leaky", "faults") if options.kind == "all" else (options.kind,)
     begun = time.perf_counter()
-    found, counts = many(kinds, range(options.first_seed, options.first_seed + options.services), options.jobs)
+    if strange := set(options.modes) - set(MODES):
+        parser.error(f"--modes: {min(strange)!r} is unknown; some of {','.join(MODES)}")
+    seeds = range(options.first_seed, options.first_seed + options.services)
+    found, counts = many(kinds, seeds, options.modes, options.jobs)
     seconds = time.perf_counter() - begun
     if options.json:
         text = json.dumps({"seconds": seconds, "counts": counts, "disagreements": [asdict(x) for x in found]}, indent=1)

@@ -84,6 +84,15 @@ class Side:
         while self._engines[engine].requests():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
 
+    def address(self, engine: str) -> str:
+        return self._engines[engine].endpoint.address
+
+    async def held(self, engine: str, seconds: float) -> None:
+        """Wait until everything has been held for so long."""
+        requests = self._engines[engine].requests
+        while min(x.state_s for x in requests()) < seconds:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
     def block(self, seconds: float) -> None:
         """Keep the loop away."""
         time.sleep(seconds)

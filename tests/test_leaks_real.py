@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asynckv.diagnose.ask import ask_all
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks_live import records_of
 from asynckv.diagnose.records import read_logs
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
@@ -150,6 +156,45 @@ async def test_each_cause_is_named_and_nothing_else(folder: Path, keys: dict[str
     async with Fleet() as fleet:
         await leak(fleet, folder, keys)
     judge(folder)
+
+
+async def test_running_engines_say_what_they_hold_and_why(folder: Path) -> None:
+    async with Fleet() as fleet:
+        prefill, alive = await asyncio.gather(
+            *(
+                fleet.start(x, "tests.leaky:Side", engines=[x], folder=str(folder), keys={})
+                for x in ("prefill", "alive")
+            )
+        )
+        addresses = [await prefill.ask("address", engine="prefill"), await alive.ask("address", engine="alive")]
+        announced = await prefill.ask("lend", engine="prefill", request_id="announced")
+        await alive.ask("announce", engine="alive", request_id="announced", params=announced, wait_s=3.0)
+        waiting = await prefill.ask("lend", engine="prefill", request_id="waiting")
+        await alive.ask("announce", engine="alive", request_id="waiting", params=waiting, wait_s=60.0)
+        await prefill.ask("lend", engine="prefill", request_id="unclaimed")
+        await asyncio.gather(
+            prefill.ask("held", engine="prefill", seconds=1.2), alive.ask("held", engine="alive", seconds=1.2)
+        )
+        answers = await ask_all(addresses)
+        assert not any(x.error for x in answers)
+        both = {x.request_id: x.cause for x in find_leaks(join(records_of(answers, time.time())))}
+        alone = {x.request_id: x.cause for x in find_leaks(join(records_of(answers[:1], time.time())))}
+        run = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "asynckv",
+            "leaks",
+            *addresses,
+            "--json",
+            "-",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        out, _ = await run.communicate()
+    assert both == {"announced": C.ANNOUNCED_AND_FORGOTTEN, "unclaimed": C.NEVER_CLAIMED, "waiting": C.STILL_HELD}
+    assert alone == {"announced": C.STILL_HELD, "unclaimed": C.NEVER_CLAIMED, "waiting": C.STILL_HELD}
+    assert run.returncode == 1
+    assert "waiting" in {x["request_id"] for x in json.loads(out)["leaks"]}
 
 
 def judge(folder: Path) -> None:

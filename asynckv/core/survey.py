@@ -149,13 +149,14 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif (fresh := self._fresh(asked, now)) is not None:
-            answer(fresh)
-            return
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
+            # What is told again costs no work, but room on the way to who does not take it.
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN)
+            if (fresh := self._fresh(asked, now)) is not None:
+                answer(fresh)
+                return
             self._waiting.append(_Question(asked, answer))
             self.next_at = now
             return
@@ -287,7 +288,7 @@ class Survey:
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
-                now = yield
+                yield  # all ages are of one moment, or the oldest would not seem the oldest
             if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):

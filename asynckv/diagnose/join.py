@@ -77,6 +77,7 @@ class Process:
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
     @property
     def start(self) -> str:
@@ -89,8 +90,11 @@ class Process:
         return base_name(self.rank)
 
     def of(self, *events: str) -> Iterator[Record]:
-        """Go through what it said of itself and of peers."""
-        return (x for x in self.records if x.event in events)
+        """Go through what it said of itself and of peers; of several events, one after the other."""
+        if not self._by_event:
+            for record in self.records:
+                self._by_event.setdefault(record.event, []).append(record)
+        return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +210,8 @@ class Lease:
         for _, entry in self.held:
             lent_s = number(entry.get("lent_s"))
             for name, claim in _objects(entry.get("claims")):
-                # Here `heard_s` is an age; with `claimed_s` beside it both are since the request was lent.
-                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
-                heard = lent_s - heard if math.isnan(claimed) else heard
+                # Here `heard_s` is an age; where a lease ends it counts from when the request was lent.
+                heard, claimed = lent_s - number(claim.get("heard_s")), number(claim.get("claimed_s"))
                 known = out.get(name)
                 pull_id = str(claim.get("pull_id") or "")
                 if math.isnan(claimed) and known is not None and known.pull_id == pull_id:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asynckv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asynckv.diagnose.records import Record
 
 __all__ = ["EPILOG", "leaks"]
 
@@ -46,6 +53,14 @@ def leaks(
     json: Annotated[
         str | None, typer.Option(help="Write the report as JSON; - for stdout.", metavar="FILE", show_default=False)
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Who asks, for engines with keys: NAME.key_secret.", metavar="FILE", show_default=False),
+    ] = None,
+    authorized: Annotated[
+        Path | None,
+        typer.Option(help="Directory with the *.key files of the engines.", metavar="DIR", show_default=False),
+    ] = None,
 ) -> None:
     """Say which blocks came back late, or have not come back, and why: from logs, or from running engines.
 
@@ -55,34 +70,57 @@ def leaks(
     import rich.progress
     from rich.console import Console
 
-    from asynckv.diagnose import leaks_page
+    from asynckv.diagnose import leaks_live, leaks_page
     from asynckv.diagnose.join import join
     from asynckv.diagnose.leaks import find_leaks
-    from asynckv.diagnose.records import read_logs
+    from asynckv.diagnose.records import Logs, read_logs
     from asynckv.observe.output import check_writable, write_json
 
     if limit < 0:
         raise ConfigError(f"--limit {limit} is less than 0; 0 shows none")
+    if (keys is None) is not (authorized is None):
+        raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
     check_writable("--json", json)
+    addresses = [x for x in sources if leaks_live.is_address(x)]
+    paths = [x for x in sources if x not in addresses]
     errors = Console(stderr=True)
     columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
+    logs = Logs()
     with rich.progress.Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
         task = bar.add_task("reading")
-        # Every transition at debug level says again what the ends of requests say.
-        logs = read_logs(
-            sources,
-            lambda done, total: bar.update(task, completed=done, total=total or None),
-            keep=lambda event: not event.endswith("_transition"),
-        )
+        if paths:
+            # Every transition at debug level says again what the ends of requests say.
+            logs = read_logs(
+                paths,
+                lambda done, total: bar.update(task, completed=done, total=total or None),
+                keep=lambda event: not event.endswith("_transition"),
+            )
+    unanswered: list[str] = []
+    if addresses:
+        records, unanswered = _asked(addresses, keys, authorized)
+        logs = replace(logs, records=[*logs.records, *records])
     if logs.nothing:
-        raise ConfigError(logs.nothing)
+        raise ConfigError("; ".join(unanswered) or logs.nothing)
     service = join(logs)
     found = find_leaks(service)
+    known = [(x.request_id, *(y.request_id for y in x.all_pulls)) for x in service.requests]
     if request is not None:
         found = [x for x in found if request in (x.request_id, *x.decode_request_ids)]
-    report = leaks_page.report(found, service, logs)
+    report = leaks_page.report(found, service, logs, unanswered, request is None or any(request in x for x in known))
     write_json(json, report)
     one_by_one = limit if details or request is not None else min(limit, 1)
     leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")
     if found:
         raise typer.Exit(1)
+
+
+def _asked(addresses: list[str], keys: Path | None, authorized: Path | None) -> tuple[list[Record], list[str]]:
+    """Ask running engines, and say who did not answer."""
+    from asynckv.config import KeysConfig
+    from asynckv.diagnose.ask import ask_all, targets
+    from asynckv.diagnose.leaks_live import records_of
+
+    pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
+    answers = asyncio.run(ask_all(targets(addresses), pair))
+    silent = [f"{x.address}: {x.error or 'answers in an older protocol'}" for x in answers if not x.account.incarnation]
+    return list(records_of(answers, time.time())), silent

@@ -14,7 +14,7 @@ from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
 from asynckv.diagnose.leaks import Leak, moment
 from asynckv.diagnose.records import Logs
-from asynckv.observe.console import printable
+from asynckv.observe.console import printable, without_control
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +25,18 @@ SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
 
 
-def report(leaks: Sequence[Leak], service: Service, logs: Logs) -> dict[str, Any]:
-    """Make plain data of all that was found."""
+def report(
+    leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = (), is_known: bool = True
+) -> dict[str, Any]:
+    """Make plain data of all that was found.
+
+    Args:
+        leaks: Of `find_leaks`, or some of them.
+        service: Of `join`.
+        logs: What was read.
+        unanswered: Engines that were asked in vain, and why.
+        is_known: The one request that was asked for is spoken of at all.
+    """
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
     times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
@@ -63,7 +73,9 @@ def report(leaks: Sequence[Leak], service: Service, logs: Logs) -> dict[str, Any
             "decode": [x.rank for x in decode],
             "quiet": sorted(quiet),
             "missing": service.missing(),
+            "unanswered": list(unanswered),
             "requests": len(service.requests),
+            "is_known": is_known,
         },
     }
 
@@ -113,10 +125,11 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
 
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
-        console.print(
-            f"[bold]No request {request} was late.[/bold]" if request else "[bold]Nothing was late.[/bold]",
-            highlight=False,
-        )
+        name = without_control(request)
+        text = "Nothing was late." if not name else f"Request {name} was not late."
+        if name and not shown["read"]["is_known"]:
+            text = f"No request {name} is spoken of: successes are sampled, and it may be in other logs."
+        console.print(text, style="bold", highlight=False, markup=False)
     else:
         table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
         table.add_column("cause", style="bold", no_wrap=True)
@@ -139,17 +152,17 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     for cause, number in left.items():
         if number > details:
             more = "--limit shows more, --request one" if details else "--details shows them"
-            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False)
+            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False, soft_wrap=True)
     console.print()
     for line in _summary(shown["read"]):
-        console.print(Text.from_markup(line), highlight=False)
+        console.print(Text.from_markup(line), highlight=False, soft_wrap=True)
 
 
 def _show_one(leak: dict[str, Any], console: Console) -> None:
     decode = ", ".join(leak["decode_request_ids"][:4])
     name = f"{leak['request_id']}" + (f" (decode: {decode})" if decode else "")
-    console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False)
-    console.print(f"  {leak['sentence']}", highlight=False)
+    console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False, soft_wrap=True)
+    console.print(f"  {leak['sentence']}", highlight=False, soft_wrap=True)
     blocks = "?" if leak["blocks"] is None else leak["blocks"]
     since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
     seconds = "?" if leak["seconds"] is None else f"{leak['seconds']:,.3f}"
@@ -168,7 +181,7 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
     rows.append(("what to do", leak["remedy"]))
     for title, text in rows:
         if text:
-            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False)
+            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False, soft_wrap=True)
 
 
 _STATE = {
@@ -190,9 +203,10 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _summary(read: dict[str, Any]) -> list[str]:
+    source = f"{read['lines']:,} lines of {read['files']:,} files" if read["files"] else "what running engines said"
     out = [
-        f"[dim]read {read['events']:,} events in {read['lines']:,} lines of {read['files']:,} files, "
-        f"{read['requests']:,} requests, {read['first']} to {read['last']} UTC[/dim]"
+        f"[dim]read {read['events']:,} events in {source}, {read['requests']:,} requests, {read['first']} to "
+        f"{read['last']} UTC[/dim]"
     ]
     for side in ("prefill", "decode", "quiet"):
         if read[side]:
@@ -200,6 +214,7 @@ def _summary(read: dict[str, Any]) -> list[str]:
             out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
     if read["missing"]:
         out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")
+    out += [f"[yellow]no answer from {x}[/yellow]" for x in read["unanswered"]]
     if read["repeated"]:
         out.append(f"[dim]{read['repeated']:,} lines were there twice[/dim]")
     out += [

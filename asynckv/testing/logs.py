@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+from bisect import bisect_right
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -67,8 +68,8 @@ class ProcessLog:
     tp_rank: int
     host: Host
     stream: io.StringIO = field(default_factory=io.StringIO)
-    last_at: float = 0.0
-    """When it wrote last, in the simulation's time."""
+    times: list[float] = field(default_factory=list)
+    """When it wrote each line, in the simulation's time."""
 
     @property
     def file_name(self) -> str:
@@ -79,6 +80,10 @@ class ProcessLog:
     def text(self) -> str:
         """All of its lines."""
         return self.stream.getvalue()
+
+    def until(self, at: float) -> str:
+        """What it had written by a time of the simulation's."""
+        return "".join(self.text.splitlines(keepends=True)[: bisect_right(self.times, at)])
 
 
 class Logs:
@@ -163,7 +168,7 @@ def _stamp(
         event["host"] = log.host.name
     if "pid" in event:
         event["pid"] = pid
-    log.last_at = log.of.now
-    now = datetime.fromtimestamp(log.host.reads(log.last_at), UTC)
+    log.times.append(log.of.now)
+    now = datetime.fromtimestamp(log.host.reads(log.of.now), UTC)
     event["timestamp"] = now.isoformat(timespec="microseconds").replace("+00:00", "Z")
     return event

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,6 @@ from asynckv.core.types import Address, Key
 from asynckv.core.wire import Ack, Claim, Granted, Message, Refused, Release, Renew, decode_packet, encode_packet
 from asynckv.errors import AsyncKVError
 from asynckv.testing.world import Process, Transfer, TransferFate
-
-if TYPE_CHECKING:
-    from asynckv.testing.service import Service
 
 __all__ = ["MISHAPS", "Mishap", "Mishaps"]
 
@@ -82,9 +79,14 @@ class Mishap:
 
 
 class Mishaps:
-    """Brings them about in one service."""
+    """Brings them about in one service.
 
-    def __init__(self, service: Service, mishaps: Iterable[Mishap]) -> None:
+    Args:
+        service: A `Service` (`asynckv.testing.service`), which is about to begin.
+        mishaps: What is to befall its requests.
+    """
+
+    def __init__(self, service: Any, mishaps: Iterable[Mishap]) -> None:
         self.service = service
         self._at: dict[tuple[int, str], Mishap] = {(m.ask, name): m for m in mishaps for name in m.readers}
         self._tokens: dict[str, int] = {}

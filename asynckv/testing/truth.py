@@ -58,6 +58,9 @@ AT_ONCE_S = 0.01
 LONG_S = 8.0
 """A pull may have begun so long before."""
 
+HANDSHAKE_S = 2.5
+"""A handshake that takes longer has failed."""
+
 STALE = {"restarted", "stale_memory"}
 
 WHY = {
@@ -141,6 +144,7 @@ class LateLease:
     state: str
     is_sure: bool
     owed: list[Owed]
+    ended_at: float
     gone: set[str]
     """How its engine ended while it was lent, of `WHY`."""
 
@@ -322,7 +326,7 @@ class Witness:
 
     def conclude(self, logs: Logs) -> None:
         """Read the world's own trace of what arrived, and until when each process said anything."""
-        self._last_said = {log.process: log.last_at for log in logs.processes}
+        self._last_said = {log.process: max(log.times, default=-math.inf) for log in logs.processes}
         for at, who, what, packet in self.service.world.trace:
             if what == "loses its agent":
                 self._noted[who, "agent"].append(at)
@@ -358,7 +362,7 @@ class Witness:
         ]
 
     def said_of(self, engine_id: str, sequence: int, request_id: str) -> set[str]:
-        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, `other_id`.
+        """What is true of some reader of a request, of its messages alone: `unanswered`, `refused`, ...
 
         Unanswered is whoever had to say that it was done, and never heard that this was taken.
         """
@@ -376,6 +380,10 @@ class Witness:
                         owes = attempt.rank.rank in owed_readers(owner.rank, script.prefill, script.decode)
                         if owes and (attempt.process.name, owner.name) not in heard:
                             whys.add("unanswered")
+                        if self._is_unmet(attempt.process, owner.name):
+                            whys.add("unmet")
+                        if owes and self.service.mishaps.is_turned_away(attempt.rank.name, owner.name, lent.lent_from):
+                            whys.add("keys")
             said = [
                 s.message for s in (*self._sent[token], *self._heard[token]) if isinstance(s.message, Claim | Release)
             ]
@@ -385,8 +393,44 @@ class Witness:
                 whys.add("refused")
         return whys
 
+    def _is_unmet(self, process: Process, owner: str) -> bool:
+        """Whether a process has greeted a rank in vain, at some time."""
+        times = [s.at for s in self._greeted if s.process == process.name and s.other == owner]
+        welcomes = [
+            s.at
+            for s in self._welcomed
+            if s.process == process.name and isinstance(s.message, Welcome) and self._rank_of(s.target) == owner
+        ]
+        return any(not any(at <= welcome <= at + HANDSHAKE_S for welcome in welcomes) for at in times)
+
     def _rank_of(self, incarnation: str) -> str:
         return next((p.partition("#")[0] for p, known in self._starts.items() if incarnation in known), "")
+
+    def under_way(self, at: float) -> set[tuple[str, int, str]]:
+        """Requests that were lent, announced, pulled or not released by everybody yet at a time."""
+        found = set()
+        for lent in self.service.lent_ever:
+            key = msgspec.convert(lent.params["key"], Key)
+            times = [a.handed_at for a in self.service.attempts if a.lent is lent]
+            for _, process, holder in self.service.leases:
+                if holder.lent is lent:
+                    lease = holder.handle._lease
+                    times += [(lease.lent_at - process.epoch) / process.rate, self._end_of(lease, process)]
+            times += [s.at for s in (*self._sent[key.token], *self._heard[key.token])]
+            times += [
+                x
+                for p in self._pulled.values()
+                if p.pull.params.key.token == key.token
+                for x in (p.ended_at, p.returned_at, p.retired_at)
+                if x < math.inf
+            ]
+            if times and min(times) <= at <= max(times):
+                found.add((lent.params["engine_id"], key.sequence, lent.params["request_id"]))
+        return found
+
+    def _end_of(self, lease: Any, process: Process) -> float:
+        ended_at = (lease.ended_at - process.epoch) / process.rate if lease.is_over else math.inf
+        return min(ended_at, process.died_at, self.service.world.now)
 
     def requests(self) -> dict[tuple[str, int, str], int]:
         """All requests that were lent anywhere: prefill engine, sequence and request id, and the script's number."""
@@ -406,9 +450,7 @@ class Witness:
         state = lease.state.value
         if state in ("released", "revoked"):
             return None
-        world_at = (lease.ended_at - process.epoch) / process.rate if lease.is_over else math.inf
-        lent_at = (lease.lent_at - process.epoch) / process.rate
-        end = min(world_at, process.died_at, self.service.world.now)
+        lent_at, end = (lease.lent_at - process.epoch) / process.rate, self._end_of(lease, process)
         # What ended with its engine or its process is late to some, if they know that it was lent.
         is_sure = state == "expired" and id(lease) in self._ended
         gone = {"owner_died"} if process.died_at <= end else set()
@@ -431,6 +473,7 @@ class Witness:
             state,
             is_sure,
             owed,
+            end,
             gone,
         )
 
@@ -555,7 +598,7 @@ class Witness:
         died = process.died_at <= end
         if died:
             whys.add("died_after_claim" if claims else "died_before_claim")
-        elif attempt.called == "" or (attempt.is_turned_away and not mine):
+        if attempt.called == "" or (attempt.is_turned_away and not mine):
             whys.add("never_asked")
         elif attempt.called == "announced":
             whys.add("announced_only")
