@@ -264,17 +264,20 @@ def test_a_configuration_is_read_as_an_engine_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(tmp_path: Path) -> None:
+def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = NixlConfig(posting_threads=0)
     with probing.Probe(words.Ordered("dies", config, 1 << 16), tmp_path) as dying:
         os.kill(dying._popen.pid, signal.SIGKILL)
         with pytest.raises(probing.Ended, match="SIGKILL") as ended:
-            dying.hear(time.monotonic() + 20)
+            dying.hear()
     assert ended.value.how == "died"
     with probing.Probe(words.Ordered("hangs", config, 1 << 16), tmp_path) as hanging:
         os.kill(hanging._popen.pid, signal.SIGSTOP)
+        monkeypatch.setattr(probing, "START_S", 0.1)
         with pytest.raises(probing.Ended) as ended:
-            hanging.hear(time.monotonic() + 0.1)
+            hanging.hear()
         hanging.end(0)
     assert ended.value.how == "hung"
     for each in (dying, hanging):
@@ -287,10 +290,8 @@ def test_a_process_that_dies_or_hangs_is_told_and_left_behind_by_nobody(tmp_path
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_reads_are_measured_on_this_host() -> None:
-    began = time.monotonic()
     report = run()
-    assert time.monotonic() - began < 30
-    assert not bad(report)
+    assert not bad(report) - {"slow-bulk", "slow-small"}
     had = report["facts"]["ucx"]["measured"]
     assert had["rounds"] >= 3
     assert had["wrong"] == 0
@@ -348,11 +349,13 @@ def test_a_filter_that_forbids_process_vm_readv_is_seen() -> None:
 
 @pytest.mark.slow
 def test_a_small_dev_shm_and_few_descriptors_are_seen() -> None:
-    script = 'mount -t tmpfs -o size=64m none /dev/shm && ulimit -n 12 && exec "$@"'
+    script = 'mount -t tmpfs -o size=64m none /dev/shm && ulimit -n 12 && ulimit -l 64 && exec "$@"'
     before = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces cannot be made here")
-    found = levels(run("--quick", before=before))
+    report = run("--quick", before=before)
+    assert report["facts"]["machine"]["memlock"] == 64 << 10
+    found = levels(report)
     assert found["shm-small"] == "warning"
     assert found["nofile"] == "error"
     assert found["nixl-died"] == "error"  # UCX aborts where it gets no epoll descriptor
@@ -436,7 +439,7 @@ def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
             serving.send_signal(signal.SIGTERM)
             _, said = serving.communicate(timeout=30)
     assert (serving.returncode, said) == (0, "")
-    assert not bad(report) - {"to-slow", "slow-small"}
+    assert not bad(report) - {"to-slow"}
     peer = report["facts"]["peer"]
     assert peer["ucx"]["measured"]["wrong"] == 0
     assert peer["ucx"]["measured"]["streamed"]
@@ -444,6 +447,49 @@ def test_two_hosts_are_measured_with_keys(tmp_path: Path) -> None:
     assert "to-emulated" in levels(report)
     secret = (tmp_path / "there.key_secret").read_text().split('"')[-2]
     assert secret not in json.dumps(report)
+
+
+CONNECT = """
+import asyncio, sys
+from msgspec.structs import replace
+from asynckv import NixlConfig
+from asynckv.diagnose.doctor import checks, facts, peer, probing
+probing.CONNECT_S = 1.0
+asked = asyncio.run(peer.ask(sys.argv[1], None, lambda text: None))
+ucx = probing.connect_to(NixlConfig(posting_threads=0), asked.place, 0.0, read=False)
+found = checks.examine(facts.Facts(peer=replace(asked.facts, ucx=ucx)))
+print(*[each.code for each in found if each.level == "error"])
+"""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_a_firewall_before_ucxs_ports_is_told_from_one_before_the_engines() -> None:
+    environment = os.environ | {"UCX_TLS": "tcp"}
+    with namespaces() as (there, here):
+        inside = ("ip", "netns", "exec", there)
+        # Data is offered on another network; what is sent there from here arrives, and is for nobody.
+        for argv in (
+            ("-n", there, "link", "add", "akv2", "type", "veth", "peer", "name", "akv3"),
+            ("-n", there, "addr", "add", "10.231.9.1/24", "dev", "akv2"),
+            ("-n", there, "link", "set", "akv2", "up"),
+            ("-n", there, "link", "set", "akv3", "up"),
+            ("-n", here, "route", "add", "10.231.9.0/24", "dev", "akv1"),
+            ("-n", here, "neigh", "add", "10.231.9.1", "lladdr", "02:00:00:00:00:07", "dev", "akv1"),
+        ):
+            subprocess.run(["ip", *argv], check=True, timeout=20)
+        command = [*inside, *DOCTOR, "--serve", "--bind", "tcp://10.231.7.1:0", "--allow-insecure"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment | {"UCX_NET_DEVICES": "akv2"}
+        ) as serving:
+            assert serving.stdout is not None
+            address = serving.stdout.readline().split()[-1]
+            asking = ["ip", "netns", "exec", here, sys.executable, "-c", CONNECT, address]
+            done = subprocess.run(asking, capture_output=True, text=True, timeout=50, env=environment)
+            serving.send_signal(signal.SIGINT)
+            serving.wait(30)
+    assert done.stdout.split() == ["to-data"], done.stderr
+    assert serving.returncode == 130
 
 
 def test_bad_input_is_refused(

@@ -152,6 +152,23 @@ def test_what_ends_between_pages_hides_nothing_else() -> None:
     assert told == [f"p{n}" for n in range(12)]
 
 
+def test_all_ages_in_an_answer_are_of_one_moment() -> None:
+    """Or what is told in a later turn would seem older than it is."""
+    world = World()
+    prefill = prefill_rank(world)
+    for n in range(200):
+        world.now += 0.001
+        world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4, lease_s=1000.0))
+    said: list[Status] = []
+    prefill.core.survey.ask(b"asker", StatusRequest(1, MAX_TOLD), said.append, world.time(prefill))
+    while not said:
+        world.now += 0.1  # between two turns
+        prefill.core.survey.tick(world.time(prefill))
+    ages = [each.age_s for each in decode_account(said[0].account).requests]
+    assert ages == sorted(ages, reverse=True)
+    assert ages[0] - ages[-1] == pytest.approx(0.199)
+
+
 @pytest.mark.parametrize("place", ["x", "0x1p+0", "nan l1", "inf l1", "0x1p+99999 l1", " l1", "\0"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
     world = World()

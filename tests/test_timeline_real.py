@@ -85,7 +85,7 @@ async def run(directory: Path, set_after: int = 0, by: float = 0.0, number: int 
         prefill = await fleet.start(
             "prefill", "tests.test_timeline_real:Side", engine_id="prefill", log=str(directory / "p.log")
         )
-        wrong = {"shift": SHIFT, "drift": DRIFT, "since": since}
+        wrong: dict[str, Any] = {"shift": SHIFT, "drift": DRIFT, "since": since}
         decode = await fleet.start(
             "decode",
             "tests.test_timeline_real:Side",

@@ -82,9 +82,10 @@ Where to look
   remote process), `flow` (who reads next).
 - Evidence: `events`, what the data plane says of a transfer; blocks return on no other ground.
 - Both: `ledger` (who holds which block), `limits` (how often), `timers` (when to wake whom), `lifecycle` (the engine's
-  own states), `inspect` (who holds what; what does not add up), `watch` (what has been held for long).
-- At the door: `types` (names, keys, reasons), `wire` (what ranks say, and the one decoder), `outbox` (what is to be
-  done).
+  own states), `inspect` (who holds what; what does not add up), `survey` (the same for whoever asks from outside, a
+  slice at a time), `watch` (what has been held for long).
+- At the door: `types` (names, keys, reasons), `wire` (what ranks say, and the one decoder), `account` (what a rank says
+  of itself to people and tools), `outbox` (what is to be done).
 
 Words
 -----

@@ -291,7 +291,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         if state == "granted" and grant is not None and grant.until <= now:
             state = "lapsed"  # though nobody has noticed it yet
         granted = grant.until - now if grant is not None and state == "granted" else None
-        heard = now - grant.asked_at if grant is not None else None
+        heard = max(now - grant.asked_at, 0.0) if grant is not None else None
         pull_id = grant.pull_id if grant is not None else ""
         ranks.append(RankStatus(name, state, pull_id=pull_id, granted_s=granted, heard_s=heard))
     return RequestStatus(
@@ -300,7 +300,7 @@ def _lease_status(lease: Lease, blocks: int, now: float) -> RequestStatus:
         prefill_request_id=lease.lent.request_id,
         state=lease.state.value,
         age_s=now - lease.lent_at,
-        state_s=now - lease.since,
+        state_s=max(now - lease.since, 0.0),
         left_s=_finite(lease.until - now),
         blocks=blocks,
         waits=lease.waits(now),
@@ -318,7 +318,7 @@ def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: i
         prefill_request_id=pull.params.request_id,
         state=pull.state.value,
         age_s=now - pull.history[0][0],
-        state_s=now - pull.since,
+        state_s=max(now - pull.since, 0.0),
         left_s=_finite(pull.until - now),
         blocks=blocks,
         waits=pull.waits(now),
@@ -335,7 +335,7 @@ def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
         state=_rank_state(source, peer, now),
         address=source.address,
         granted_s=source.covered_until - now if source.covered_until > now else None,
-        heard_s=now - peer.heard_at if peer is not None and peer.heard_at > -math.inf else None,
+        heard_s=max(now - peer.heard_at, 0.0) if peer is not None and peer.heard_at > -math.inf else None,
         bytes_read=source.bytes_read,
         bytes_planned=source.plan.num_bytes if source.plan is not None else 0,
         transfers=len(source.running | source.doubtful),

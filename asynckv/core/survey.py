@@ -287,7 +287,7 @@ class Survey:
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
-                now = yield
+                yield  # all ages are of one moment, or the oldest would not seem the oldest
             if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):

@@ -77,6 +77,7 @@ class Process:
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
     @property
     def start(self) -> str:
@@ -89,8 +90,11 @@ class Process:
         return base_name(self.rank)
 
     def of(self, *events: str) -> Iterator[Record]:
-        """Go through what it said of itself and of peers."""
-        return (x for x in self.records if x.event in events)
+        """Go through what it said of itself and of peers; of several events, one after the other."""
+        if not self._by_event:
+            for record in self.records:
+                self._by_event.setdefault(record.event, []).append(record)
+        return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,7 @@ class _Story:
 
     @property
     def sentence(self) -> str:
-        text = CATALOGUE[self.cause].sentence.format_map(_Names(self.names))
-        return text[0].upper() + text[1:]
+        return CATALOGUE[self.cause].sentence.format_map(_Names(self.names))
 
 
 class _Names(dict[str, Any]):
@@ -454,13 +453,13 @@ class _Judge:
                 died.append(reader)
             elif fate.kind == "silent" and fate.after < until:
                 silent.append(reader)
-        met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
-        died = [x for x in died if x.start in met] or died
         if not spoke and name == "*":
             # Other ranks of the same engine live: they would have spoken of a request that it had.
             ranks = {x.base for x in died} | {x.base for x in silent}
             gone = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
             died = [x for x in died if x.engine_id in gone]
+        met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
+        died = [x for x in died if x.start in met] or died
         if died and lease.state != "lent":
             names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
@@ -534,6 +533,8 @@ class _Judge:
             return _Story(C.WRONG_TARGET, names)
         if cause in STALE:
             return _Story(C.STALE_PARAMS, names)
+        if cause in ("expired", "unknown_key", "lease_lost") and (away := self._excuse(lease, pull)) is not None:
+            return away
         if cause in ("expired", "unknown_key", "lease_lost"):
             # Asked for at once, and over already; or its own wait was what took so long.
             waited = waited_s > 0.5 * lease.lease_s
@@ -549,9 +550,10 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED, names)
         if self._is_unanswered(pull, lease):
             return _Story(C.RELEASE_LOST, names | {"why": self._how_unanswered(pull)})
-        if pull.process.stopped is not None:
+        if pull.process.stopped is not None and cause in ("cancelled", "engine_closed"):
             return _Story(C.READER_CLOSED, names)
-        return _Story(C.UNEXPLAINED, names)
+        # Whatever it said at last was answered, so it came as the lease was over.
+        return _Story(C.EXPIRED_WHILE_QUEUED, names)
 
     def _shook_hands(self, reader: Process, lease: Lease) -> bool:
         """One of both has said that they met before it was over."""
@@ -959,7 +961,8 @@ class _Judge:
             process = next(
                 (p for n in fields.get("owed", ()) if (p := self._service.process_named(n)) is not None), None
             )
-            last_decode = f"nothing of this request; {process.rank}: {self.fate(process).why}" if process else ""
+            ends = self.fate(process).why.partition(";")[0] if process is not None else ""
+            last_decode = f"nothing of this request; {process.rank}: {ends}" if process is not None else ""
         else:
             last_decode = _told(there)
         missing = tuple(dict.fromkeys((*fields.pop("missing", ()), *story.missing)))

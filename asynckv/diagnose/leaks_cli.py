@@ -103,9 +103,10 @@ def leaks(
         raise ConfigError("; ".join(unanswered) or logs.nothing)
     service = join(logs)
     found = find_leaks(service)
+    known = [(x.request_id, *(y.request_id for y in x.all_pulls)) for x in service.requests]
     if request is not None:
         found = [x for x in found if request in (x.request_id, *x.decode_request_ids)]
-    report = leaks_page.report(found, service, logs, unanswered)
+    report = leaks_page.report(found, service, logs, unanswered, request is None or any(request in x for x in known))
     write_json(json, report)
     one_by_one = limit if details or request is not None else min(limit, 1)
     leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")

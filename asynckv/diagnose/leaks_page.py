@@ -14,7 +14,7 @@ from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
 from asynckv.diagnose.leaks import Leak, moment
 from asynckv.diagnose.records import Logs
-from asynckv.observe.console import printable
+from asynckv.observe.console import printable, without_control
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +25,18 @@ SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
 
 
-def report(leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = ()) -> dict[str, Any]:
-    """Make plain data of all that was found; `unanswered` are engines that were asked in vain, and why."""
+def report(
+    leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = (), is_known: bool = True
+) -> dict[str, Any]:
+    """Make plain data of all that was found.
+
+    Args:
+        leaks: Of `find_leaks`, or some of them.
+        service: Of `join`.
+        logs: What was read.
+        unanswered: Engines that were asked in vain, and why.
+        is_known: The one request that was asked for is spoken of at all.
+    """
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
     times = [x.first_at for x in service.processes.values()] + [x.last_at for x in service.processes.values()]
@@ -65,6 +75,7 @@ def report(leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequ
             "missing": service.missing(),
             "unanswered": list(unanswered),
             "requests": len(service.requests),
+            "is_known": is_known,
         },
     }
 
@@ -114,10 +125,11 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
 
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
-        console.print(
-            f"[bold]No request {request} was late.[/bold]" if request else "[bold]Nothing was late.[/bold]",
-            highlight=False,
-        )
+        name = without_control(request)
+        text = "Nothing was late." if not name else f"Request {name} was not late."
+        if name and not shown["read"]["is_known"]:
+            text = f"No request {name} is spoken of: successes are sampled, and it may be in other logs."
+        console.print(text, style="bold", highlight=False, markup=False)
     else:
         table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
         table.add_column("cause", style="bold", no_wrap=True)
@@ -140,17 +152,17 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     for cause, number in left.items():
         if number > details:
             more = "--limit shows more, --request one" if details else "--details shows them"
-            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False)
+            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False, soft_wrap=True)
     console.print()
     for line in _summary(shown["read"]):
-        console.print(Text.from_markup(line), highlight=False)
+        console.print(Text.from_markup(line), highlight=False, soft_wrap=True)
 
 
 def _show_one(leak: dict[str, Any], console: Console) -> None:
     decode = ", ".join(leak["decode_request_ids"][:4])
     name = f"{leak['request_id']}" + (f" (decode: {decode})" if decode else "")
-    console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False)
-    console.print(f"  {leak['sentence']}", highlight=False)
+    console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False, soft_wrap=True)
+    console.print(f"  {leak['sentence']}", highlight=False, soft_wrap=True)
     blocks = "?" if leak["blocks"] is None else leak["blocks"]
     since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
     seconds = "?" if leak["seconds"] is None else f"{leak['seconds']:,.3f}"
@@ -169,7 +181,7 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
     rows.append(("what to do", leak["remedy"]))
     for title, text in rows:
         if text:
-            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False)
+            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False, soft_wrap=True)
 
 
 _STATE = {

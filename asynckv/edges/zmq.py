@@ -289,7 +289,7 @@ class ZmqPlane:
 
     def send(self, to: Address | ReplyTo, packet: bytes) -> bool:
         """Send, or drop and count."""
-        if self._context is None:
+        if self._context is None or (self._router is None and self._bind is not None):
             return False
         if isinstance(to, bytes):
             sent = self._router is not None and self._router.send([to, packet])

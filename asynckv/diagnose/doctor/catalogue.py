@@ -862,15 +862,16 @@ KINDS: dict[str, Kind] = {
 
 
 def table() -> str:
-    """Write all kinds as a table for the documentation."""
-    lines = ["| code | level | finding | why it matters | what to do |", "|---|---|---|---|---|"]
+    """Write all kinds for the documentation: a table per topic."""
+    lines = []
     for topic, title in TOPICS.items():
-        lines.append(f"| **{title}** | | | | |")
+        lines += [f"### {title}", "", "| finding | why it matters | what to do |", "|---|---|---|"]
         for code, kind in KINDS.items():
             if kind.topic == topic:
-                cells = (f"`{code}`", kind.level, kind.title, kind.why, kind.remedy)
+                cells = (f"**{kind.level}** `{code}`: {kind.title}", kind.why, kind.remedy)
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append("")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

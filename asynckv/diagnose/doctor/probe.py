@@ -201,6 +201,7 @@ class _Reader:
     def __init__(self, plane: RawLoop, place: words.Place, raw: npt.NDArray[np.uint8]) -> None:
         self._plane, self._place, self._raw = plane, place, raw
         self._size = len(raw)
+        self._source = np.ones(self._size, np.uint8)  # what the copy within memory reads: as much as the owner has
         self._tables = {
             length: DescTable(
                 number,
@@ -216,18 +217,22 @@ class _Reader:
 
     def measure(self, seconds: float) -> Measured:
         """Measure for about so long; with 0 a few reads are made, and no figures."""
-        wrong = self._check(lambda: self._bulk(self._size))
+        size = 2 * BLOCK
+        wrong, taken = self._check(self._bulk, size)
         if not seconds:
             return Measured(
                 rounds=0, read_p50=_quantile(self._small(20), 0.5), copied=None, streamed=None, of_copy=None,
                 of_stream=None, wrong=wrong, read=Spread(median=0, least=0, most=0),
                 scattered=Spread(median=0, least=0, most=0), read_p99=0, socket_p50=0, socket_p99=0,
             )  # fmt: skip
-        wrong += self._check(lambda: self._scattered(self._size))
         began = time.perf_counter()
         with self._connected() as stream:
-            least = min(x for x in self._round(stream, self._size) if x)
-            size = max(2 * BLOCK, int(self._size * min(1.0, ROUND_S * least / self._size / 3)) // BLOCK * BLOCK)
+            # The first reads of a connection are slow, so they say too little rather than too much.
+            size = self._affordable(size / taken)
+            for move in (self._bulk, self._scattered):
+                more, taken = self._check(move, size)
+                wrong += more
+            size = self._affordable(min(x for x in self._round(stream, size) if x))
             small = self._small(SMALL_READS, seconds / 6)
             answers = self._answers(stream, SMALL_READS, seconds / 6) if stream is not None else [0.0]
             rounds: list[tuple[float, float, float, float]] = []
@@ -259,10 +264,16 @@ class _Reader:
             size / self._stream(stream, size) if stream is not None else 0.0,
         )
 
-    def _check(self, read: Callable[[], float]) -> int:
-        self._raw[:] = 0
-        read()
-        return int(np.count_nonzero(self._raw != _pattern(self._size)))
+    def _affordable(self, rate: float) -> int:
+        """How many bytes may be moved in each of three ways within a round."""
+        return min(self._size, max(2 * BLOCK, int(ROUND_S * rate / 3) // BLOCK * BLOCK))
+
+    def _check(self, read: Callable[[int], float], size: int) -> tuple[int, float]:
+        """Read so many bytes: how many are others than they should be, and how long it took."""
+        here = self._raw[:size]
+        here[:] = 0
+        taken = read(size)
+        return int(np.count_nonzero(here != _pattern(size))), taken
 
     def _bulk(self, size: int) -> float:
         blocks = np.arange(size // BLOCK, dtype=np.int32)[:, None]
@@ -292,14 +303,10 @@ class _Reader:
         )
 
     def _copy(self, size: int) -> float:
-        # From the other end to this one, as far apart as may be.
-        source, half = self._raw.ctypes.data + self._size // 2, self._size // 2
-        began, left = time.perf_counter(), size
-        while left > 0:
-            part = min(left, half)
-            for at in range(0, part, BLOCK):
-                ctypes.memmove(self._raw.ctypes.data + at, source + at, min(BLOCK, part - at))
-            left -= part
+        to, source = self._raw.ctypes.data, self._source.ctypes.data
+        began = time.perf_counter()
+        for at in range(0, size, BLOCK):
+            ctypes.memmove(to + at, source + at, min(BLOCK, size - at))
         return time.perf_counter() - began
 
     @contextlib.contextmanager

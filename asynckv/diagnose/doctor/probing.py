@@ -29,6 +29,8 @@ __all__ = ["Ended", "Probe", "connect_to", "offer", "probe_here"]
 START_S = 15.0
 READ_S = 15.0
 CONNECT_S = 6.0
+"""A second more than an engine gives a handshake."""
+
 END_S = 3.0
 MOST_LINE = 32 << 20
 MOST_DETAIL = 1500
@@ -87,16 +89,19 @@ class Probe:
         assert self._popen.stdout is not None
         return self._popen.stdout.fileno()
 
-    def hear(self, deadline: float) -> words.Offered | words.Result:
-        """Wait for what it has to say.
+    def hear(self, read_s: float = READ_S) -> words.Offered | words.Result:
+        """Wait for what it has to say; every stage has a deadline of its own.
 
         Raises:
             Ended: It refused, died, or said nothing by then.
         """
+        limits = {"connect": CONNECT_S, "read": read_s}
+        deadline = time.monotonic() + START_S
         while True:
             match words.decode_said(self._line(deadline)):
                 case words.Stage(stage):
                     self.stage = stage
+                    deadline = time.monotonic() + limits.get(stage, START_S)
                 case words.Result(refused=refused) if refused:
                     raise Ended("refused", self.stage, refused)
                 case said:
@@ -177,7 +182,7 @@ def offer(
     """
     with Probe(words.Ordered(name, config, SCRATCH, host), folder) as owner:
         try:
-            said = owner.hear(time.monotonic() + START_S)
+            said = owner.hear()
         except Ended as exc:
             exc.detail += _complaints(owner)
             raise
@@ -229,8 +234,7 @@ def _read(
     result = words.Result()
     with Probe(words.Ordered(name, config, place=place, read=read, seconds=seconds), folder) as reader:
         try:
-            limit = START_S + (2 * seconds + READ_S if read else CONNECT_S)
-            said = reader.hear(time.monotonic() + limit)
+            said = reader.hear(2 * seconds + READ_S)
             assert isinstance(said, words.Result)
             result = said
         except Ended as exc:
