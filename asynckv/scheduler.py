@@ -27,7 +27,7 @@ from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.blocks import BlockIds, check_runs
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_GROUPS, MAX_RANKS, MAX_RUNS, MAX_TOKENS, NULL
 
-__all__ = ["PrefillGroup"]
+__all__ = ["PrefillGroup", "trace_of"]
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -151,7 +151,7 @@ class PrefillGroup:
         blocks = self._runs(groups)
         tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
         is_written = flag("written", written, ConfigError)
-        traceparent, tracestate = _trace(trace)
+        traceparent, tracestate = trace_of(trace)
         # What the caller gave has been checked by now, and is only written down: this is the scheduler's thread, and a
         # long prompt may have thousands of runs.
         plain: dict[str, Any] = msgspec.to_builtins(
@@ -198,8 +198,12 @@ class PrefillGroup:
         return tuple(out)
 
 
-def _trace(given: Mapping[str, str] | None) -> tuple[str, str]:
-    """Return traceparent and tracestate, or nothing: a client may have sent anything, and its request does not fail."""
+def trace_of(given: Mapping[str, str] | None) -> tuple[str, str]:
+    """Return traceparent and tracestate, or nothing: a client may have sent anything, and its request does not fail.
+
+    Raises:
+        ConfigError: These are no headers.
+    """
     if given is None:
         return "", ""
     if not isinstance(given, Mapping):

@@ -33,7 +33,7 @@ import torch
 import typer
 from aiohttp import web
 
-from asynckv import Engine, EngineConfig, Metrics, PrefillGroup, PullConfig, Tracing, configure_logging
+from asynckv import Engine, EngineConfig, Metrics, PrefillGroup, PullConfig, Tracing, configure_logging, trace_context
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
 from scripts import command, tiny_request
 from scripts.disagg_generate import Pages, Subject, gather, load, store
@@ -167,6 +167,8 @@ class TinyEngine:
                 found = await self._prefill(request_id, prompt, request.headers)
                 return await answer.whole(found[0], {"do_remote_prefill": True, "asynckv": found[1]})
             again = request.headers.get("X-Prefill-Again", "")
+            if isinstance(lent, dict):
+                lent = lent | trace_context(request.headers)  # of the router's question to us
             async with self._cache(request_id, prompt, lent, again) as cache:
                 tokens = self._generate(cache, prompt[-1], len(prompt) - 1, count)
                 return await (answer.stream(tokens) if answer.is_stream else answer.whole([t async for t in tokens]))

@@ -76,7 +76,15 @@ def test_the_true_offset_lies_inside(seed: int, given_clocks: list[tuple[float, 
 def test_a_clock_that_was_set_is_found_and_never_silently_wrong(seed: int, by: float, sign: int, when: float) -> None:
     rng = random.Random(seed)
     clocks = {"a": clock(3.0), "b": clock(-2.0, 50e-6, [(when, sign * by)])}
-    found = align(talk(clocks, rng, number=400), dict.fromkeys(clocks, ""), prefer=["a"])
+    # Enough on both sides of it, in both directions: what nobody contradicts cannot be found.
+    pairs = talk(clocks, rng, number=400)
+    ways = [(clocks["a"], clocks["b"]), (clocks["b"], clocks["a"])]
+    pairs += [
+        Pair("ab"[i], one(at), "ba"[i], other(at + 0.001), "")
+        for i, (one, other) in enumerate(ways)
+        for at in (1.0, 2.0, 97.0, 98.0)
+    ]
+    found = align(pairs, dict.fromkeys(clocks, ""), prefer=["a"])
     (step,) = found.steps
     assert step.names == ("a", "b")
     assert step.seconds == pytest.approx(-sign * by, abs=0.3)

@@ -152,7 +152,11 @@ async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
         (bare,) = await ask_all([address.partition("#")[0]], None, SHORT_S)
         assert "it wants keys: give --keys and --authorized" in bare.error
         (refused,) = await ask_all([address], None, SHORT_S)
-        assert "keys" in refused.error
+        assert "it has keys, as its address says" in refused.error
+        (nameless,) = await ask_all([address.partition("#")[0]], keys("operator"), SHORT_S)
+        assert "an address ends in the engine's own" in nameless.error
+        (unlisted,) = await ask_all([address.partition("#")[0] + "#" + "1" * 64], keys("operator"), SHORT_S)
+        assert "put the engine's .key file there" in unlisted.error
 
 
 # -- who does not --------------------------------------------------------------------------------------------

@@ -291,6 +291,25 @@ async def test_what_an_observer_raises_is_counted_and_changes_nothing(sim: Bench
         assert value(samples, "observer_errors_total", "decode") == 3
 
 
+async def test_a_bug_in_here_spoils_nothing_else_that_is_shown(
+    sim: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with sim.pair() as (_, decode, _):
+        registry = CollectorRegistry()
+        registry.register(Metrics(decode.engine))
+        generate_latest(registry)
+
+        def bug() -> Any:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(decode.engine.observation, "reading", bug)
+        samples = parsed(generate_latest(registry).decode())
+        assert value(samples, "engine_state", "decode", state="running") == 1
+        assert [r.getMessage() for r in caplog.records if r.exc_info] == [
+            "asynckv: no reading of decode/tp0 could be taken for its metrics"
+        ]
+
+
 # -- from other threads ------------------------------------------------------------------------------
 
 
@@ -415,7 +434,7 @@ async def test_probes_say_how_an_engine_is_and_why(sim: Bench) -> None:
         with anyio.fail_after(5):
             assert endpoint._thread is not None
             await asyncio.to_thread(endpoint._thread.join)
-        with pytest.raises(urllib.error.URLError):
+        with pytest.raises((urllib.error.URLError, ConnectionError)):  # refused, or hung up on
             await fetched(url, "/healthz")
     with pytest.raises(LocalProtocolError, match="has ended"):
         endpoint.start()

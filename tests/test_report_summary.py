@@ -140,6 +140,27 @@ def test_a_logged_success_stands_for_those_that_were_left_out_near_it() -> None:
     assert middle == pytest.approx(0.9, rel=0.1)
 
 
+def test_a_process_that_stops_in_order_says_how_many_there_were() -> None:
+    counters = {"pulls.started": 99, "pulls.complete": 60, "pulls.cancelled": 4, "pulls.timeout": 1}
+    counters |= {"pulls.overloaded": 7, "leases.lent": 30, "leases.released": 29, "leases.expired": 1}
+    stopped = say(20.0, "engine_stopped", counters=counters)
+    rows = [
+        ended(1.0),
+        ended(10.0, successes_not_logged=40),
+        ended(11.0, "timeout"),
+        say(12.0, "lease_lent", request_id="p", sequence=1, blocks=2),
+        say(19.0, "lease_ended", level="warning", request_id="q", sequence=2, blocks=2, seconds=5.0, cause="expired"),
+    ]
+    found = summed(say(0.0, "engine_started"), *rows, stopped)
+    assert [found.pulls.ended, found.leases.lent] == pytest.approx([65, 30])
+    assert (found.pulls.complete, found.pulls.cancelled, found.pulls.failed) == (60, 4, 1)
+    assert overall(found, found.pulls.ended_per_s) == pytest.approx(65)
+    assert [found.engines[0].pulls, found.engines[0].leases] == pytest.approx([65, 30])
+    # Without its start they may be of more than these logs.
+    found = summed(*rows, stopped)
+    assert found.pulls.ended + found.leases.lent == pytest.approx(2 + 40 + 1 + 1)
+
+
 def test_what_is_slow_is_no_sample_of_what_is_not() -> None:
     slow = dict(ended(1.0, seconds=9.0, successes_not_logged=98).fields)
     found = summed(ended(0.0), say(1.0, "pull_ended", level="warning", **slow))
@@ -317,6 +338,25 @@ def test_events_outside_the_time_asked_for_do_not_count() -> None:
     found = summarise(Logs(records), START + 3, START + 6)
     assert found.pulls.ended == 4
     assert (found.first, found.last) == (START + 3, START + 6)
+
+
+def test_clocks_of_two_hosts_are_aligned_by_what_they_say_to_each_other() -> None:
+    ahead = 100.0
+    named = {"peer": PREFILL, "peer_incarnation": "aaaaaaaa" * 4, "address": "tcp://h1:1"}
+    found = summed(
+        say(0.0, "engine_started", PREFILL, host="h1"),
+        say(ahead, "engine_started", host="h2"),
+        say(ahead + 1.0, "peer_changed", before="new", state="connecting", **named),
+        say(1.001, "reader_met", PREFILL, reader=DECODE, reader_incarnation="dddddddd" * 4),
+        say(ahead + 1.002, "peer_changed", before="connecting", state="loading", **named),
+        say(ahead + 1.003, "peer_changed", before="loading", state="ready", **named),
+        ended(ahead + 2.0),
+        say(3.0, "engine_stopped", PREFILL),
+    )
+    assert found.last - found.first == pytest.approx(3.0, abs=0.1)
+    assert "aligned" in found.clocks[0]
+    (pair,) = found.peers
+    assert pair.last_good == pytest.approx(START + 2.0, abs=0.01)
 
 
 JUNK: list[Any] = [None, True, -1, 1 << 80, 1e308, math.nan, "text", [], {}, [1], {"a": 1}]

@@ -234,7 +234,7 @@ def check_outputs(axis: Axis, found: list[Story]) -> None:
         timeline_text.show_all(axis, found, grounds, each)
         timeline_text.show_slowest(axis, found, 5, each)
         for story in found[-4:]:
-            timeline_text.show_one(axis, story, each)
+            timeline_text.show_one(axis, story, grounds, each)
 
 
 def page_data(page: str) -> Any:
@@ -295,10 +295,11 @@ def test_the_trace_has_arrows_counters_and_clocks(axis: Axis) -> None:
 
 def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=80)
-    timeline_text.show_one(axis, named(axis, "chat-8"), console)
+    timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(x) <= 80 for x in out.splitlines())
     assert "± " in out
+    assert "its event loop was away for 150 ms" in out
     assert "against prefill/tp0@aaaaaaaa" in out
     lane = next(x for x in out.splitlines() if x.startswith("attempt 1, decode/tp1@ccc"))
     assert re.search(r" a+q+p?R+d+X+\.+ ", lane), lane
@@ -307,7 +308,7 @@ def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
 
 def test_colours_come_only_on_a_terminal(axis: Axis) -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="truecolor")
-    timeline_text.show_one(axis, named(axis, "chat-8"), console)
+    timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert "█" in out
     assert "\x1b[31mremote" not in out
@@ -329,7 +330,7 @@ def test_a_hostile_name_stays_text(tmp_path: Path) -> None:
     assert "<script>alert" not in page
     assert "<i>" not in page
     console = Console(file=io.StringIO(), width=100)
-    timeline_text.show_one(axis, next(x for x in found if "alert" in x.name), console)
+    timeline_text.show_one(axis, next(x for x in found if "alert" in x.name), [], console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert "[red]" in out
     assert "\x07" not in out

@@ -32,6 +32,11 @@ ROUNDING = 2e-5
 """Times of today as floats, and lines have whole microseconds."""
 
 
+def blocks_of(number: int) -> list[int]:
+    """Ten requests may be under way at once."""
+    return [3 * (number % 10) + i for i in range(3)]
+
+
 class Side:
     """An engine in a process of its own, whose log goes by a clock that is wrong."""
 
@@ -69,13 +74,13 @@ class Side:
 
     async def lend(self, number: int) -> dict[str, Any]:
         """Lend three blocks, and return their params."""
-        params = self.group.make_params(f"chat-{number}", [(0, [4, 5, 6])], num_tokens=48, written=True)
+        params = self.group.make_params(f"chat-{number}", [(0, blocks_of(number))], num_tokens=48, written=True)
         self.engine.lend(params)
         return params
 
     async def pull(self, number: int, params: dict[str, Any]) -> int:
         """Read them."""
-        return (await self.engine.pull(f"gen-{number}", [(0, [1, 2, 3])], params)).num_bytes
+        return (await self.engine.pull(f"gen-{number}", [(0, blocks_of(number))], params)).num_bytes
 
 
 async def run(directory: Path, set_after: int = 0, by: float = 0.0, number: int = 40) -> tuple[Axis, float, float]:

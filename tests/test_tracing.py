@@ -239,6 +239,15 @@ def test_a_context_that_is_none_is_left_out_and_fails_no_request(given: Any, fou
     assert (params.traceparent, params.tracestate) == found
 
 
+def test_a_nearer_context_takes_the_place_of_that_in_the_params() -> None:
+    params = PrefillGroup("p", [ENDPOINT]).make_params("r", [(0, [1])], 16, trace={"traceparent": TRACEPARENT})
+    nearer = TRACEPARENT.replace("00f067aa0ba902b7", "00f067aa0ba902b8")
+    assert decode_params(params | trace_context({"traceparent": nearer})).traceparent == nearer
+    assert decode_params(params | trace_context({"traceparent": "garbage"})).traceparent == TRACEPARENT
+    with pytest.raises(ConfigError, match="trace is 3; give headers"):
+        trace_context(3)  # type: ignore[arg-type]
+
+
 async def test_a_context_that_a_router_has_garbled_is_none(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
         traced = Tracing(prefill.engine, decode.engine, provider=spans.provider)
@@ -275,7 +284,8 @@ class Told:
             params = self.group.make_params(name, [(0, [1])], 16, written=True, trace=request.headers)
             self.side.engine.lend(params)
             return web.json_response({"kv_transfer_params": {"asynckv": params}})
-        await self.side.engine.pull(name, [(0, [2])], body["kv_transfer_params"]["asynckv"])
+        params = body["kv_transfer_params"]["asynckv"] | trace_context(request.headers)
+        await self.side.engine.pull(name, [(0, [2])], params)
         return web.json_response({"choices": []})
 
     def serving(self) -> Any:
@@ -315,7 +325,7 @@ async def test_a_clients_trace_goes_through_the_router_to_both_engines(
                 "prefill": "route",
                 "decode": "route",
                 "asynckv.lease": "prefill",
-                "asynckv.pull": "prefill",
+                "asynckv.pull": "decode",
                 "asynckv.release": "asynckv.pull",
             }
             (route,) = [span for span in found.values() if span.name == "route"]

@@ -149,13 +149,14 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif (fresh := self._fresh(asked, now)) is not None:
-            answer(fresh)
-            return
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
+            # What is told again costs no work, but room on the way to who does not take it.
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN)
+            if (fresh := self._fresh(asked, now)) is not None:
+                answer(fresh)
+                return
             self._waiting.append(_Question(asked, answer))
             self.next_at = now
             return

@@ -256,8 +256,14 @@ class Asker:
 
     @asynccontextmanager
     async def _over_network(self, address: str) -> AsyncIterator[_Line]:
-        if why := self._plane.refusal(Address(address)):
-            raise _Vain(why)
+        if "#" in address and not self._has_keys:
+            raise _Vain("it has keys, as its address says: give --keys and --authorized")
+        if self._plane.refusal(Address(address)):
+            raise _Vain(
+                "its key is not in the directory of --authorized: put the engine's .key file there"
+                if "#" in address
+                else "with keys an address ends in the engine's own, as its endpoint says: tcp://host:port#..."
+            )
         try:
             yield _NetworkLine(self._plane, address, self._name, self._asked)
         except BaseException:

@@ -190,15 +190,15 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "expired, and the reader that is owed had claimed",
         "its process's log ends without a goodbye and without an outcome of this pull",
         f"{_SILENT}; nothing is said of the request without the prefill side's",
-        "Find out why the process died. (Before, in or after its read: the logs of a process that was killed do not "
-        "say.)",
+        "Find out why the process died, or hangs for good, which looks the same. (Before, in or after its read: the "
+        "logs of a process that was killed do not say.)",
     ),
     C.READER_CLOSED: Entry(
         "the reader's engine was closed before it had released",
         "{reader} was closed or suspended before its release was acknowledged: {why}",
         "expired, and the reader that is owed had claimed",
         "`engine_stopped` or `engine_suspended` with this pull unanswered or without an outcome",
-        f"{_SILENT}; `release_unanswered` without the prefill side's",
+        f"{_SILENT}; nothing is said of the request without the prefill side's",
         "Give `drain` and `aclose` more time: `pull.release_timeout_s` bounds what they wait for.",
     ),
     C.NO_ATTEMPT_FOLLOWED: Entry(

@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,10 +43,12 @@ LATE_S = 0.001
 """How long after its cause a line is usually written, at most."""
 KNOTS = 129
 """Moments at which offsets are computed, at most."""
-DOUBTED, ENOUGH = 50, 8
+DOUBTED, ENOUGH = 25, 8
 """Of so many bounds the tightest is not believed, and one of fewer if they are enough: its line was late."""
-MOST = 4_000
-"""Bounds between two clocks; of more, as many are taken evenly over time."""
+NEAR_S = 10.0
+"""Bounds that are so near in time are as good as new."""
+MOST, STRETCHES, KEPT = 6_000, 256, 8
+"""Bounds between two clocks; of more, the tightest of so many stretches of time are kept."""
 FOLLOWING, LOOKED_AT = 8, 400
 """A step is believed if most of the next so many bounds of the same kind say so; they are looked for among so many."""
 STEP_S = 0.02
@@ -197,9 +199,12 @@ class _Bounds:
 
     def at(self, moment: float) -> tuple[float, float]:
         """Return the least and the greatest it may be; of bounds that contradict each other neither is believed."""
-        low = self.lower[:, 1] - DRIFT * np.abs(self.lower[:, 0] - moment)
-        high = self.upper[:, 1] + DRIFT * np.abs(self.upper[:, 0] - moment)
-        i, j = _doubted(len(low)), _doubted(len(high))
+        since_low, since_high = np.abs(self.lower[:, 0] - moment), np.abs(self.upper[:, 0] - moment)
+        low, high = self.lower[:, 1] - DRIFT * since_low, self.upper[:, 1] + DRIFT * since_high
+        i, j = (
+            _doubted(len(x), int(np.count_nonzero(x <= x.min(initial=np.inf) + NEAR_S)))
+            for x in (since_low, since_high)
+        )
         least = -float(np.partition(-low, i)[i]) if len(low) else -math.inf
         most = float(np.partition(high, j)[j]) if len(high) else math.inf
         if least > most:
@@ -211,9 +216,9 @@ class _Bounds:
         return least, most
 
 
-def _doubted(number: int) -> int:
-    """Return how many of so many bounds are not believed."""
-    return number // DOUBTED + 1 if number >= ENOUGH else 0
+def _doubted(number: int, near: int) -> int:
+    """Return how many of so many bounds are not believed: of those that are near in time, for others have aged."""
+    return near // DOUBTED + 1 if number >= ENOUGH else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +240,13 @@ class _Edge:
             found = [run.at(moment) for run in around]
         low, high = min(x for x, _ in found), max(x for _, x in found)
         if not math.isfinite(high - low):  # a run so short that nothing was said in one direction
-            every = [run.at(moment) for run in self.runs]
-            low = min([low] * math.isfinite(low) + [x for x, _ in every if math.isfinite(x)], default=low)
-            high = max([high] * math.isfinite(high) + [x for _, x in every if math.isfinite(x)], default=high)
+            ends = [x for run in self.runs for x in run.at(moment) if math.isfinite(x)]
+            known = low if math.isfinite(low) else high if math.isfinite(high) else None
+            if known is not None:  # by as much as it is known to have been set, either way
+                far = max((abs(x - known) for x in ends), default=math.inf)
+                low, high = max(low, known - far), min(high, known + far)
+            else:
+                low, high = min(ends, default=-math.inf), max(ends, default=math.inf)
         return low, high
 
     def middle(self, run: int, moment: float) -> float:
@@ -323,7 +332,7 @@ def align(
     known = [p for p in pairs if p.cause in hosts and p.effect in hosts and p.cause != p.effect]
     clock, not_shared = _share(known, hosts, late_s)
     gathered = _gather(known, clock, late_s)
-    found = Clocks(clock, not_shared=not_shared, pairs=sum(map(len, gathered.values())))
+    found = Clocks(clock, not_shared=not_shared, pairs=sum(clock[p.cause] != clock[p.effect] for p in known))
     # By here's own time first: that is enough to find out who was set, and roughly how far all are apart.
     edges = {
         names: _split(sorted((p.effect_at if up else p.cause_at, b, up) for p, b, up in rows))
@@ -355,7 +364,7 @@ def _share(pairs: Sequence[Pair], hosts: Mapping[str, str], late_s: float) -> tu
             inside[pair.cause, pair.effect].append(pair.effect_at - pair.cause_at + late_s)
     bad: dict[str, None] = {}
     for (one, _), gaps in inside.items():
-        if sorted(gaps)[_doubted(len(gaps))] < -STEP_S:  # lines of a host that is busy may be late by less
+        if sorted(gaps)[_doubted(len(gaps), len(gaps))] < -STEP_S:  # lines of a host that is busy may be late by less
             bad[hosts[one]] = None
     return {p: p if hosts[p] in bad else c for p, c in clock.items()}, list(bad)
 
@@ -370,11 +379,20 @@ def _gather(pairs: Sequence[Pair], clock: Mapping[str, str], late_s: float) -> G
         elif cause < effect:
             found[cause, effect].append((pair, -gap, False))
     for names, rows in found.items():
-        if len(rows) > MOST:  # evenly over time
-            rows.sort(key=lambda row: row[0].cause_at)
-            found[names] = [rows[i] for i in np.linspace(0, len(rows) - 1, MOST).astype(int)]
+        if len(rows) > MOST:
+            found[names] = [*_tightest([x for x in rows if x[2]]), *_tightest([x for x in rows if not x[2]])]
     # Of two clocks that only one direction is known of nothing can be said.
     return {names: rows for names, rows in found.items() if len({up for _, _, up in rows}) == 2}
+
+
+def _tightest(rows: list[tuple[Pair, float, bool]]) -> Iterator[tuple[Pair, float, bool]]:
+    """Keep the tightest bounds of one kind in every stretch of time, but for the few that are not believed."""
+    rows.sort(key=lambda row: row[0].cause_at)
+    size = -(-len(rows) // STRETCHES)
+    for i in range(0, len(rows), max(size, KEPT)):
+        stretch = sorted(rows[i : i + max(size, KEPT)], key=lambda row: row[1] if row[2] else -row[1])
+        doubted = len(stretch) // DOUBTED
+        yield from stretch[doubted : doubted + KEPT]
 
 
 def _blame(edges: Mapping[tuple[str, str], _Edge]) -> Counter[str]:

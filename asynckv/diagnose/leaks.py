@@ -415,7 +415,7 @@ class _Judge:
                     return _Story(C.MAX_LEASE, names, refusal.after_s)
                 case reason if reason in STALE:
                     return _Story(C.STALE_PARAMS, names, refusal.after_s)
-                case reason if reason not in HARMLESS:
+                case reason if reason not in HARMLESS and (refusal.message == "release" or name not in lease.claims):
                     return _Story(C.RELEASE_REFUSED, names, refusal.after_s)
                 case _:
                     pass
@@ -787,8 +787,8 @@ class _Judge:
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None:
             # What was closed in order has revoked it, and what was restarted holds it no more.
-            waited_s = max((x.number("seconds", math.inf) for x in pull.unanswered), default=math.inf)
-            is_over = causes & {"restarted", "peer_lost"} or self._is_gone(pull.process, rank) or waited_s < 1.0
+            # Nor was it waited for long by who closed: the answer may have been on its way.
+            is_over = causes & {"restarted", "peer_lost", "engine_closed"} or self._is_gone(pull.process, rank)
             if is_over:
                 return None
             if pull.cause == "peer_unreachable":

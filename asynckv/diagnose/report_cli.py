@@ -23,6 +23,9 @@ OUT, TIME = "Output", "Time"
 SNIFFED = 1 << 16
 """Bytes by which a file is recognised."""
 
+SHORT = 80
+"""Bytes of the first line of an object that is written in many."""
+
 MAX_BENCH = 1 << 28
 """Bytes of a report of `asynckv bench`."""
 
@@ -137,25 +140,19 @@ def _sorted(inputs: list[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[s
 
 def _report(name: str) -> dict[str, Any] | None:
     """Read a file that is one JSON object with a schema of asynckv's; None if it is something else."""
-    import msgspec
-
     try:
         with open(name, "rb") as file:
-            head = file.read(SNIFFED)
-            first = head.split(b"\n", 1)[0]
-            if not head.lstrip().startswith(b"{") or b'"incarnation"' in first:
+            data = file.read(SNIFFED)
+            first, newline, _ = data.partition(b"\n")
+            if not data.lstrip().startswith(b"{"):
                 return None
-            data = head + file.read(MAX_BENCH - len(head) + 1)
+            found = _decoded(first)
+            # One object in many lines, or in one that is long; a log has one in each line.
+            if found is None and (not newline or len(first) < SHORT):
+                data += file.read(MAX_BENCH - len(data) + 1)
+                found = _decoded(data)
     except OSError as exc:
         raise ConfigError(f"{name}: {exc.strerror or exc}") from exc
-    found: Any = None
-    # A log of one line is one object as well, and a sweep is many.
-    for text in (data, first):
-        try:
-            found = msgspec.json.decode(text)
-            break
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            continue
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, str) or not schema.startswith("asynckv."):
         return None
@@ -166,6 +163,15 @@ def _report(name: str) -> dict[str, Any] | None:
     if schema != "asynckv.bench/1":
         raise ConfigError(f"{name}: is of schema {schema[:80]}; this reads logs and reports of asynckv.bench/1")
     return dict(found)
+
+
+def _decoded(data: bytes) -> Any:
+    import msgspec
+
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def _read(names: list[str], errors: Any) -> Logs:

@@ -8,7 +8,7 @@ from html import escape
 from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
-from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, safe, share, time_text, verdict
+from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, number, safe, share, time_text, verdict
 from asynckv.diagnose.summary_model import Engine, Pair, Summary
 from asynckv.tools import frame
 
@@ -37,17 +37,13 @@ def make(summary: Summary, title: str) -> str:
 
 def _hint(summary: Summary) -> str:
     if not summary.engines and summary.bench:
-        return f"{_number(len(summary.bench), 'report', 'reports').capitalize()} of asynckv bench."
+        return f"{number(len(summary.bench), 'report', 'reports').capitalize()} of asynckv bench."
     read = summary.read
-    hint = f"{read.events:,} events of {_number(len(summary.engines), 'process', 'processes')} in "
-    hint += _number(read.files, "log", "logs")
+    hint = f"{read.events:,} events of {number(len(summary.engines), 'process', 'processes')} in "
+    hint += number(read.files, "log", "logs")
     if summary.engines:
         hint += f", {time_text(summary.first, with_day=True)} to {time_text(summary.last, with_day=True)} UTC"
     return f"{hint}."
-
-
-def _number(count: int, one: str, many: str) -> str:
-    return f"one {one}" if count == 1 else f"{count:,} {many}"
 
 
 def _first(summary: Summary) -> str:
@@ -106,8 +102,7 @@ def _notes(summary: Summary) -> Iterable[str]:
     if read.skipped:
         lines = sum(x["lines"] for x in read.skipped)
         yield f"{lines:,} lines could not be read; the last section has the reasons."
-    if len({x.host for x in summary.engines if x.host}) > 1:
-        yield "The processes run on several hosts: times are those of each host's own clock."
+    yield from (safe(x, 400) for x in summary.clocks)
 
 
 def _sections(summary: Summary) -> Iterable[tuple[str, str, str]]:
@@ -168,7 +163,10 @@ def _phases(summary: Summary) -> str:
     kinds = summary.pulls.phases_s
     if not kinds:
         return _empty(NO_SUCCESS)
-    ordered = sorted(kinds, key=lambda n: [*PHASES, *WITHIN].index(n))
+    # A release that goes on after the line was written has no duration there.
+    ordered = sorted(
+        (n for n in kinds if n != "release" or kinds[n].max > 0), key=lambda n: [*PHASES, *WITHIN].index(n)
+    )
     rows = [
         [
             f"{name} (in read)" if name in WITHIN else name,
@@ -329,7 +327,7 @@ def _engines(summary: Summary) -> str:
 
 
 def _process(engine: Engine, last: float) -> list[str]:
-    did = [f"{count_text(n)} {what}" for n, what in ((engine.leases, "leases"), (engine.pulls, "pulls")) if n]
+    did = [number(n, what, f"{what}s") for n, what in ((engine.leases, "lease"), (engine.pulls, "pull")) if n]
     pid = f" ({engine.pid})" if engine.pid is not None else ""
     return [
         safe(engine.rank, 80),
@@ -349,7 +347,7 @@ def _process(engine: Engine, last: float) -> list[str]:
 
 def _read(summary: Summary) -> str:
     read = summary.read
-    text = f"{read.lines:,} lines of {_number(read.files, 'file', 'files')}: {read.events:,} events of asynckv's, "
+    text = f"{read.lines:,} lines of {number(read.files, 'file', 'files')}: {read.events:,} events of asynckv's, "
     text += f"{read.others:,} lines of others, {read.repeated:,} that were there twice."
     if not read.skipped:
         return _empty(f"{text} Nothing was skipped.")

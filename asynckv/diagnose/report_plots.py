@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from asynckv.diagnose.colours import BAD, PHASES, STATES, Colour
-from asynckv.diagnose.report_text import bytes_text, count_text, duration, safe, share, time_text
+from asynckv.diagnose.report_text import bytes_text, count_text, duration, number, safe, share, time_text
 from asynckv.diagnose.summary_model import Away, Kind, Pair, Summary
 from asynckv.tools import frame
 
@@ -52,13 +52,18 @@ def _time_axis(summary: Summary) -> dict[str, Any]:
         "range": [_ms(summary.windows[0]), _ms(end)],
         "title": {"text": f"UTC, {time_text(summary.first, with_day=True)[:10]}; one value per {_width(summary)}"},
         "tickangle": 0,
-        "nticks": 6,
+        "tickformat": _clock(end - summary.windows[0]),
         "hoverformat": "%H:%M:%S.%3f" if summary.window_s < 1 else "%H:%M:%S",
     }
 
 
+def _clock(span: float) -> str:
+    """How ticks are written: the day is below the axis."""
+    return "%H:%M:%S.%L" if span < 2 else "%H:%M:%S" if span < 3600 else "%H:%M" if span < 86400 else "%m-%d %H:%M"
+
+
 def _width(summary: Summary) -> str:
-    return duration(summary.window_s).replace(".00 ", " ").replace(".0 ", " ")
+    return duration(summary.window_s).replace(".00\u00a0", "\u00a0").replace(".0\u00a0", "\u00a0")
 
 
 def _middles(summary: Summary) -> list[float]:
@@ -346,6 +351,7 @@ def _spans(
         "ticktext": ticks,
         "range": [len(rows) - 0.4, -0.6],
         "showgrid": False,
+        "zeroline": False,
     }
     height = 96 + 24 * max(len(rows), 2)
     layout = {"barmode": "overlay", "meta": {"height": height}}
@@ -365,16 +371,17 @@ def away(summary: Summary) -> str:
         for x in by_rank[rank]
     ]
     worst = max(summary.away, key=lambda x: x.seconds)
-    left = f" {len(ranked) - len(rows)} processes more are in the report as JSON." if len(ranked) > len(rows) else ""
+    said = f"{number(len(summary.away), 'time', 'times')} in {number(len(ranked), 'process', 'processes')}"
+    said = f"{said[0].upper()}{said[1:]}, for up to {duration(worst.seconds)}"
+    more = f" {len(ranked) - len(rows):,} more are in the report as JSON." if len(ranked) > len(rows) else ""
     return _spans(
         summary,
         "When event loops did not come to their engines",
-        f"{len(summary.away)} times, for up to {duration(worst.seconds)} in {safe(worst.rank, 60)}.",
+        f"{said} in {safe(worst.rank, 60)}.",
         rows,
         {"loop away": spans},
         {"loop away": list(BAD)},
-        f"{len(summary.away):,} times in {len(ranked):,} processes, for up to {duration(worst.seconds)}. At most one "
-        f"in ten seconds is logged per process.{left}",
+        f"{said}. At most one in ten seconds is logged per process.{more}",
     )
 
 

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from asynckv.diagnose.summary_model import Summary
 from asynckv.observe.console import without_control
 
-__all__ = ["Card", "bytes_text", "count_text", "duration", "safe", "share", "time_text", "verdict"]
+__all__ = ["Card", "bytes_text", "count_text", "duration", "number", "safe", "share", "time_text", "verdict"]
 
 MOST_LETTERS = 200
+GAP = "\u00a0"
+"""Between a number and its unit, which stay in one line."""
 
 
 class Card(NamedTuple):
@@ -29,11 +31,11 @@ def duration(seconds: float) -> str:
         return "?"
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
+            return f"{seconds / size:.1f}{GAP}{unit}"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{_digits(seconds / size)} {unit}"
-    return f"{_digits(seconds * 1e6)} µs" if seconds else "0 s"
+            return f"{_digits(seconds / size)}{GAP}{unit}"
+    return f"{_digits(seconds * 1e6)}{GAP}µs" if seconds else f"0{GAP}s"
 
 
 def _digits(number: float) -> str:
@@ -44,8 +46,13 @@ def bytes_text(number: float) -> str:
     """Write bytes with three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
-            return f"{_digits(number / size)} {unit}"
-    return f"{number:.0f} B"
+            return f"{_digits(number / size)}{GAP}{unit}"
+    return f"{number:.0f}{GAP}B"
+
+
+def number(count: float, one: str, many: str) -> str:
+    """Write a count of things."""
+    return f"one {one}" if round(count) == 1 else f"{count_text(count)} {many}"
 
 
 def count_text(number: float) -> str:
@@ -56,7 +63,11 @@ def count_text(number: float) -> str:
 def share(part: float, whole: float) -> str:
     """Write a part in percent."""
     percent = 100 * part / whole if whole else 0.0
-    return "0 %" if not part else f"{percent:.2g} %" if percent >= 0.01 else "< 0.01 %"
+    if not part:
+        return f"0{GAP}%"
+    return (
+        f"{percent:.0f}{GAP}%" if percent >= 10 else f"{percent:.2g}{GAP}%" if percent >= 0.01 else f"<{GAP}0.01{GAP}%"
+    )
 
 
 def time_text(at: float, *, with_day: bool = False) -> str:
@@ -84,7 +95,9 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
     asked = pulls.ended - pulls.retried
     if pulls.ended:
         failed = f"{pulls.failed:,} ({share(pulls.failed, asked)}) failed" if pulls.failed else "none failed"
-        said.append(f"{count_text(asked)} pulls ended within {span}; {failed}{_causes(summary, 'pull')}.")
+        said.append(
+            f"{number(asked, 'pull', 'pulls').capitalize()} ended within {span}; {failed}{_causes(summary, 'pull')}."
+        )
         is_good = not pulls.failed
     else:
         said.append(f"No pull ended within {span}.")
@@ -94,7 +107,7 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
         told = list(late.causes.values())
         named = [f"{safe(x['title'], 90)} ({x['requests']:,})" for x in told[:2]]
         named += [f"other causes ({sum(x['requests'] for x in told[2:]):,})"] if told[2:] else []
-        said.append(f"Blocks of {late.requests:,} requests came back late: {'; '.join(named)}.")
+        said.append(f"Blocks of {number(late.requests, 'request', 'requests')} came back late: {'; '.join(named)}.")
     elif leases.lent and leases.ended_badly:
         is_good = False
         said.append(

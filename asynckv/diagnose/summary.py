@@ -2,30 +2,34 @@
 
 Pure: records go in, one value comes out, which is the report as JSON, and from which its page is drawn.
 
-Failures are logged one by one; of what ended well only some are, and each process says how many it left out since
-it last said so. So every logged success gets a weight: it stands for those that were left out about the same time, in
-the same process. Sums of weights are what ended; what is said of bytes, latency, phases and blocks held is as good as
-the samples. What was left out after a process's last word is not known.
+Failures are logged one by one; of what ended well only some are, and each process says how many it left out
+(`summary_samples.py`). So every logged success gets a weight: it stands for those that were left out about the same
+time, in the same process. Sums of weights are what ended; what is said of bytes, latency, phases and blocks held is as
+good as the samples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from asynckv.diagnose import summary_rest as rest
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.colours import PHASES, WITHIN
+from asynckv.diagnose.join import Service, join
 from asynckv.diagnose.records import Logs, Record
-from asynckv.diagnose.summary_model import Engine, Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
+from asynckv.diagnose.summary_model import Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
+from asynckv.diagnose.summary_samples import Tally, lease_key, tally
 from asynckv.diagnose.summary_time import Windows, quantiles
 from asynckv.observe.events import EVENT
 
 __all__ = ["summarise"]
 
-COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
-"""What says how many successes were left out since the one before."""
+MAX_NOTES = 4
 
 
 def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> Summary:
@@ -36,7 +40,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         since: Seconds since 1970: earlier events do not count.
         until: Nor do later ones.
     """
-    records = logs.records
+    service = join(logs)
+    records, clocks = _aligned(service, logs.records)
     if since > -math.inf or until < math.inf:
         records = [x for x in records if since <= x.at <= until]
     read = Read(
@@ -56,11 +61,19 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
     weights: dict[int, float] = {}
     pulls, leases = Pulls(ended_per_s=windows.zeros(), bytes_per_s=windows.zeros()), Leases(blocks=windows.zeros())
     engines = [rest.engine(rank, found) for rank, found in by_process.items()]
+    exact = set()
     for engine, found in zip(engines, by_process.values(), strict=True):
-        _weigh(found, windows, weights, pulls, leases, engine)
+        of_pulls, of_leases = tally(found, windows)
+        of_pulls.weigh(weights)
+        of_leases.weigh(weights)
+        _add_pulls(of_pulls, weights, windows, pulls)
+        leases.lent += of_leases.number
+        engine.pulls, engine.leases = of_pulls.number, of_leases.number
+        if of_pulls.totals:
+            exact.add(engine.rank)
     retried = _retried(records)
     failures = _failures(records, retried, windows)
-    _sum_pulls(records, weights, retried, windows, pulls)
+    _sum_pulls(records, weights, retried, exact, windows, pulls)
     _sum_leases(by_process, weights, windows, leases)
     return Summary(
         first=records[0].at,
@@ -72,7 +85,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         leases=leases,
         quarantine=_quarantine(by_process, windows),
         failures=failures,
-        late=rest.late(logs, since, until),
+        clocks=clocks,
+        late=rest.late(logs, service, since, until),
         peers=rest.peers(by_process, weights),
         away=rest.away(records),
         held=rest.held(records),
@@ -81,75 +95,41 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
     )
 
 
-# -- samples -------------------------------------------------------------------------------------------
+def _aligned(service: Service, records: Sequence[Record]) -> tuple[Sequence[Record], list[str]]:
+    """Give records of several hosts the times of one clock, and say what must be known of that."""
+    if len({x.host for x in service.processes.values() if x.host}) < 2:
+        return records, []
+    axis = make_axis(service)
+    moved = [
+        dataclasses.replace(x, at=at)
+        if (process := service.processes.get(x.incarnation)) and math.isfinite(at := axis.at(process, x.at)) and at > 0
+        else x
+        for x in records
+    ]
+    said = ["The processes run on several hosts; their clocks are aligned by what they said to each other."]
+    return sorted(moved, key=attrgetter("at")), said + [f"Clocks: {x}." for x in axis.notes()[:MAX_NOTES]]
 
 
-def _is_sampled(record: Record) -> str:
-    """Say what a record is a sample of: pulls or leases that went well and were not slow; empty if of nothing."""
-    if record.event == EVENT.PULL_ENDED and record.level == "info":
-        return "pull"
-    return "lease" if record.event == EVENT.LEASE_LENT else ""
+# -- pulls and leases --------------------------------------------------------------------------------------
 
 
-def _weigh(
-    records: Sequence[Record],
-    windows: Windows,
-    weights: dict[int, float],
-    pulls: Pulls,
-    leases: Leases,
-    engine: Engine,
-) -> None:
-    """Find out what each logged success of one process stands for, and count what ended."""
-    left_out, before = windows.zeros(), records[0].at
-    sampled: dict[str, list[list[Record]]] = {kind: [[] for _ in left_out] for kind in ("pull", "lease")}
-    for record in records:
-        if (number := record.integer("successes_not_logged", 0)) > 0:
-            windows.spread(left_out, before, record.at, number)
-        if record.event in COUNTING:
-            before = record.at
-        if kind := _is_sampled(record):
-            sampled[kind][windows.index(record.at)].append(record)
-    counts = {kind: sum(map(len, found)) for kind, found in sampled.items()}
-    total = sum(counts.values())
-    has_pulls = any(record.event == EVENT.PULL_ENDED for record in records)
-    # A process says one number for both: what it left out is as what it did not.
-    share = counts["pull"] / total if total else float(has_pulls)
-    for kind, part in (("pull", share), ("lease", 1 - share)):
-        missing = [x * part for x in left_out]
-        for i, carried in _carried(missing, [len(x) for x in sampled[kind]]):
-            for record in sampled[kind][i]:
-                weights[id(record)] = 1 + carried / len(sampled[kind][i])
-        if kind == "pull":
-            mean = _mean([(r.number("bytes", 0.0), weights[id(r)]) for found in sampled[kind] for r in found])
-            for i, found in enumerate(sampled[kind]):
-                pulls.ended_per_s[i] += (len(found) + missing[i]) / windows.seconds
-                moved = sum(r.number("bytes", 0.0) for r in found)
-                of_missing = moved / len(found) if found else mean
-                pulls.bytes_per_s[i] += (moved + missing[i] * of_missing) / windows.seconds
-            pulls.ended += counts[kind] + sum(missing)
-            engine.pulls += counts[kind] + sum(missing)
-        else:
-            leases.lent += counts[kind] + sum(missing)
-            engine.leases += counts[kind] + sum(missing)
-
-
-def _carried(missing: Sequence[float], counts: Sequence[int]) -> Iterable[tuple[int, float]]:
-    """Give what was left out to the windows that have samples: where there are none, to the nearest that has."""
-    having = [i for i, n in enumerate(counts) if n]
-    carried = dict.fromkeys(having, 0.0)
-    for i, amount in enumerate(missing):
-        if amount and having:
-            carried[min(having, key=lambda j: (abs(j - i), j))] += amount
-    return carried.items()
+def _add_pulls(found: Tally, weights: Mapping[int, float], windows: Windows, pulls: Pulls) -> None:
+    """Add one process's pulls that went well."""
+    mean = _mean([(r.number("bytes", 0.0), weights[id(r)]) for rows in found.sampled for r in rows])
+    for i, (rows, missing) in enumerate(zip(found.sampled, found.missing, strict=True)):
+        pulls.ended_per_s[i] += (len(rows) + missing) / windows.seconds
+        moved = math.fsum(r.number("bytes", 0.0) for r in rows)
+        of_missing = moved / len(rows) if rows else mean
+        pulls.bytes_per_s[i] += (moved + missing * of_missing) / windows.seconds
+    pulls.ended += found.number
+    for cause in GOOD:
+        setattr(pulls, cause, getattr(pulls, cause) + found.totals.get(f"pulls.{cause}", 0))
 
 
 def _mean(values: Iterable[tuple[float, float]]) -> float:
     rows = list(values)
     total = math.fsum(weight for _, weight in rows)
     return math.fsum(value * weight for value, weight in rows) / total if total else 0.0
-
-
-# -- pulls and leases --------------------------------------------------------------------------------------
 
 
 def _retried(records: Iterable[Record]) -> set[tuple[str, str]]:
@@ -176,6 +156,7 @@ def _sum_pulls(
     records: Iterable[Record],
     weights: Mapping[int, float],
     retried: set[tuple[str, str]],
+    exact: set[str],
     windows: Windows,
     pulls: Pulls,
 ) -> None:
@@ -188,7 +169,6 @@ def _sum_pulls(
         i, cause, weight = windows.index(record.at), record.text("cause"), weights.get(id(record), 1.0)
         pulls.logged += 1
         if id(record) not in weights:
-            pulls.ended += 1
             pulls.ended_per_s[i] += 1 / windows.seconds
             pulls.bytes_per_s[i] += record.number("bytes", 0.0) / windows.seconds
         if cause not in GOOD:
@@ -198,7 +178,8 @@ def _sum_pulls(
                 pulls.failed += 1
                 pulls.failed_per_s[i] += 1 / windows.seconds
             continue
-        setattr(pulls, cause, getattr(pulls, cause) + weight)
+        if record.rank not in exact:
+            setattr(pulls, cause, getattr(pulls, cause) + weight)
         seconds = record.number("seconds")
         if cause != "complete" or math.isnan(seconds):
             continue
@@ -235,19 +216,18 @@ def _sum_leases(
     for records in by_process.values():
         lent: dict[tuple[str, int], Record] = {}
         for record in records:
-            key = record.text("request_id"), record.integer("sequence")
+            if record.event not in (EVENT.LEASE_LENT, EVENT.LEASE_ENDED):
+                continue
+            key = lease_key(record)
             if record.event == EVENT.LEASE_LENT:
                 leases.logged += 1
                 lent[key] = record
-                continue
-            if record.event != EVENT.LEASE_ENDED:
                 continue
             begun = lent.pop(key, None)
             since = record.at - max(record.number("seconds", 0.0), 0.0)
             blocks, is_good = max(record.integer("blocks", 0), 0), record.text("cause") == "released"
             if begun is None:  # failed, and not among the samples; or its beginning is not in the logs
                 leases.logged += 1
-                leases.lent += 1
             weight = weights.get(id(begun), 1.0) if begun and is_good else 1.0
             windows.hold(leases.blocks, since, record.at, blocks * weight)
             windows.hold(leases.blocks_logged, since, record.at, blocks)

@@ -259,6 +259,7 @@ class Summary(Struct, kw_only=True):
     Attributes:
         first: Of the events that count, seconds since 1970, as all times.
         windows: Beginnings of the windows.
+        clocks: What must be known about the clocks of several hosts.
     """
 
     schema: str = SCHEMA
@@ -271,6 +272,7 @@ class Summary(Struct, kw_only=True):
     leases: Leases = field(default_factory=Leases)
     quarantine: Quarantine = field(default_factory=Quarantine)
     failures: list[Failure] = field(default_factory=list)
+    clocks: list[str] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     peers: list[Pair] = field(default_factory=list)
     away: list[Away] = field(default_factory=list)

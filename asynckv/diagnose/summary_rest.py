@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
-from asynckv.diagnose.join import join
+from asynckv.diagnose.join import Service
 from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.records import Logs, Record
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Warned
@@ -29,9 +29,8 @@ MAX_CAUSES = 200
 """Different causes: what comes after is counted as `other`."""
 
 
-def late(logs: Logs, since: float, until: float) -> Late:
+def late(logs: Logs, service: Service, since: float, until: float) -> Late:
     """Find blocks that came back late, while these events happened."""
-    service = join(logs)
     leaks = [
         x
         for x in find_leaks(service)

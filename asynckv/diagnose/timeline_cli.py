@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from asynckv.diagnose.join import Request
     from asynckv.diagnose.timeline_model import Story
 
 __all__ = ["EPILOG", "timeline"]
@@ -29,7 +29,7 @@ EPILOG = """
 
   kubectl logs -l app=vllm --tail=-1 | asynckv timeline - --request cmpl-5 --json - | jq .requests
 
-[bold]Exit status[/bold]  0 shown, 1 no such request, or more than one, 2 bad input
+[bold]Exit status[/bold]  0 shown, 1 more than one request matches, 2 bad input, or no such request
 """
 
 CHOOSE, OUT = "Which requests", "Output"
@@ -65,8 +65,8 @@ def timeline(
 ) -> None:
     """Show what became of requests, over all ranks and both sides, on one time axis.
 
-    Reads JSON logs of any number of processes, in any order, rotated, compressed or cut short. Clocks of different
-    hosts are aligned by what the processes said to each other, and how sure that is, is told.
+    Reads JSON logs of any number of processes, in any order, rotated or cut short.
+    Clocks of hosts are aligned by what was exchanged; how sure that is, is told.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -75,7 +75,7 @@ def timeline(
     from asynckv.diagnose.axis import make_axis
     from asynckv.diagnose.join import join
     from asynckv.diagnose.records import read_logs
-    from asynckv.diagnose.timeline_model import ground, stories
+    from asynckv.diagnose.timeline_model import families, ground, stories
     from asynckv.observe.output import check_writable, write, write_json
 
     if sum((request is not None, slowest is not None, all)) > 1:
@@ -96,22 +96,23 @@ def timeline(
         raise ConfigError(found.nothing)
     for skipped in found.skipped[:8]:
         errors.print(f"left out: {skipped.lines:,} lines, {skipped.reason} (first {skipped.where})", markup=False)
-    gc.freeze()  # all of it stays to the end, and looking at it again and again takes longer than the work
     service = join(found)
     axis = make_axis(service)
-    every = stories(axis)
     console = Console(stderr=bool(piped))
+    # Of a million requests one is wanted at times.
+    together = list(families(service.requests))
+    every = stories(axis, _named(together, request) if request is not None else together)
     if request is not None:
-        chosen = _named(every, request)
+        chosen = every
         if not chosen:
             raise ConfigError(
-                f"--request {request}: no such request among {len(every):,}; give either side's id, a pull id or a "
+                f"--request {request}: no such request among {len(together):,}; give either side's id, a pull id or a "
                 f"sequence, as they are in the logs (successes may have been left out of them)"
             )
         if len(chosen) > 1:
             timeline_text.show_matches(chosen, request, console)
             raise typer.Exit(1)
-        timeline_text.show_one(axis, chosen[0], console)
+        timeline_text.show_one(axis, chosen[0], ground(axis), console)
     elif slowest is not None:
         chosen = sorted(every, key=lambda x: -x.seconds)[:slowest]
         timeline_text.show_slowest(axis, every, slowest, console)
@@ -134,14 +135,16 @@ def timeline(
             write("--perfetto", perfetto, trace(axis, shown, ground(axis)))
 
 
-def _named(every: Sequence[Story], wanted: str) -> list[Story]:
+def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
     """Find requests by name: what is exact before what is a sequence, and that before what begins so."""
-    if found := [x for x in every if wanted in (x.name, *x.others, *x.pull_ids)]:
+    from asynckv.diagnose.timeline_model import names
+
+    if found := [x for x in every if wanted in names(x)]:
         return found
     number = wanted.removeprefix("#")
-    if number.isdecimal() and (found := [x for x in every if x.sequence == int(number)]):
+    if number.isdecimal() and (found := [x for x in every if any(str(r.sequence) == number for r in x)]):
         return found
-    return [x for x in every if any(name.startswith(wanted) for name in (x.name, *x.others, *x.pull_ids))]
+    return [x for x in every if any(name.startswith(wanted) for name in names(x))]
 
 
 def _most(chosen: Sequence[Story], errors: Console) -> list[Story]:

@@ -22,7 +22,21 @@ from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["COLORS", "PHASES", "SUMS", "Arrow", "Bar", "Ground", "Lane", "Mark", "Story", "ground", "stories"]
+__all__ = [
+    "COLORS",
+    "PHASES",
+    "SUMS",
+    "Arrow",
+    "Bar",
+    "Ground",
+    "Lane",
+    "Mark",
+    "Story",
+    "families",
+    "ground",
+    "names",
+    "stories",
+]
 
 PHASES: Mapping[str, str] = {
     "lent": "lent, and not claimed yet",
@@ -46,7 +60,7 @@ COLORS: Mapping[str, str] = {
     "lent": "#8a8f98",
     "granted": "#4c8dae",
     "ending": "#b07aa1",
-    "announced": "#a8adb5",
+    "announced": "#b9a8d4",
     "handshake": "#d37295",
     "queue": "#e0b03c",
     "plan": "#9c755f",
@@ -247,9 +261,9 @@ class Ground:
     group: int
 
 
-def stories(axis: Axis) -> list[Story]:
-    """Make a story of every request, by time."""
-    out = [_story(axis, requests) for requests in _families(axis.service.requests)]
+def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[Story]:
+    """Make a story of every request, by time; or only of some, as `families` puts them together."""
+    out = [_story(axis, requests) for requests in (families(axis.service.requests) if of is None else of)]
     out = [x for x in out if x.lanes or x.marks]
     out.sort(key=lambda x: (x.group, x.start))
     for i, each in enumerate(out):
@@ -257,7 +271,16 @@ def stories(axis: Axis) -> list[Story]:
     return out
 
 
-def _families(requests: Iterable[Request]) -> Iterator[list[Request]]:
+def names(family: Sequence[Request]) -> set[str]:
+    """Return all that a request is called: ids of both sides, and of its pulls."""
+    pulls = [p for r in family for p in r.all_pulls]
+    out = (
+        {x for r in family for x in (r.request_id, r.name)} | {p.request_id for p in pulls} | {p.pull_id for p in pulls}
+    )
+    return out - {""}
+
+
+def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Put requests together that are attempts at one: with new params an attempt is at another prefill request."""
     every = list(requests)
     family = list(range(len(every)))
@@ -283,7 +306,7 @@ def _families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     yield from together.values()
 
 
-def _story(axis: Axis, requests: list[Request]) -> Story:
+def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     lanes: list[Lane] = []
     marks: list[Mark] = []
     pulls = sorted((p for r in requests for p in r.all_pulls), key=lambda p: (p.attempt, p.begun_at))
@@ -317,12 +340,18 @@ def _story(axis: Axis, requests: list[Request]) -> Story:
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
         pull_ids=tuple(p.pull_id for p in pulls),
         outcome=outcome,
-        level="warning" if bad or late or any(p.returned or p.retired or p.unanswered for p in pulls) else "info",
+        level="warning" if bad or late or any(_is_bad(p) for p in pulls) else "info",
         group=axis.group(processes[0]) if processes else 0,
         seconds=_seconds(lanes),
         lanes=lanes,
         marks=marks[:MAX_MARKS],
     )
+
+
+def _is_bad(pull: Pull) -> bool:
+    """Whether something went wrong with it, however it ended."""
+    is_stuck = pull.ended is None and bool(pull.held)
+    return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
 
 
 def _seconds(lanes: Iterable[Lane]) -> float:
@@ -364,7 +393,8 @@ def _lease_lanes(axis: Axis, lease: Lease) -> list[Lane]:
     unknown = "" if math.isfinite(first) or not is_open else "whether it was claimed is not told"
     bars = []
     for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)]):
-        bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
+        if until > at or len(cuts) == 1:
+            bars.append(Bar(phase, at, until, note=unknown, is_open=is_open and until == end))
     lane = _lane(axis, process, "prefill", "lease", bars, fields)
     if len(grants) < 2:
         lane.fields |= {"pull_id": next(iter(grants))} if grants else {}
@@ -400,11 +430,11 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
     def mark(at: float, text: str, level: str = "info") -> Mark:
         return Mark(place(at), process, text, level)
 
+    if math.isfinite(start):
+        yield mark(start, "lent" + (f", {lease.blocks} blocks" if lease.blocks >= 0 else ""))
     for step in steps:
         if step.text not in ("lent", lease.state):
             yield mark(step.at, step.text)
-    if math.isfinite(start):
-        yield mark(start, "lent" + (f", {lease.blocks} blocks" if lease.blocks >= 0 else ""))
     if not steps:
         for pull_id, (name, at) in _grants(lease, start, steps).items():
             yield mark(at, f"granted to {name}, pull {pull_id}")

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asynckv.diagnose.axis import Axis, shown_seconds
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Story
+from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
 __all__ = ["clock_time", "show_all", "show_matches", "show_one", "show_slowest"]
@@ -112,8 +112,8 @@ def _ruler(width: int, seconds: float) -> Text:
     return Text(line[: width - len(last)] + last, style="dim", no_wrap=True, overflow="crop")
 
 
-def show_one(axis: Axis, story: Story, console: Console) -> None:
-    """Show one request."""
+def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Console) -> None:
+    """Show one request, with what befell its processes meanwhile."""
     is_plain = not console.is_terminal or console.no_color
     names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
     console.print(f"[bold]{_safe(story.name or '?')}[/bold]{_safe(names)}  {_safe(story.outcome)}", highlight=False)
@@ -129,7 +129,7 @@ def show_one(axis: Axis, story: Story, console: Console) -> None:
     console.print(_gantt(story, console.width, is_plain))
     console.print(_legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
     console.print()
-    console.print(_events(story))
+    console.print(_events(story, grounds))
     for note in axis.notes():
         console.print(Text(f"Clocks: {without_control(note)}.", style="yellow"))
 
@@ -177,18 +177,44 @@ def _parts(bar: Bar) -> str:
     return f" (in it {found})" if found else ""
 
 
-def _events(story: Story) -> RenderableType:
+def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
+    """Return what befell a request's processes while it was under way."""
+    mine = {x.process.incarnation for x in story.lanes}
+    out: list[Mark] = []
+    for each in (x for x in grounds if x.process.incarnation in mine):
+        out += [x for x in each.marks if story.start <= x.at <= story.end]
+        for bar in each.away:
+            if bar.start <= story.end and bar.end >= story.start:
+                text = f"its event loop was away for {shown_seconds(bar.seconds)} from then on"
+                out.append(Mark(bar.start, each.process, text, "warning"))
+    return out
+
+
+def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=26)
     table.add_column(overflow="fold")
-    for mark in story.marks[:MAX_EVENTS]:
+    told: dict[tuple[str, str], list[Mark]] = {}
+    for mark in sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at):
+        told.setdefault((mark.process.rank, mark.text), []).append(mark)
+    found = list(told.values())
+    for i, marks in enumerate(found):
+        if len(found) > MAX_EVENTS and MAX_EVENTS // 2 <= i < len(found) - MAX_EVENTS // 2:
+            if i == MAX_EVENTS // 2:
+                table.add_row("", "", Text(f"... {len(found) - MAX_EVENTS} more; --json has all", style="dim"))
+            continue
+        mark = marks[0]
         style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
-        at = f"{(mark.at - story.start) * 1e3:+,.3f} ms"
-        table.add_row(at, Text(without_control(mark.process.rank)), Text(without_control(mark.text), style=style))
-    if len(story.marks) > MAX_EVENTS:
-        table.add_row("", "", Text(f"... and {len(story.marks) - MAX_EVENTS} more; --json lists all", style="dim"))
+        text = Text(without_control(mark.text), style=style)
+        if len(marks) > 1:
+            text.append(f" ({len(marks)} times, until {_since(marks[-1].at - story.start)})", "dim")
+        table.add_row(_since(mark.at - story.start), Text(without_control(mark.process.rank)), text)
     return table
+
+
+def _since(seconds: float) -> str:
+    return f"{seconds * 1e3:+,.3f} ms"
 
 
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:

@@ -331,8 +331,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
                     always(
                         OBJECT,
                         "claims",
-                        "Reader -> `pull_id`, `claimed_s` (since it was lent) and `heard_s` (how long ago) of its last "
-                        "attempt.",
+                        "Reader -> `pull_id`, `claimed_s` and `heard_s` (both since it was lent) of its last attempt. "
+                        "Where `claimed_s` is missing, the line is an old one, and `heard_s` says how long ago it was.",
                     ),
                     REFUSED_MESSAGES,
                 ),

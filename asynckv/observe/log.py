@@ -29,7 +29,7 @@ import structlog
 from asynckv.arguments import shown
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core.inspect import RequestStatus
-from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.lease import Grant, Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
@@ -235,7 +235,7 @@ class Recorder:
         self._bound, self._sink, self._sink_level = bound, None if not config.file else _file_sink(config, bound), 0
         self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
         self._level = min(self._log_level, self._sink_level)
-        self._successes = Sampler(config.successes_per_s)
+        self._sampler = Sampler(config.successes_per_s)
         self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
         self._is_closed = False
@@ -559,10 +559,10 @@ class Recorder:
         """Let successes and slow successes through, each up to the configured rate, and count what is left out."""
         if self._level > (logging.WARNING if is_slow else logging.INFO):
             return False
-        if not (self._slow.take("", now) if is_slow else self._successes.take(key.token, now)):
-            self._skipped += 1
-            return False
-        return True
+        if self._slow.take("", now) if is_slow else self._sampler.take(key.token, now):
+            return True
+        self._skipped += 1
+        return False
 
     def _skip_count(self) -> dict[str, int]:
         skipped, self._skipped = self._skipped, 0
@@ -598,23 +598,21 @@ def _why(pull: Pull) -> dict[str, Any]:
 
 def _why_kept(lease: Lease, now: float) -> dict[str, Any]:
     """Why a lease did not end well: who is owed, when each of them was heard of last, and what was turned down."""
-    start = lease.lent_at
     late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
     return {
         "owed": list(lease.waits_for()[:MAX_NAMED]),
-        "claims": {
-            x.name: {
-                "pull_id": x.pull_id,
-                "claimed_s": round(x.since - start, 3),
-                "heard_s": round(x.asked_at - start, 3),
-            }
-            for x in lease.claims()[:MAX_RANKS]
-        },
+        "claims": {x.name: _claim(x, lease.lent_at) for x in lease.claims()[:MAX_RANKS]},
         **_refused(lease),
         **({"revoked_by": lease.revoked_by} if lease.revoked_by else {}),
         **({"late_s": round(late_s, 3)} if late_s > LATE_S else {}),
         "history": _relative(lease.history),
     }
+
+
+def _claim(grant: Grant, lent_at: float) -> dict[str, Any]:
+    """A reader's last attempt: when it claimed, and was heard of last, since the request was lent."""
+    claimed_s, heard_s = round(grant.since - lent_at, 3), round(grant.asked_at - lent_at, 3)
+    return {"pull_id": grant.pull_id, "claimed_s": claimed_s, "heard_s": heard_s}
 
 
 def _refused(lease: Lease) -> dict[str, Any]:
@@ -629,12 +627,7 @@ def _short(text: str) -> str:
 
 def _lease_entry(lease: Lease, status: RequestStatus) -> dict[str, Any]:
     """One lease among those that are held for long."""
-    since = {x.pull_id: round(x.since - lease.lent_at, 3) for x in lease.claims()}
-    claims = [
-        (x.rank, {"pull_id": x.pull_id, "heard_s": _rounded(x.heard_s), "claimed_s": since.get(PullId(x.pull_id))})
-        for x in status.ranks
-        if x.pull_id
-    ]
+    claims = [(name, _claim(grant, lease.lent_at)) for name, _, grant in lease.readers() if grant is not None]
     return {
         **_lease_names(lease),
         "lent_s": _rounded(status.age_s),

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 try:
@@ -41,6 +41,8 @@ from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tall
 from asynckv.observe.observer import Observed, Reading, observation_of
 
 __all__ = ["FAMILIES", "Metrics"]
+
+log = logging.getLogger("asynckv")
 
 WAIT_S = 0.25
 AGES_S = (1, 5, 10, 30, 60, 300)
@@ -266,8 +268,12 @@ class _Shown:
 
     def refresh(self, wait_s: float) -> None:
         """Take another reading, if its loop comes to it in time."""
-        with suppress(TimeoutError, EngineClosed):
+        try:
             self._last = self.engine.ask(self._read, wait_s)
+        except (TimeoutError, EngineClosed):
+            pass
+        except Exception:  # a bug of ours: what else the application shows is shown all the same, and this grows old
+            log.exception("asynckv: no reading of %s/%s could be taken for its metrics", *self.names)
 
     def _read(self) -> tuple[float, Reading, Tally]:
         return time.monotonic(), self.engine.reading(), self.tally.copy()

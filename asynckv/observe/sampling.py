@@ -14,7 +14,7 @@ and falls by one a second. What exceeds the configured rate for all that is left
 from __future__ import annotations
 
 import math
-import zlib
+from zlib import crc32
 
 from asynckv.core.limits import Limiter
 
@@ -52,28 +52,31 @@ class Sampler:
 
     Args:
         per_s: Most per second.
+
+    Attributes:
+        zeros: How many zeros a token's hash has to end in.
     """
 
+    zeros: int
+
     def __init__(self, per_s: float) -> None:
-        self.zeros = 0
-        """How many zeros a token's hash has to end in."""
-        self._per_s = per_s
+        self._ask_for(0)
+        self._per_s = per_s or 1e-9  # none, after the first, which the limit is for
         self._limit = Limiter(per_s, max(per_s, 1.0) if per_s else 0.0)
         self._since = -math.inf
         self._seen = self._chosen = 0
 
     def take(self, token: str, now: float) -> bool:
         """Whether the request of this token is logged."""
-        if not self._per_s:
-            return False
         if now - self._since >= 1.0:
             self._next_second(now)
         self._seen += 1
-        if zlib.crc32(token.encode("utf-8", "replace")) & ((1 << self.zeros) - 1):
+        if crc32(token.encode()) & self._mask:
             return False
         self._chosen += 1
         if self._chosen > self._per_s and self.zeros < 32:
-            self.zeros, self._chosen = self.zeros + 1, self._chosen // 2
+            self._ask_for(self.zeros + 1)
+            self._chosen //= 2
         return self._limit.take("", now)
 
     def _next_second(self, now: float) -> None:
@@ -81,5 +84,8 @@ class Sampler:
         wanted = self._seen / max(seconds, 1.0) / (self._per_s * ROOM)
         needed = math.ceil(math.log2(wanted)) if wanted > 1 else 0
         fallen = self.zeros - int(min(seconds, 32))
-        self.zeros = min(max(needed, fallen, 0), 32)
+        self._ask_for(min(max(needed, fallen, 0), 32))
         self._since, self._seen, self._chosen = now, 0, 0
+
+    def _ask_for(self, zeros: int) -> None:
+        self.zeros, self._mask = zeros, (1 << zeros) - 1

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import Params, PullId, Reason, rank_name
 from asynckv.observe.observer import Observer, observation_of
+from asynckv.scheduler import trace_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -63,11 +64,20 @@ _WORDS = (
 """What notes in histories begin with or contain, and how the event is called."""
 
 
-def trace_context() -> dict[str, str]:
-    """Return the context of the span that is current here, for `make_params(..., trace=trace_context())`.
+def trace_context(headers: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the context of the span that is current here, or the one that came in headers.
 
-    Empty outside of a span, without an SDK, and without OpenTelemetry.
+    For `make_params(..., trace=trace_context())`; and for a decode engine that knows a nearer one than the params
+    bring: `params | trace_context(headers)`.
+
+    Empty outside of a span, without an SDK, and without OpenTelemetry; or if the headers hold none.
+
+    Raises:
+        ConfigError: These are no headers.
     """
+    if headers is not None:
+        parent, state = trace_of(headers)
+        return {"traceparent": parent, "tracestate": state} if parent else {}
     try:
         from opentelemetry import trace
     except ImportError:

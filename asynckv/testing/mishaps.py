@@ -10,10 +10,10 @@ Packets are opened for it: what is lost or changed of them is one message about 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -21,23 +21,9 @@ from asynckv.core.events import Ending
 from asynckv.core.types import Address, Key
 from asynckv.core.wire import Ack, Claim, Granted, Message, Refused, Release, Renew, decode_packet, encode_packet
 from asynckv.errors import AsyncKVError
-from asynckv.testing.world import Process, Transfer, TransferFate, World
+from asynckv.testing.world import Process, Transfer, TransferFate
 
 __all__ = ["MISHAPS", "Mishap", "Mishaps"]
-
-
-class Service(Protocol):
-    """What is asked of a simulated service, which makes its mishaps and so is none of this module's imports."""
-
-    world: World
-
-    @property
-    def ranks(self) -> Mapping[str, Any]: ...
-    def _crash(self, rank: Any, down_s: float) -> None: ...
-    def _close(self, rank: Any) -> None: ...
-    def _sleep(self, rank: Any, seconds: float) -> None: ...
-    def _cancel(self, number: int) -> None: ...
-
 
 MISHAPS = {
     "params_lost": "the router throws the params away",
@@ -93,9 +79,14 @@ class Mishap:
 
 
 class Mishaps:
-    """Brings them about in one service."""
+    """Brings them about in one service.
 
-    def __init__(self, service: Service, mishaps: Iterable[Mishap]) -> None:
+    Args:
+        service: A `Service` (`asynckv.testing.service`), which is about to begin.
+        mishaps: What is to befall its requests.
+    """
+
+    def __init__(self, service: Any, mishaps: Iterable[Mishap]) -> None:
         self.service = service
         self._at: dict[tuple[int, str], Mishap] = {(m.ask, name): m for m in mishaps for name in m.readers}
         self._tokens: dict[str, int] = {}
