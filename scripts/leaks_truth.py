@@ -442,16 +442,17 @@ def show(x: Disagreement, out: TextIO) -> None:
 
 def table(found: Sequence[Disagreement], counts: Counter[str], seconds: float, out: TextIO) -> None:
     """Write how often what was said."""
-    print(f"\n{'cause':<28}" + "".join(f"{mode:>24}" for mode in MODES), file=out)
+    modes = [mode for mode in MODES if any(key.startswith(f"{mode}.") for key in counts)]
+    print(f"\n{'cause':<28}" + "".join(f"{mode:>24}" for mode in modes), file=out)
     for cause in CAUSE:
         cells = []
-        for mode in MODES:
+        for mode in modes:
             bad = sum(counts[f"{mode}.{cause}.{x}"] for x in ("false", "wrong", "vague"))
             said = counts[f"{mode}.{cause}"]
             cells.append(f"{said:,}" + (f" ({bad:,} bad)" if bad else "") if said else "-")
         if any(cell != "-" for cell in cells):
             print(f"{cause:<28}" + "".join(f"{cell:>24}" for cell in cells), file=out)
-    print(f"{'missed':<28}" + "".join(f"{counts[f'{mode}.missed']:>24,}" for mode in MODES), file=out)
+    print(f"{'missed':<28}" + "".join(f"{counts[f'{mode}.missed']:>24,}" for mode in modes), file=out)
     kinds = Counter((x.kind, x.mode, x.what) for x in found)
     for key, number in sorted(kinds.items()):
         print(f"  {number:,} {' '.join(key)}", file=out)
