@@ -265,6 +265,7 @@ class Witness:
                 return await call(*args, **options)
             result = await call(*args, **options)
             self._incarnations[process.name].append((process.now - AT_ONCE_S, engine.incarnation))
+            self._starts[process.name][engine.incarnation] = None
             return result
 
         setattr(engine, name, ends)
