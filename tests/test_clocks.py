@@ -190,3 +190,26 @@ def test_nothing_is_needed() -> None:
     alone = align([], {"a": "", "b": "x"})
     assert alone.groups == [["a"], ["b"]]
     assert alone.align("a", 5.0) == 5.0
+
+
+def test_where_only_one_direction_was_heard_before_a_step_it_is_as_wide_as_the_step() -> None:
+    before = [Pair("a", float(at), "b", at + 5.001) for at in range(5)]
+    after = [Pair("a", float(at), "b", at + 9.001) for at in range(10, 20)]
+    after += [Pair("b", at + 9.0, "a", at + 0.001) for at in range(10, 20)]
+    found = align([*before, *after], {"a": "", "b": ""}, prefer=["a"])
+    assert len(found.steps) == 1
+    early, late = found.offset("b", 7.0), found.offset("b", 24.0)
+    assert abs(late.seconds - 9.0) <= late.within_s < 0.01
+    assert abs(early.seconds - 5.0) <= early.within_s
+    assert early.within_s > 1
+
+
+def test_a_single_contradiction_is_told_and_not_believed() -> None:
+    clocks = {"a": clock(0.0), "b": clock(1.0)}
+    pairs = talk(clocks, random.Random(10), number=200)
+    pairs.append(Pair("a", 50.5, "b", 51.0))  # half a second before it was sent
+    found = align(pairs, {"a": "", "b": ""}, prefer=["a"])
+    assert found.steps == []
+    assert max(found.doubted) > 0.4
+    offset = found.offset("b", 51.0)
+    assert abs(offset.seconds - 1.0) <= offset.within_s < 0.02

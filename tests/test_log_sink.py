@@ -23,7 +23,8 @@ from asynckv import ConfigError, EngineConfig, LogConfig
 from asynckv.integrations.vllm.options import Options
 from asynckv.observe import sink as sinks
 from asynckv.observe.sink import FileSink, file_name
-from tests.engines import Bench
+from tests.engines import Bench, memory
+from tests.ways import WAYS
 
 MIB = 1 << 20
 
@@ -263,3 +264,15 @@ def test_vllm_can_be_told_of_a_file(tmp_path: Path) -> None:
     assert isinstance(config, EngineConfig)
     assert (config.log.level, config.log.backups) == ("debug", 7)
     assert str(config.log.file).endswith("{engine_id}-{rank}.jsonl")
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_file_is_whole_however_the_engine_is_embedded(way: str, tmp_path: Path) -> None:
+    registration, _ = memory(1)
+    engine = WAYS[way](EngineConfig(engine_id="e", log=LogConfig(file=tmp_path / "{engine_id}.jsonl")), registration)
+    engine.start()
+    engine.close()
+    assert [e["event"] for e in lines(tmp_path / "e.jsonl")] == ["engine_started", "engine_stopped"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("asynckv log")]

@@ -480,3 +480,49 @@ def test_a_thread_is_probed_while_it_runs_and_the_endpoint_ends_with_it() -> Non
         assert serving is not None
     serving.join(5)
     assert not serving.is_alive()
+
+
+# -- what happens to an engine -----------------------------------------------------------------------
+
+
+async def test_a_data_plane_that_dies_is_seen_until_another_serves(sim: Bench) -> None:
+    async with sim.pair() as (_, decode, _):
+        assert decode.data is not None
+        registry = CollectorRegistry()
+        registry.register(Metrics(decode.engine))
+        with MetricsEndpoint(Metrics(decode.engine), wait_s=5.0) as endpoint:
+            decode.data.lose_agent()
+            await until(lambda: decode.engine.observation.condition()[1])
+            samples = parsed(generate_latest(registry).decode())
+            assert value(samples, "data_plane_up", "decode") == 0
+            assert value(samples, "data_plane_losses_total", "decode") == 1
+            status, body = await fetched(endpoint.url, "/healthz")
+            assert (status, body["engines"][0]["why"]) == (503, "the data plane does not serve: killed on request")
+            decode.data.replace_agent()
+            await until(lambda: not decode.engine.observation.condition()[1])
+            samples = parsed(generate_latest(registry).decode())
+            assert value(samples, "data_plane_up", "decode") == 1
+            assert value(samples, "data_plane_restarts_total", "decode") == 1
+            assert (await fetched(endpoint.url, "/readyz"))[0] == 200
+
+
+async def test_counters_go_on_over_a_sleep_and_the_state_is_told(sim: Bench) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        registry = CollectorRegistry()
+        registry.register(Metrics(decode.engine))
+        incarnations = set()
+        for turn in range(2):
+            params = group.make_params(f"r{turn}", [(0, [1])], 16, written=True)
+            lent = prefill.engine.lend(params)
+            await decode.engine.pull(f"d{turn}", [(0, [1])], params)
+            await lent.wait_released()
+            samples = parsed(generate_latest(registry).decode())
+            assert value(samples, "pulls_ended_total", "decode", reason="complete") == turn + 1
+            assert value(samples, "pull_duration_seconds_count", "decode", outcome="complete") == turn + 1
+            incarnations |= {dict(labels)["incarnation"] for name, labels in samples if name == "asynckv_engine_info"}
+            await passing(sim, asyncio.create_task(decode.engine.suspend()))
+            samples = parsed(generate_latest(registry).decode())
+            assert value(samples, "engine_state", "decode", state="suspended") == 1
+            assert value(samples, "pulls_ended_total", "decode", reason="complete") == turn + 1
+            await decode.engine.resume()
+        assert len(incarnations) == 2

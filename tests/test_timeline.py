@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from asynckv import cli
-from asynckv.diagnose import timeline_text
+from asynckv.diagnose import timeline_cli, timeline_text
 from asynckv.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
 from asynckv.diagnose.clocks import Offset
 from asynckv.diagnose.join import join
@@ -452,3 +452,14 @@ def test_all_is_what_is_done_if_nothing_is_chosen(
     assert code == 0
     assert out.startswith("11 requests in ")
     assert out == run([log, "--all"], monkeypatch, capsys)[1]
+
+
+def test_of_too_many_those_that_went_wrong_are_kept(
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(timeline_cli, "MOST_SHOWN", 4)
+    page = tmp_path / "x.html"
+    code, _, err = run([log, "--html", str(page)], monkeypatch, capsys)
+    assert code == 0
+    assert "11 requests are too many for one file" in err
+    assert {x[0] for x in page_data(page.read_text())["requests"]} >= {"chat-8", "chat-20", "chat-21"}

@@ -384,10 +384,10 @@ class DecodeSide:
 
     def tick_pull(self, pull: Pull, now: float) -> None:
         """Let time pass for a pull."""
-        was_retired, answered_not = pull.is_retired, pull.unanswered
+        was_retired, num_gone = pull.is_retired, len(pull.unanswered)
         effects = pull.tick(now)
-        if pull.unanswered is not answered_not:
-            self._outbox.commands.append(ReleaseUnanswered(pull, pull.unanswered, Reason.TIMEOUT))
+        if silent := pull.unanswered[num_gone:]:
+            self._outbox.commands.append(ReleaseUnanswered(pull, silent, Reason.TIMEOUT))
         if pull.is_retired and not was_retired:
             self._outbox.counters["blocks.retired"] += 1
             self._outbox.commands.append(BlocksRetired(pull))

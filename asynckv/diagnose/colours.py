@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BAD", "PHASES", "STATES", "WITHIN", "Colour"]
+__all__ = ["BAD", "OTHERS", "PHASES", "STATES", "WITHIN", "Colour"]
 
 
 class Colour(NamedTuple):
@@ -29,6 +29,16 @@ PHASES = {
     "release": Colour("#7e9a11", "#d1e419"),
 }
 """Phases of a pull, in their order: all but `release`, which comes after the result, add up to its seconds."""
+
+OTHERS = {
+    "lent": Colour("#9aa3ae", "#6d7783"),
+    "granted": Colour("#7fb2d0", "#3f6f8c"),
+    "ending": Colour("#c79bbd", "#7d5274"),
+    "quarantine": Colour("#a3262a", "#ff5a5f"),
+    "pause": Colour("#d8c9a8", "#6f6448"),
+    "pull": Colour("#6b6ecf", "#8a8df0"),
+}
+"""What else a request goes through, on a timeline: its lease, and what comes between attempts or after a failure."""
 
 WITHIN = {"post": "read", "detect": "read"}
 """Phases that lie inside another one, and have its colour."""

@@ -494,10 +494,9 @@ class _Judge:
             named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
             return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
         if readers and not unknown and lease.state != "lent":
-            why = _all(x.rank for x in readers)
-            if silent:
-                why += f"; the logs of {_all(x.rank for x in silent)} end before the lease did"
-            return _Story(C.NEVER_HEARD_OF, {"why": why})
+            gone_too = _all(x.rank for x in silent)
+            reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
+            return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
         return _Story(
             C.NEVER_CLAIMED,
             {"why": self._circumstances(lease, readers, silent, unknown)},

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asynckv.diagnose import colours
 from asynckv.diagnose.axis import Axis, Step, granted_in, is_time, lease_steps, lent_at, pull_steps, shown_seconds
+from asynckv.diagnose.colours import Colour
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
@@ -56,23 +58,7 @@ PHASES: Mapping[str, str] = {
 }
 """What bars are called, in the order of the protocol."""
 
-COLORS: Mapping[str, str] = {
-    "lent": "#8a8f98",
-    "granted": "#4c8dae",
-    "ending": "#b07aa1",
-    "announced": "#b9a8d4",
-    "handshake": "#d37295",
-    "queue": "#e0b03c",
-    "plan": "#9c755f",
-    "read": "#3f9b4f",
-    "confirm": "#2aa5a0",
-    "drain": "#d9534f",
-    "release": "#7b9fd4",
-    "quarantine": "#a3262a",
-    "pause": "#c9b18a",
-    "pull": "#6b6ecf",
-}
-"""Seen on light and dark ground."""
+COLORS: Mapping[str, Colour] = {name: (colours.PHASES | colours.OTHERS)[name] for name in PHASES}
 
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 SUMS = "sums: how long is exact, and the order is the protocol's"

@@ -93,7 +93,7 @@ class _Writer:
         processes = [self._process(x) for x in self._grounds]
         return {
             "zero": self._zero,
-            "phases": [[name, PHASES[name], COLORS[name]] for name in NAMES],
+            "phases": [[name, PHASES[name], *COLORS[name]] for name in NAMES],
             "processes": processes,
             "requests": requests,
             "texts": list(self._texts),

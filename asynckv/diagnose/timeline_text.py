@@ -75,10 +75,15 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
             left, right = found[0], found[-1] if len(found) > 1 else found[0]
             filled = eighth.count(left) if left != right else 8
             if not left:  # there is no block that is filled from the right: the other way round
-                out.append(EIGHTHS[filled], Style(color=COLORS.get(right), reverse=True))
+                out.append(EIGHTHS[filled], Style(color=_color(right), reverse=True))
             else:
-                out.append(EIGHTHS[filled], Style(color=COLORS.get(left), bgcolor=COLORS.get(right) if right else None))
+                out.append(EIGHTHS[filled], Style(color=_color(left), bgcolor=_color(right)))
     return out
+
+
+def _color(phase: str) -> str | None:
+    """Terminals are dark, mostly."""
+    return COLORS[phase].dark if phase in COLORS else None
 
 
 def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
@@ -88,7 +93,7 @@ def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
         if len(phase) + 2 > left:
             out.append("\n")
             left = width
-        out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else COLORS[phase]))
+        out.append(LETTERS[phase] if is_plain else "█", Style(color=None if is_plain else _color(phase)))
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
     return out

@@ -187,7 +187,7 @@ class Driver:
     def begin(self, core: RankCore) -> None:
         """Drive a core: the engine's first, or that of its memory registered anew."""
         self.core, self._is_serving, now = core, False, self.clock.now()
-        self.began_at = min(self.began_at, now)
+        self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
         core.outbox.trace = self.recorder.is_tracing
 
@@ -288,7 +288,7 @@ class Driver:
                 case TransferEnded():
                     self._safely(self.core.decode.ended, news, now - before, now)
                 case AgentLost():
-                    self.data_down = news.cause
+                    self.data_down = news.cause or "its process died"
                     self._safely(self.core.agent_lost, news.cause, news.reads, now)
                     if news.pause_s:
                         self.recorder.event("error", EVENT.DATA_PLANE_BROKEN, cause=news.cause, pause_s=news.pause_s)

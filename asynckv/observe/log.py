@@ -1,8 +1,7 @@
 """Structured logs: one event when a request ends, when a lease ends, when a peer changes.
 
-The library configures nobody's logging. If the application has configured structlog, events go there;
-otherwise they go to the standard logger named `asynckv`, whose rules the application sets as for any
-other library. `configure` is for programs that are asynckv's own, the command line above all.
+Where they go is said in `setup.py`, what each of them means in `events.py`, and which of those that went well are in
+the log in `sampling.py`.
 
 An event costs some 50 microseconds, ten times what the request cost the core. So levels are checked
 before anything is formatted, and requests that ended well are logged up to a rate, slow ones up to one of their
@@ -17,16 +16,11 @@ import logging
 import math
 import os
 import socket
-import sys
 import traceback
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from types import MappingProxyType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
-import structlog
-
-from asynckv.arguments import shown
 from asynckv.config import EngineConfig, LogConfig
 from asynckv.core.inspect import RequestStatus
 from asynckv.core.lease import Grant, Lease, LeaseState
@@ -35,12 +29,11 @@ from asynckv.core.outbox import HeldForLong
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
 from asynckv.core.types import Key, Params, PullId, Reason
-from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 from asynckv.observe.sampling import Rate, Sampler
-from asynckv.observe.sink import FileSink, file_name
+from asynckv.observe.setup import LEVELS, configure, file_sink, logger_for
 
-__all__ = ["Recorder", "configure", "phases", "started"]
+__all__ = ["LEVELS", "Recorder", "configure", "phases", "started"]
 
 SAME_S = 1.0
 """For so long a failure with the same words as another is logged in short."""
@@ -74,106 +67,6 @@ MAX_TEXT = 512
 
 LATE_S = 0.1
 """A lease that expired so much later than its time was up says so: the loop was away."""
-
-_logfmt = structlog.processors.LogfmtRenderer()
-LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-
-
-def configure(
-    level: Literal["debug", "info", "warning", "error"] = "info",
-    *,
-    form: Literal["json", "console"] = "json",
-    stream: TextIO | None = None,
-    file: str | os.PathLike[str] = "",
-) -> None:
-    """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
-
-    Args:
-        level: From which level on.
-        form: What a line looks like.
-        stream: Where it goes, if not to stderr.
-        file: A file that lines go to instead, as `LogConfig.file`: written by a thread, and rotated as by default.
-
-    Raises:
-        ConfigError: There is no such level or form, or the file cannot be written.
-    """
-    if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
-        raise ConfigError(
-            f"log level {shown(level)} must be one of {', '.join(LEVELS)}, and form {shown(form)} json or console"
-        )
-    if stream is not None and not callable(getattr(stream, "write", None)):
-        raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
-    config = LogConfig(file=file)
-    if stream is not None and config.file:
-        raise ConfigError("both stream and file were given; lines go to one of them")
-    where: Any = _file_sink(config) if config.file else stream or sys.stderr
-    renderer: Any = (
-        structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=not config.file)
-    )
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if form == "json" else [_for_terminals]),
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(where),
-        cache_logger_on_first_use=False,
-    )
-
-
-def _logger(**bound: Any) -> tuple[Any, int]:
-    """Return a bound logger and the level from which it says anything."""
-    if structlog.is_configured():
-        logger = structlog.get_logger("asynckv", **bound)
-        for level in sorted(LEVELS.values()):
-            if not hasattr(logger, "is_enabled_for") or logger.is_enabled_for(level):
-                return logger, level
-        return logger, logging.CRITICAL
-    standard = logging.getLogger("asynckv")
-    logger = structlog.wrap_logger(
-        standard,
-        processors=[structlog.stdlib.filter_by_level, _to_standard],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        **bound,
-    )
-    return logger, standard.getEffectiveLevel()
-
-
-def _file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
-    """Return what writes the file of a configuration."""
-    engine_id = str(bound.get("engine_id", ""))
-    place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
-    path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))
-    return FileSink.shared(path, config.max_bytes, config.backups)
-
-
-def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-    """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
-    out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
-    if fields := out.get("extra"):
-        out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
-    return out
-
-
-def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """What others have said must not move a cursor, or begin a line."""
-    return {name: _printable(value) for name, value in event.items()}
-
-
-def _printable(value: Any) -> Any:
-    """Show control characters as escapes, in text wherever it is."""
-    match value:
-        case str():
-            return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
-        case dict():
-            return {_printable(k): _printable(v) for k, v in value.items()}
-        case list() | tuple():
-            return [_printable(each) for each in value]
-        case _:
-            return value
 
 
 def phases(pull: Pull) -> dict[str, float]:
@@ -231,8 +124,8 @@ class Recorder:
 
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
-        self._log, self._log_level = _logger(**bound)
-        self._bound, self._sink, self._sink_level = bound, None if not config.file else _file_sink(config, bound), 0
+        self._log, self._log_level = logger_for(**bound)
+        self._bound, self._sink, self._sink_level = bound, None if not config.file else file_sink(config, bound), 0
         self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
         self._level = min(self._log_level, self._sink_level)
         self._sampler = Sampler(config.successes_per_s)

@@ -1,0 +1,126 @@
+"""Where events go: to whatever the application has configured, to a file of the engine's own, or as a program asks.
+
+The library configures nobody's logging. If the application has configured structlog, events go there; otherwise they
+go to the standard logger named `asynckv`, whose rules the application sets as for any other library. `configure` is for
+programs that are asynckv's own, the command line above all. Beside that an engine may write a file (`sink.py`).
+
+What others have said is shown with its control characters escaped wherever people read it; JSON does that by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
+from typing import Any, Literal, TextIO
+
+import structlog
+
+from asynckv.arguments import shown
+from asynckv.config import LogConfig
+from asynckv.errors import ConfigError
+from asynckv.observe.sink import FileSink, file_name
+
+__all__ = ["LEVELS", "configure", "file_sink", "logger_for"]
+
+_logfmt = structlog.processors.LogfmtRenderer()
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure(
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    *,
+    form: Literal["json", "console"] = "json",
+    stream: TextIO | None = None,
+    file: str | os.PathLike[str] = "",
+) -> None:
+    """Set up structlog for a program of asynckv's own: JSON lines or a console, on stderr by default.
+
+    Args:
+        level: From which level on.
+        form: What a line looks like.
+        stream: Where it goes, if not to stderr.
+        file: A file that lines go to instead, as `LogConfig.file`: written by a thread, and rotated as by default.
+
+    Raises:
+        ConfigError: There is no such level or form, or the file cannot be written.
+    """
+    if not (isinstance(level, str) and isinstance(form, str) and level in LEVELS and form in ("json", "console")):
+        raise ConfigError(
+            f"log level {shown(level)} must be one of {', '.join(LEVELS)}, and form {shown(form)} json or console"
+        )
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        raise ConfigError(f"stream is {shown(stream)}; give a text file, such as sys.stderr")
+    config = LogConfig(file=file)
+    if stream is not None and config.file:
+        raise ConfigError("both stream and file were given; lines go to one of them")
+    where: Any = file_sink(config) if config.file else stream or sys.stderr
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if form == "json" else structlog.dev.ConsoleRenderer(colors=not config.file)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *([] if form == "json" else [_for_terminals]),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(where),
+        cache_logger_on_first_use=False,
+    )
+
+
+def logger_for(**bound: Any) -> tuple[Any, int]:
+    """Return a bound logger and the level from which it says anything."""
+    if structlog.is_configured():
+        logger = structlog.get_logger("asynckv", **bound)
+        for level in sorted(LEVELS.values()):
+            if not hasattr(logger, "is_enabled_for") or logger.is_enabled_for(level):
+                return logger, level
+        return logger, logging.CRITICAL
+    standard = logging.getLogger("asynckv")
+    logger = structlog.wrap_logger(
+        standard,
+        processors=[structlog.stdlib.filter_by_level, _to_standard],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        **bound,
+    )
+    return logger, standard.getEffectiveLevel()
+
+
+def file_sink(config: LogConfig, bound: Mapping[str, Any] = MappingProxyType({})) -> FileSink:
+    """Return what writes the file of a configuration."""
+    engine_id = str(bound.get("engine_id", ""))
+    place = str(bound.get("rank", "")).removeprefix(f"{engine_id}/").partition("@")[0]
+    path = file_name(os.fspath(config.file), engine_id, place.replace("/", "-"))
+    return FileSink.shared(path, config.max_bytes, config.backups)
+
+
+def _to_standard(logger: Any, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """Fields go into the message, for formats that show nothing else, and beside it, for those that do."""
+    out = structlog.stdlib.render_to_log_kwargs(logger, method, event)
+    if fields := out.get("extra"):
+        out["msg"] = _printable(f"{out['msg']} {_logfmt(logger, method, dict(fields))}")
+    return out
+
+
+def _for_terminals(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What others have said must not move a cursor, or begin a line."""
+    return {name: _printable(value) for name, value in event.items()}
+
+
+def _printable(value: Any) -> Any:
+    """Show control characters as escapes, in text wherever it is."""
+    match value:
+        case str():
+            return value if value.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+        case dict():
+            return {_printable(k): _printable(v) for k, v in value.items()}
+        case list() | tuple():
+            return [_printable(each) for each in value]
+        case _:
+            return value
