@@ -50,6 +50,11 @@ def until(condition: Any) -> None:
         os.sched_yield()
 
 
+def address_space() -> int:
+    """How many bytes this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 # -- engines ----------------------------------------------------------------------------------------
 
 
@@ -189,7 +194,7 @@ async def test_a_request_is_lent_though_no_thread_is_to_be_had_for_the_log(sim: 
         sink = FileSink._open[os.fspath(tmp_path / "prefill.jsonl")]
         sink.end()
         room = resource.getrlimit(resource.RLIMIT_AS)
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = address_space()
         threading.stack_size(512 * MIB)
         resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MIB, room[1]))
         try:
