@@ -50,6 +50,16 @@ def until(condition: Any) -> None:
         os.sched_yield()
 
 
+def test_a_warning_waits_for_no_more_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "GATHER_S", 1000.0)
+    path = tmp_path / "a.jsonl"
+    with opened(path) as sink:
+        for number in range(3):
+            sink.put("info", "some", {}, {"number": number})
+            sink.put("warning", "some", {}, {"number": number})
+            until(lambda number=number: path.exists() and len(lines(path)) == 2 * number + 2)
+
+
 # -- engines ----------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,10 @@ MAX_WAITING = 16_384
 """Lines that wait to be written, at most."""
 
 GATHER_S = 0.1
-"""How long the first of them waits for more: a thread that wakes for every line costs the event loop's time."""
+"""How long the first of them waits for more, unless there is a warning.
+
+A thread that wakes for every line costs the event loop's time.
+"""
 
 CLOSE_S = 2.0
 """How long a sink that is closed waits for what is still to be written."""
@@ -102,6 +105,9 @@ class FileSink:
     def put(self, level: str, event: str, bound: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
         """Write a line soon; never waits, and never raises."""
         self._put((time.time(), level, event, bound, fields))
+        if level in ("warning", "error"):
+            # What is said last before a process dies is what is looked for afterwards.
+            self._hurry.set()
 
     def write(self, text: str) -> None:
         """Write a line that is made already; as a stream does."""
@@ -151,6 +157,7 @@ class FileSink:
         while True:
             batch = [self._waiting.get()]
             hurry.wait(GATHER_S)
+            hurry.clear()  # before the queue is emptied: whoever hurries afterwards finds his line in it
             with contextlib.suppress(queue.Empty):
                 while len(batch) < MAX_WAITING:
                     batch.append(self._waiting.get_nowait())
