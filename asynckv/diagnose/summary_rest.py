@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks import find_leaks
-from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Warned
 from asynckv.observe.events import EVENT
 
@@ -29,14 +29,16 @@ MAX_CAUSES = 200
 """Different causes: what comes after is counted as `other`."""
 
 
-def late(logs: Logs, service: Service, since: float, until: float) -> Late:
-    """Find blocks that came back late, while these events happened."""
-    leaks = [
-        x
-        for x in find_leaks(service)
-        if math.isnan(x.since)
-        or (x.since <= until and x.since + (0.0 if math.isnan(x.seconds) else x.seconds) >= since)
-    ]
+def late(logs: Logs, service: Service, moved: Callable[[str, float], float], since: float, until: float) -> Late:
+    """Find blocks that came back late, while these events happened; holders' clocks are moved to that of the report."""
+
+    def counts(leak: Leak) -> bool:
+        begun = moved(leak.holders[0], leak.since) if leak.holders else leak.since
+        return math.isnan(begun) or (
+            begun <= until and begun + (0.0 if math.isnan(leak.seconds) else leak.seconds) >= since
+        )
+
+    leaks = [x for x in find_leaks(service) if counts(x)]
     found = leaks_page.report(leaks, service, logs)
     for entry in found["leaks"]:
         found["causes"][entry["cause"]].setdefault("example", entry["sentence"])
@@ -118,7 +120,7 @@ def held(records: Iterable[Record]) -> list[Held]:
         side = "lease" if record.event == EVENT.LEASE_HELD else "pull"
         key = side, record.text("waits")[:MAX_TEXT]
         oldest = record.entries("oldest")
-        ages = [x for e in oldest for n in ("lent_s", "state_s") if isinstance(x := e.get(n), int | float)]
+        ages = [x for e in oldest for n in ("lent_s", "state_s") if (x := number(e.get(n))) >= 0]
         if (held := found.get(key)) is None:
             if len(found) >= MAX_CAUSES:
                 continue
@@ -137,7 +139,7 @@ def held(records: Iterable[Record]) -> list[Held]:
         held.warnings += 1
         held.last = record.at
         held.most = max(held.most, record.integer("requests", 0))
-        held.oldest_s = max([held.oldest_s, *(float(x) for x in ages if 0 <= x < math.inf)])
+        held.oldest_s = max([held.oldest_s, *ages])
     return sorted(found.values(), key=lambda x: (-x.most, -x.oldest_s, x.waits))
 
 
