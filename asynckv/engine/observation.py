@@ -75,16 +75,17 @@ class Observation:
         decode, leases = core.decode, core.prefill.leases.values()
         pulls = decode.pulls.values()
         held = [p for p in pulls if p.is_published and not p.is_returned and p.begun_at < math.inf]
-        lease_ages = tuple(now - lease.lent_at for lease in leases)
+        lease_ages = tuple([now - lease.lent_at for lease in leases])
         retired = (core.ledger.get(p.pull_id) for p in held if p.is_retired)
         return Reading(
             state=driver.life.state.value,
             incarnation=core.identity.incarnation,
             counters=driver.counters(),
             gauges=core.inspect.gauges(),
-            pulls=Counter(p.state.value for p in pulls),
-            leases=Counter(lease.state.value for lease in leases),
-            peers=Counter(peer.state.value for peer in decode.peers.by_place.values()),
+            # States are texts; `.value` takes longer than all the rest of it, of tens of thousands.
+            pulls=Counter([p.state for p in pulls]),
+            leases=Counter([lease.state for lease in leases]),
+            peers=Counter([peer.state for peer in decode.peers.by_place.values()]),
             waiting=decode.num_waiting,
             retrying=len(self._retrying),
             lease_ages_s=lease_ages,
