@@ -71,6 +71,9 @@ MAX_TEXT = 128 * 1024
 MAX_PEERS = 256
 """Peers in one account."""
 
+MAX_RANKS = 256
+"""Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
+
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of many and where it is wanted alone."""
 
@@ -310,13 +313,15 @@ class Survey:
                 began = request.history[0][0]
                 told_of = tuple((at - began, text[:MAX_EVENT]) for at, text in request.history[-MAX_HISTORY:])
                 status = replace(status, history=told_of)
-            requests.append(status)
-            if (
-                held := self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
-            ) is not None:
-                holds.append(held)
             work += 1 + len(status.ranks)
-            letters += 2 * (len(status.request_id) + len(status.prefill_request_id)) + 200 * len(status.ranks)
+            status = replace(status, ranks=status.ranks[:MAX_RANKS])
+            requests.append(status)
+            letters += _letters(status)
+            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
+            if held is not None:
+                held = replace(held, waits_for=held.waits_for[:MAX_RANKS])
+                holds.append(held)
+                letters += len(held.request_id) + sum(map(len, held.waits_for))
         return ""
 
     def _budgets(self) -> dict[str, tuple[int, int]]:
@@ -330,6 +335,13 @@ class Survey:
             "parked": (self._prefill.num_parked, self._config.lease.max_parked),
             "blocks_held": (held, self._ledger.num_blocks),
         }
+
+
+def _letters(status: RequestStatus) -> int:
+    """About how long it is: names are as long as others made them."""
+    said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
+    said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
+    return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
 
 
 def _unnumbered(asked: StatusRequest) -> StatusRequest:
