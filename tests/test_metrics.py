@@ -22,6 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from asynckv import (
+    BackendError,
     ConfigError,
     EngineConfig,
     EnginePump,
@@ -29,6 +30,7 @@ from asynckv import (
     LocalProtocolError,
     Metrics,
     MetricsEndpoint,
+    NixlConfig,
     Observer,
     PrefillGroup,
     WrongThread,
@@ -508,3 +510,20 @@ def test_a_thread_is_probed_while_it_runs_and_the_endpoint_ends_with_it() -> Non
         assert serving is not None
     serving.join(5)
     assert not serving.is_alive()
+
+
+def test_an_endpoint_ends_with_an_engine_that_could_not_be_started() -> None:
+    """Else it would say for ever that all is well, and keep its port from the next attempt."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        registration, _arrays = memory(1)
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        nixl = NixlConfig(process="never", posting_threads=0)
+        thread = EngineThread(EngineConfig(engine_id="e", bind=bind, nixl=nixl), registration)
+        endpoint = MetricsEndpoint(Metrics(thread)).start()
+        with pytest.raises(BackendError):
+            thread.start()
+        thread.close()
+        endpoint_thread = endpoint._thread
+        assert endpoint_thread is not None
+        endpoint_thread.join(10.0)
+        assert not endpoint_thread.is_alive()

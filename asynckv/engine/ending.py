@@ -63,6 +63,8 @@ class Ending:
         """What the last suspension did not wait for."""
         self.is_letting_go = False
         """A data plane is about to be closed."""
+        self._is_stopped = False
+        """Observers were told so."""
         self.door: LocalDoor | None = None
         """Where processes of this host ask."""
 
@@ -129,6 +131,12 @@ class Ending:
             if self._life.takes(LifeEvent.DESTROYED):
                 self._life.receive(LifeEvent.DESTROYED)
 
+    def tell_stopped(self) -> None:
+        """Tell observers, once, that nothing is told any more."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._driver.tell(Observer.engine_stopped)
+
     async def close_door(self) -> None:
         """Take the socket for processes of this host away."""
         if (door := self.door) is not None:
@@ -193,8 +201,7 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
-            if driver.observers:
-                driver.tell(Observer.engine_stopped)
+            self.tell_stopped()
             await self._recorder.aclose()
         return left
 
