@@ -248,7 +248,10 @@ class Driver:
         now = self.clock.now()
         for lease, ended in self.lent.items():
             ended.set()
+            self.core.outbox.counters["leases.closed"] += 1
             self.recorder.lease_ended(lease, now)
+            if self.observers:
+                self.tell(Observer.lease_ended, lease, now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()

@@ -130,7 +130,7 @@ class Tally(Observer):
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Count how long it was lent."""
-        self.leases[lease.state].add(lease.ended_at - lease.lent_at)
+        self.leases[lease.state if lease.is_over else CLOSED].add(min(lease.ended_at, now) - lease.lent_at)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Count what it has become."""
@@ -144,4 +144,5 @@ class Tally(Observer):
 
 PHASES = ("announced", "handshake", "queue", "plan", "post", "read", "detect", "confirm", "drain", "release")
 OUTCOMES = ("complete", "cancelled", "failed")
-ENDS = ("released", "expired", "revoked")
+CLOSED = "closed"
+ENDS = ("released", "expired", "revoked", CLOSED)
