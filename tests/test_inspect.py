@@ -257,6 +257,15 @@ def test_to_look_for_one_among_many_costs_more() -> None:
     assert answered("nobody") < 0.95 * survey.TOTAL_BURST
 
 
+def test_an_answer_is_not_repeated_to_everybody_for_ever() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said = [x for n in range(600) for x in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
+    answered = sum(not decode_account(status.account).refused for status in said)
+    assert survey.REPEAT_BURST <= answered <= survey.REPEAT_BURST + survey.TOTAL_BURST
+    assert len(said) == 600
+
+
 def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:
     world = World()
     prefill = prefill_rank(world)

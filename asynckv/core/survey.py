@@ -50,6 +50,10 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 MAX_WAITING = 64
 """Questions that wait for their answer."""
 
+REPEAT_RATE, REPEAT_BURST = 64.0, 400
+"""Answers per second that were made for somebody else, and are only sent once more: for all together, too, since they
+wait to be sent for as long as whoever asked does not read."""
+
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
 
@@ -141,7 +145,7 @@ class Survey:
         self._identity, self._config, self._ledger = identity, config, ledger
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
-        self._refusals = Limiter(RATE, BURST)
+        self._refusals, self._repeats = Limiter(RATE, BURST), Limiter(REPEAT_RATE, REPEAT_BURST)
         self._waiting: deque[_Question] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
@@ -160,7 +164,7 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
-        elif (fresh := self._fresh(asked, now)) is not None:
+        elif (fresh := self._fresh(asked, now)) is not None and self._repeats.take(None, now):
             answer(fresh)
             return True
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):

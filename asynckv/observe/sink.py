@@ -33,6 +33,9 @@ __all__ = ["FileSink", "file_name"]
 MAX_WAITING = 16_384
 """Lines that wait to be written, at most."""
 
+MAX_BATCH = 1024
+"""Lines that are taken to be written at a time; when the disk does not answer they are held beside those that wait."""
+
 GATHER_S = 0.02
 """How long the first of them waits for more: a thread that wakes for every line costs the event loop's time."""
 
@@ -165,9 +168,10 @@ class FileSink:
         """Write what is put, until told to end."""
         while True:
             batch = [self._waiting.get()]
-            hurry.wait(GATHER_S)
+            if self._waiting.qsize() < MAX_BATCH:
+                hurry.wait(GATHER_S)
             with contextlib.suppress(queue.Empty):
-                while len(batch) < MAX_WAITING:
+                while len(batch) < MAX_BATCH:
                     batch.append(self._waiting.get_nowait())
             is_last = None in batch
             lines = [line for line in batch if line is not None]
