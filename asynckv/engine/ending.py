@@ -38,6 +38,9 @@ GRACE_S = 1.0
 PROMISED = frozenset(LeaseState)
 """Why blocks are held that a reader may still read by a promise."""
 
+LOG_S = 0.25
+"""How long the log's last lines are waited for when there is no more time; a disk takes milliseconds, or hangs."""
+
 MAX_NAMED = 64
 """Requests that the log names whose promises were cut short."""
 
@@ -202,7 +205,7 @@ class Ending:
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
             self.tell_stopped()
-            await self._recorder.aclose()
+            await self._recorder.aclose(max(self._close_by - driver.clock.now(), LOG_S))
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -117,24 +118,24 @@ class FileSink:
     def flush(self) -> None:
         """Nothing: what is written is written soon."""
 
-    def close(self) -> None:
-        """Write what is still to be written, for `CLOSE_S` at most, once everybody has closed it."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Write what is still to be written, for `CLOSE_S` or so long at most, once everybody has closed it."""
         with self._lock:
             self._users -= 1
             if self._users > 0:
                 return
             self._open.pop(self.path, None)
-        self.end()
+        self.end(timeout_s)
 
-    def end(self) -> None:
-        """Write what is still to be written, for `CLOSE_S` at most; whoever writes after that begins anew."""
+    def end(self, timeout_s: float = math.inf) -> None:
+        """Write what is still to be written, for so long at most; whoever writes after that begins anew."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._writing.discard(self)
         self._hurry.set()
         self._waiting.put(None)
-        thread.join(CLOSE_S)
+        thread.join(min(timeout_s, CLOSE_S))
         if thread.is_alive():  # the disk does not answer
             self._not_taken += self._waiting.qsize()
 
