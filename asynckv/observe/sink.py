@@ -151,18 +151,20 @@ class FileSink:
         """Whether a thread writes; one is started if none does."""
         if self._thread is not None:
             return True
-        with self._starting:
-            if self._thread is not None:
-                return True
-            hurry = threading.Event()
-            name = f"asynckv log {os.path.basename(self.path)}"
-            thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
-            try:
+        if not self._starting.acquire(blocking=False):  # somebody is at it, and nobody waits
+            return True
+        try:
+            if self._thread is None:
+                hurry = threading.Event()
+                name = f"asynckv log {os.path.basename(self.path)}"
+                thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
                 thread.start()
-            except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
-                return False
-            self._hurry, self._thread = hurry, thread
-            self._writing.add(self)
+                self._hurry, self._thread = hurry, thread
+                self._writing.add(self)
+        except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
+            return False
+        finally:
+            self._starting.release()
         return True
 
     def _work(self, hurry: threading.Event) -> None:
