@@ -388,6 +388,35 @@ def test_a_request_has_many_names(
     assert out.startswith("chat-3 (decode: gen-3)  complete")
 
 
+def test_an_id_that_only_one_side_knows_finds_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = service()
+    # A router changed the id: the claim was refused, and so was the release.
+    other = {"request_id": "gen-30", "prefill_request_id": "30", "pull_id": "c" * 16 + "-30", "sequence": 30}
+    why = {"cause": "wrong_request", "peer": "prefill"}
+    written.line("pull_ended", 5.0, D[1], "warning", **why, **other, peer_ranks=[P], read_ranks=[P], seconds=0.001)
+    written.line("release_refused", 5.0, D[1], "warning", **why, **other, ranks=[P])
+    lease: dict[str, Any] = {"request_id": "P:4,\n", "sequence": 30, "blocks": 1, "readers": {}, "owed": ["*"]}
+    written.line("lease_ended", 5.0, P, "warning", cause="expired", **lease, seconds=1.0)
+    # A pull that the prefill side alone speaks of: two grants to one reader, and the first is no longer its last.
+    steps = [[0.0, "lent"], *([i / 10, f"granted to {D[1]}, pull {'c' * 16}-4{i}"] for i in (1, 2)), [1.0, "expired"]]
+    lease = {"request_id": "chat-40", "sequence": 40, "blocks": 1, "readers": {}, "owed": [D[1]], "history": steps}
+    written.line("lease_ended", 6.0, P, "warning", cause="expired", **lease, seconds=1.0)
+    log = written.write(tmp_path)
+    for name in ("30", "gen-30", "P:4,\n", r"P:4,\n"):
+        code, out, err = run([log, "--request", name], monkeypatch, capsys)
+        assert (code, err) == (0, "")
+        assert out.startswith(r"P:4,\n (decode: gen-30)"), out
+        assert f"release refused by {P}: wrong_request" in out
+        assert "lent, 1 blocks" not in out
+    for name in ("chat-40", "c" * 16 + "-41", "c" * 16 + "-42"):
+        code, out, err = run([log, "--request", name], monkeypatch, capsys)
+        assert (code, err) == (0, "")
+        assert out.startswith("chat-40"), out
+        assert f"granted to {D[1]}, pull {'c' * 16}-41" in out
+
+
 def test_several_that_match_are_listed(
     log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -395,8 +424,10 @@ def test_several_that_match_are_listed(
     assert code == 0, "what is exact comes first"
     code, out, _ = run([log, "--request", "chat"], monkeypatch, capsys)
     assert code == 1
-    assert "requests match chat" in out
+    assert " requests match chat; " in out
     assert "chat-20" in out
+    assert not any(len(line) != len(line.rstrip()) for line in out.splitlines())
+    assert "  decode gen-3\n  pull cccccccccccccccc-3\n" in out
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Axis", "Step", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
+__all__ = ["Axis", "Step", "counted", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
 
 _GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
 _RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
@@ -300,6 +300,11 @@ def shown_offset(offset: Offset) -> str:
     scale, unit = (1.0, "s") if max(abs(offset.seconds), offset.within_s) >= 10 else (1e3, "ms")
     digits = max(0, min(6, 1 - math.floor(math.log10(offset.within_s * scale)))) if offset.within_s else 3
     return f"{offset.seconds * scale:+.{digits}f} {unit} ± {offset.within_s * scale:.{digits}f} {unit}"
+
+
+def counted(number: int, what: str) -> str:
+    """Write how many there are of something."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def shown_seconds(seconds: float) -> str:

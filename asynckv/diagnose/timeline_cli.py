@@ -136,15 +136,17 @@ def timeline(
 
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
-    """Find requests by name: what is exact before what is a sequence, and that before what begins so."""
+    """Find requests by name, as it is or as it is shown: exact ones, else a sequence, else what begins so."""
     from asynckv.diagnose.timeline_model import names
+    from asynckv.observe.console import without_control
 
-    if found := [x for x in every if wanted in names(x)]:
+    called = [{y for name in names(x) for y in (name, without_control(name))} for x in every]
+    if found := [x for x, known in zip(every, called, strict=True) if wanted in known]:
         return found
     number = wanted.removeprefix("#")
     if number.isdecimal() and (found := [x for x in every if any(str(r.sequence) == number for r in x)]):
         return found
-    return [x for x in every if any(name.startswith(wanted) for name in names(x))]
+    return [x for x, known in zip(every, called, strict=True) if any(name.startswith(wanted) for name in known)]
 
 
 def _most(chosen: Sequence[Story], errors: Console) -> list[Story]:

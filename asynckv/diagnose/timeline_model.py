@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asynckv.diagnose import colours
-from asynckv.diagnose.axis import Axis, Step, granted_in, is_time, lease_steps, lent_at, pull_steps, shown_seconds
+from asynckv.diagnose.axis import (
+    Axis,
+    Step,
+    counted,
+    granted_in,
+    is_time,
+    lease_steps,
+    lent_at,
+    pull_steps,
+    shown_seconds,
+)
 from asynckv.diagnose.colours import Colour
 from asynckv.diagnose.join import Lease, Process, Pull, Request, start_of
 from asynckv.diagnose.records import Record, number
@@ -258,11 +268,14 @@ def stories(axis: Axis, of: Iterable[Sequence[Request]] | None = None) -> list[S
 
 
 def names(family: Sequence[Request]) -> set[str]:
-    """Return all that a request is called: ids of both sides, and of its pulls."""
+    """Return all that a request is called: ids of both sides, whichever of them is wrong, and of its pulls."""
     pulls = [p for r in family for p in r.all_pulls]
-    out = (
-        {x for r in family for x in (r.request_id, r.name)} | {p.request_id for p in pulls} | {p.pull_id for p in pulls}
-    )
+    leases = [lease for r in family for lease in r.leases.values()]
+    out = {x for r in family for x in (r.request_id, r.name)}
+    out |= {x for p in pulls for x in (p.request_id, p.prefill_request_id, p.pull_id)}
+    # Of a reader whose log is missing the prefill side knows the pulls.
+    out |= {x for lease in leases for x in lease.pull_ids} | {x.text("pull_id") for y in leases for x in y.granted}
+    out |= {pull_id for x in leases for pull_id, _, _ in granted_in(lease_steps(x))}
     return out - {""}
 
 
@@ -417,7 +430,7 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
         return Mark(place(at), process, text, level)
 
     if math.isfinite(start):
-        yield mark(start, "lent" + (f", {lease.blocks} blocks" if lease.blocks >= 0 else ""))
+        yield mark(start, "lent" + (f", {counted(lease.blocks, 'block')}" if lease.blocks >= 0 else ""))
     for step in steps:
         if step.text not in ("lent", lease.state):
             yield mark(step.at, step.text)
@@ -569,7 +582,8 @@ def _said(pull: Pull) -> Iterator[tuple[Record, str]]:
     for record in pull.unanswered:
         yield record, f"release given up: not acknowledged by {', '.join(record.texts('ranks'))}"
     for record in pull.refused:
-        yield record, f"release refused by {record.text('rank')}: {record.text('cause')}"
+        # Its field `rank` would be the pull's own.
+        yield record, f"release refused by {', '.join(record.texts('ranks')) or '?'}: {record.text('cause')}"
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:

@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from asynckv.diagnose.axis import Axis, shown_seconds
+from asynckv.diagnose.axis import Axis, counted, shown_seconds
 from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
@@ -40,7 +40,7 @@ LETTERS: Mapping[str, str] = {
     "pull": "#",
 }
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-MAX_LANES, MAX_EVENTS, TOLD_LANES = 64, 60, 8
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES = 64, 60, 8, 32
 
 
 def clock_time(at: float) -> str:
@@ -320,12 +320,19 @@ def _notes(axis: Axis, console: Console) -> None:
 
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
-    """List requests that could be meant."""
-    console.print(f"{len(found):,} requests match {_safe(wanted)}; a pull id is nobody else's:", highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    for name in ("request", "decode", "prefill engine", "sequence", "from", "outcome", "pull id"):
-        table.add_column(name, overflow="fold")
-    for x in found[:32]:
-        row = (x.name, ", ".join(x.others), x.engine_id, str(x.sequence), clock_time(x.start), x.outcome)
-        table.add_row(*(Text(without_control(c)) for c in (*row, (x.pull_ids or ("",))[0])))
-    console.print(table)
+    """List requests that could be meant, with what each is called; names are never broken."""
+    _line(console, f"{counted(len(found), 'request')} match {without_control(wanted)}; a pull id is nobody else's")
+    for x in found[:MAX_MATCHES]:
+        sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
+        _line(console, f"{x.name or '?'}{sequence}  {x.outcome}  from {clock_time(x.start)}", "bold", is_whole=True)
+        for what, named in (("decode", [y for y in x.others if y != x.name]), ("pull", x.pull_ids)):
+            if named:
+                _line(console, f"  {what} {', '.join(named[:4])}", is_whole=True)
+    if len(found) > MAX_MATCHES:
+        _line(console, f"... and {len(found) - MAX_MATCHES:,} more; more of the name finds fewer", "dim")
+
+
+def _line(console: Console, text: str, style: str = "", *, is_whole: bool = False) -> None:
+    """Print a line; it is wrapped on a terminal only, and there not inside what is to be copied."""
+    shown = Text(without_control(text), style=style)
+    console.print(shown, highlight=False, soft_wrap=is_whole or not console.is_terminal)
