@@ -169,6 +169,8 @@ def aligned(service: Service) -> When:
         if not name:
             return at - CLOCKS_S, at + CLOCKS_S
         offset = clocks.offset(name, at)
+        if not math.isfinite(offset.seconds):
+            return at - CLOCKS_S, at + CLOCKS_S
         within_s = min(offset.within_s + slack, CLOCKS_S)
         return at - offset.seconds - within_s, at - offset.seconds + within_s
 
