@@ -227,6 +227,7 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        self._unknown: dict[str, tuple[str, ...]] = {}
 
     def _note_lapses(self, request: Request, lease: Lease) -> None:
         if lease.state != "expired":
@@ -299,16 +300,21 @@ class _Judge:
 
     def _unknown_readers(self, process: Process) -> tuple[str, ...]:
         """Readers that shook hands with a prefill rank, and whose logs are not there."""
-        names = (x.text("reader") for x in process.of(EVENT.READER_MET))
-        return tuple(x for x in dict.fromkeys(names) if x and self._service.process_named(x) is None)
+        known = self._unknown.get(process.incarnation)
+        if known is None:
+            names = dict.fromkeys(x.text("reader") for x in process.of(EVENT.READER_MET))
+            known = tuple(x for x in names if x and self._service.process_named(x) is None)
+            self._unknown[process.incarnation] = known
+        return known
 
     def _away(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
         out = 0.0
-        for record in process.of(EVENT.LOOP_WAS_AWAY):
+        for record in process.since(EVENT.LOOP_WAS_AWAY, since):
             seconds = record.number("seconds", 0.0)
-            if record.at >= since and record.at - seconds <= until:
-                out = max(out, seconds)
+            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
+                break
+            out = max(out, seconds)
         return out
 
     def _span(self, lease: Lease) -> tuple[float, float]:
@@ -556,11 +562,13 @@ class _Judge:
 
     def _turned_away(self, process: Process, since: float, until: float) -> str:
         """Who was not let in by a process between two moments of its own clock."""
-        out = []
-        for record in process.of(EVENT.REFUSED, EVENT.READER_REFUSED):
-            if since <= record.at <= until:
+        out: dict[str, None] = {}
+        for event in (EVENT.REFUSED, EVENT.READER_REFUSED):
+            for record in process.since(event, since):
+                if record.at > until:
+                    break
                 who = record.text("who") or record.text("reader")
-                out.append(f"{who} was turned away ({record.text('cause')})")
+                out[f"{who} was turned away ({record.text('cause')})"] = None
         return _all(out)
 
     def _never_got_through(self, lease: Lease, pull: Pull) -> _Story:
