@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.report_text import unseen_text, verdict
 from asynckv.diagnose.summary import summarise
 from asynckv.diagnose.summary_model import Summary
 from asynckv.diagnose.summary_time import Windows, quantiles
@@ -310,6 +311,34 @@ def test_a_peer_has_its_states_pulls_and_failures() -> None:
     assert first.not_ready_s == 8.0
     assert first.last_good == START + 12
     assert (second.peer, second.pulls, second.num_bytes) == ("prefill/tp1@bbbbbbbb", 1, 300)
+
+
+def test_what_a_process_does_not_say_is_known_from_the_prefill_side() -> None:
+    """One whose log is missing, one that was killed before it wrote, and one whose successes are sampled."""
+    killed, missing, alive = (f"decode/tp{i}@{x * 8}" for i, x in enumerate("bcd", 1))
+
+    def lease(number: int, at: float, reader: str, **fields: Any) -> Record:
+        return lease_ended(at, number, 1, 0.5, **{"readers": {reader: "complete"}, **fields})
+
+    summary = summed(
+        say(0.0, "peer_changed", killed, peer=PREFILL, state="loading"),
+        say(0.0, "engine_started", alive),
+        lease(1, 1.0, killed),
+        lease(2, 2.0, killed),
+        lease(3, 3.0, missing),
+        lease(4, 3.0, missing, cause="expired", readers={}, owed=[missing]),
+        lease(5, 3.0, alive),
+        say(9.0, "peer_changed", alive, peer=PREFILL, state="ready"),
+    )
+    assert summary.missing == [missing]
+    ends = {x.rank: (x.ends, x.released, x.owed) for x in summary.unseen}
+    assert ends == {killed: (START, {"complete": 2}, 0), missing: (None, {"complete": 1}, 1)}
+    pairs = {x.reader: x for x in summary.peers}
+    assert (pairs[killed].released, pairs[killed].last_good, pairs[killed].pulls) == ({"complete": 2}, START + 2, 0)
+    said, _ = verdict(summary)
+    assert "Prefill sides heard of 3 pulls that ended (3 complete), at least: by 2 processes whose logs" in said[0]
+    assert "one request never released" in unseen_text(summary.unseen[1])
+    assert "no pull" not in " ".join(said).lower()
 
 
 def test_loops_held_requests_and_warnings_are_listed() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from asynckv.diagnose import summary_rest as rest
-from asynckv.diagnose.axis import make_axis
+from asynckv.diagnose.axis import Axis, make_axis
 from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.join import Service, join
 from asynckv.diagnose.records import Logs, Record
@@ -41,7 +41,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         until: Nor do later ones.
     """
     service = join(logs)
-    records, clocks = _aligned(service, logs.records)
+    axis = make_axis(service) if len({x.host for x in service.processes.values() if x.host}) > 1 else None
+    records, clocks = _aligned(service, axis, logs.records)
     if since > -math.inf or until < math.inf:
         records = [x for x in records if since <= x.at <= until]
     read = Read(
@@ -88,6 +89,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         clocks=clocks,
         late=rest.late(logs, service, since, until),
         peers=rest.peers(by_process, weights),
+        missing=service.missing(),
+        unseen=rest.unseen(service, axis, since, until),
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
@@ -95,11 +98,10 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
     )
 
 
-def _aligned(service: Service, records: Sequence[Record]) -> tuple[Sequence[Record], list[str]]:
+def _aligned(service: Service, axis: Axis | None, records: Sequence[Record]) -> tuple[Sequence[Record], list[str]]:
     """Give records of several hosts the times of one clock, and say what must be known of that."""
-    if len({x.host for x in service.processes.values() if x.host}) < 2:
+    if axis is None:
         return records, []
-    axis = make_axis(service)
     moved = [
         dataclasses.replace(x, at=at)
         if (process := service.processes.get(x.incarnation)) and math.isfinite(at := axis.at(process, x.at)) and at > 0
