@@ -173,14 +173,10 @@ def unseen_text(unseen: Unseen) -> str:
         said = f"There is no log of {safe(unseen.rank, 80)}, which others name"
     else:
         said = f"The log of {safe(unseen.rank, 80)} ends at {time_text(unseen.ends)} without a goodbye"
-    known = [f"{n:,} {safe(how, 40)}" for how, n in unseen.released.items()]
-    known = (
-        [f"of its pulls since then {', '.join(known)}" if unseen.ends is not None else ", ".join(known)]
-        if known
-        else []
-    )
-    known += [f"{number(unseen.owed, 'request', 'requests')} never released"] if unseen.owed else []
-    return f"{said}. By the prefill side's log: {', '.join(known)}."
+    known = [f"{n:,} {'pull' if n == 1 else 'pulls'} {safe(how, 40)}" for how, n in unseen.released.items()]
+    known += [f"{number(unseen.owed, 'request', 'requests')} that it never released"] if unseen.owed else []
+    since = " since then" if unseen.ends is not None else ""
+    return f"{said}. What prefill sides know of it{since}: {', '.join(known)}."
 
 
 def _causes(summary: Summary, side: str) -> str:

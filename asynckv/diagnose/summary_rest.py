@@ -12,6 +12,7 @@ from asynckv.diagnose.join import Lease, Process, Request, Service, start_of
 from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.records import Logs, Record
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Unseen, Warned
+from asynckv.diagnose.summary_samples import bounded
 from asynckv.observe.events import EVENT
 
 __all__ = ["GOOD", "MAX_CAUSES", "MAX_TEXT", "away", "engine", "held", "late", "peers", "unseen", "warned"]
@@ -70,7 +71,7 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
                 for peer in filter(None, ranks):
                     seen = pair(peer, reader)
                     seen.pulls += weight
-                    seen.num_bytes += record.number("bytes", 0.0) * weight / len(ranks)
+                    seen.num_bytes += bounded(record.number("bytes", 0.0)) * weight / len(ranks)
                     if cause == "complete":
                         seen.last_good = max(seen.last_good or record.at, record.at)
                     elif cause not in GOOD:

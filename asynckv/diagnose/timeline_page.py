@@ -59,7 +59,7 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
         return "No requests."
     start, end = min(x.start for x in stories), max(x.end for x in stories)
     wrong = sum(x.level != "info" for x in stories)
-    requests = "one request" if len(stories) == 1 else f"{len(stories):,} requests"
+    requests = "One request" if len(stories) == 1 else f"{len(stories):,} requests"
     said = f"{requests} in {shown_seconds(end - start)} from {clock_time(start)}"
     if wrong:
         said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
