@@ -46,7 +46,7 @@ def timeline(
         typer.Option(help="One: by either side's id, a pull id, or a sequence.", rich_help_panel=CHOOSE, metavar="ID"),
     ] = None,
     slowest: Annotated[
-        int | None, typer.Option(help="So many that took longest.", rich_help_panel=CHOOSE, metavar="N")
+        int | None, typer.Option(help="So many that took longest, on any side.", rich_help_panel=CHOOSE, metavar="N")
     ] = None,
     all: Annotated[
         bool,

@@ -248,7 +248,7 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
             line = bar_line(bars, first, first + longest, max(across, 19), is_plain)
             phase, seconds = _dominant(bars)
-            how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'not told'}"
+            how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
             took = shown_seconds(max(b.end for b in bars) - lane.start)
             said = Text(without_control(f"{phase} {shown_seconds(seconds)}; {how}"), style=style)
             table.add_row(took, Text(name), line, said)
@@ -279,7 +279,7 @@ def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
     for x in sorted(kept, key=lambda x: x.number):
         name = without_control(x.name or "?").ljust(room)
         style = "yellow" if x.level == "warning" else ""
-        text = f"{clock_time(x.start)}  {shown_seconds(x.seconds):>7}  {name}  {x.ended}"
+        text = f"{clock_time(x.start)[11:]}  {shown_seconds(x.seconds):>7}  {name}  {x.ended}"
         _line(console, text, style, is_whole=True)
     console.print()
     if len(found) > len(kept):
