@@ -212,7 +212,7 @@ def test_what_is_held_when_the_log_ends_is_told() -> None:
     warned = say(20, EVENT.LEASE_HELD, state="lent", waits="not claimed by anybody", requests=1, oldest=[held])
     [leak] = found([begun(P), warned])
     assert (leak.cause, leak.state, leak.missing) == (C.NEVER_CLAIMED, "held", ("the decode side",))
-    claims = {RANK[D]: {"pull_id": PULL, "heard_s": 8.0, "claimed_s": 0.1}}
+    claims = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
     warned = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[{**held, "claims": claims}])
     [leak] = found([begun(P), warned])
     assert leak.cause is C.READER_SILENT

@@ -210,8 +210,10 @@ class Lease:
         for _, entry in self.held:
             lent_s = number(entry.get("lent_s"))
             for name, claim in _objects(entry.get("claims")):
-                # Here `heard_s` is an age; where a lease ends it counts from when the request was lent.
-                heard, claimed = lent_s - number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                # Beside `claimed_s` it counts from when the request was lent, as where a lease ends; alone it is an age.
+                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                if math.isnan(claimed):
+                    heard = lent_s - heard
                 known = out.get(name)
                 pull_id = str(claim.get("pull_id") or "")
                 if math.isnan(claimed) and known is not None and known.pull_id == pull_id:
