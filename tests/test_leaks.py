@@ -15,7 +15,7 @@ from asynckv.cli import app
 from asynckv.diagnose import causes, leaks_page
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
 from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.observe.events import EVENT
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
@@ -238,6 +238,31 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     assert not found(only(D, CASES["died after claim"][1]))
     [leak] = found(only(P, CASES["died after claim"][1]))
     assert leak.missing == (RANK[D],)
+
+
+def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -> None:
+    key = {**NAMES, "prefill_request_id": "b"}
+    refused = say(15.1, EVENT.RELEASE_REFUSED, D, **key, cause="wrong_request", ranks=[RANK[P]], detail="")
+    failed = pull_ended(15, "wrong_request", prefill_request_id="b")
+    lent = say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)
+    later = say(90, "of_later", D)
+    # The lease may have expired at 45 at the latest, and a second may pass until that is told.
+    for end, is_late in ((12.0, True), (45.5, True), (47.0, False)):
+        records = [*RUNNING, failed, refused, say(end, "of_later", P), later]
+        leaks = found(records)
+        assert [(x.cause, x.state, x.missing) for x in leaks] == [(C.OTHER_REQUEST_ID, "unknown", (RANK[P],))] * is_late
+        service = join(records)
+        early = early_ends(service, aligned(service))
+        assert [x.rank for x in early] == [RANK[P]]
+        assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
+        shown = leaks_page.report(leaks, service, Logs(records), early=early)
+        assert shown["read"]["early"][0]["rank"] == RANK[P]
+    assert not found([*BOTH, failed, refused])
+    [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
+    assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
+    # A lease whose end is told is judged, however early the log ends.
+    ended = expired(cause="released", owed=[], at=16.0, seconds=6.0)
+    assert not found([*RUNNING, lent, pull_ended(15, "complete"), unanswered(46, "timeout"), ended, later])
 
 
 def test_two_at_once_are_both_named() -> None:

@@ -26,13 +26,19 @@ from asynckv.diagnose.join import Lease, Process, Pull, Refusal, Request, Servic
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Leak", "When", "Word", "find_leaks"]
+__all__ = ["Early", "Leak", "When", "Word", "aligned", "early_ends", "find_leaks"]
 
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
 
 HOST_S = 0.1
 """How far apart the lines of one moment may be that processes of one host have written."""
+
+DEFAULT_LEASE_S = 30.0
+"""As in `LeaseConfig`, where a log does not say."""
+
+LATE_S = 1.0
+"""That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
@@ -174,6 +180,36 @@ def aligned(service: Service) -> When:
     return when
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A process whose log ends, without a goodbye, long before the logs of others do.
+
+    Attributes:
+        before_s: By how much, at least.
+    """
+
+    rank: str
+    last_at: float
+    before_s: float
+
+
+def early_ends(service: Service, when: When) -> list[Early]:
+    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
+
+    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
+    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
+    """
+    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
+    last = max((low for low, _ in ends.values()), default=0.0)
+    out = []
+    for process in service.processes.values():
+        before_s = last - ends[process.incarnation][1]
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        if process.stopped is None and process.successor is None and before_s > bound:
+            out.append(Early(process.rank, process.last_at, before_s))
+    return sorted(out, key=lambda x: -x.before_s)
+
+
 def moment(at: float) -> str:
     """Write a time by somebody's clock."""
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
@@ -192,12 +228,13 @@ def _all(names: Iterable[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Fate:
     """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known."""
+    is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
     after: float
     before: float
+    is_proved: bool = True
 
 
 class _Judge:
@@ -255,10 +292,27 @@ class _Judge:
             if at[1] > low:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
-            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by)
+            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         if any(end > high for end in self._ends):
-            return _Fate("died", f"{ends}, and others went on to their end", low, math.inf)
-        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf)
+            return _Fate("died", f"{ends}, and others went on to their end", low, math.inf, False)
+        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
+        """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
+
+        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        """
+        fate = self.fate(process)
+        if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
+            return True
+        told = pull.ended or record
+        if told is None:
+            return True
+        said = process.durations
+        longest = max(said.get("lease_s", DEFAULT_LEASE_S), said.get("grant_s", 0.0))
+        low, high = self._when(process.incarnation, process.last_at)
+        since = sum(self._when(pull.process.incarnation, told.at)) / 2
+        return (low + high) / 2 >= since + longest + LATE_S
 
     def _lives_until(self, process: Process, at: float) -> bool:
         """It surely lived at some moment of everybody's time."""
@@ -318,7 +372,7 @@ class _Judge:
             return ""  # closing ends all leases, and says so of those that do not end well
         if fate.kind == "died":
             return "died"
-        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return "held" if lease.held or overdue else ""
 
     def _is_open(self, lease: Lease) -> bool:
@@ -773,13 +827,15 @@ class _Judge:
         for pull in request.all_pulls:
             ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
             ranks += pull.ended.texts("unanswered") if pull.ended is not None else ()
-            stories += [(found, rank, pull) for rank in ranks if (found := self._unheard(pull, rank)) is not None]
+            stories += [
+                (found, rank, pull) for rank in ranks if (found := self._unheard(request, pull, rank)) is not None
+            ]
             for record in pull.refused:
                 if (story := self._refused_only(pull, record)) is not None:
                     missing = [
                         x
                         for x in _ranks_of(record)
-                        if self._service.process_named(x) is None and not self._is_gone(pull.process, x)
+                        if not self._is_told(request, pull, x, record) and not self._is_gone(pull.process, x)
                     ]
                     stories += [(story, rank, pull) for rank in missing]
         if not stories:
@@ -787,28 +843,45 @@ class _Judge:
         stories.sort(key=lambda x: x[0].order)
         story, _, pull = stories[0]
         holders = tuple(dict.fromkeys(rank for _, rank, _ in stories))
+        known = [x for x in map(self._service.process_named, holders) if x is not None]
+        leases = [x for x in request.leases.values() if x.process in known]
+        blocks = [x.blocks for x in leases]
+        is_dead = story.cause is C.PREFILL_DIED
         return self._leak(
             request,
             story,
             side="prefill",
-            state="died" if story.cause is C.PREFILL_DIED else "unknown",
+            state="died" if is_dead else "unknown",
             holders=holders,
+            blocks=sum(blocks) if len(blocks) == len(holders) and all(x >= 0 for x in blocks) else -1,
             seconds=math.nan,
-            since=pull.begun_at,
+            since=min([x.lent_at for x in leases], default=pull.begun_at),
+            also=()
+            if is_dead
+            else tuple(
+                f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known
+            ),
             owed=tuple(dict.fromkeys(x.process.rank for _, _, x in stories)),
             words=tuple(
                 Word(rank, x.process.rank, "is not in this side's log", self._release_of(x, rank))
                 for _, rank, x in stories
             ),
-            missing=tuple(x for x in holders if self._service.process_named(x) is None),
+            missing=() if is_dead else holders,
         )
 
-    def _unheard(self, pull: Pull, rank: str) -> _Story | None:
+    def _is_told(self, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
+        """The log of a prefill rank says what became of what a pull had of it."""
+        owner = self._service.process_named(rank)
+        ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
+        return owner is not None and (ended or self._tells(owner, pull, record))
+
+    def _unheard(self, request: Request, pull: Pull, rank: str) -> _Story | None:
         """A release that nobody answered: what became of the lease is in the prefill rank's log, if there is one."""
         names = {"reader": pull.process.rank, "holder": rank, "why": self._how_unanswered(pull)}
         owner = self._service.process_named(rank)
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
-        if owner is None:
+        unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
+        if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
             # Nor was it waited for long by who closed: the answer may have been on its way.
             is_over = causes & {"restarted", "peer_lost", "engine_closed"} or self._is_gone(pull.process, rank)

@@ -72,7 +72,7 @@ def leaks(
 
     from asynckv.diagnose import leaks_live, leaks_page
     from asynckv.diagnose.join import join
-    from asynckv.diagnose.leaks import find_leaks
+    from asynckv.diagnose.leaks import aligned, early_ends, find_leaks
     from asynckv.diagnose.records import Logs, read_logs
     from asynckv.observe.output import check_writable, write_json
 
@@ -102,11 +102,14 @@ def leaks(
     if logs.nothing:
         raise ConfigError("; ".join(unanswered) or logs.nothing)
     service = join(logs)
-    found = find_leaks(service)
+    when = aligned(service)
+    found, early = find_leaks(service, when), early_ends(service, when)
     known = [(x.request_id, *(y.request_id for y in x.all_pulls)) for x in service.requests]
     if request is not None:
         found = [x for x in found if request in (x.request_id, *x.decode_request_ids)]
-    report = leaks_page.report(found, service, logs, unanswered, request is None or any(request in x for x in known))
+    report = leaks_page.report(
+        found, service, logs, unanswered, request is None or any(request in x for x in known), early
+    )
     write_json(json, report)
     one_by_one = limit if details or request is not None else min(limit, 1)
     leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")

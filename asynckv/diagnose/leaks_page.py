@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks import Leak, moment
+from asynckv.diagnose.leaks import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
 
@@ -26,7 +26,12 @@ SHOWN_NAMES = 8
 
 
 def report(
-    leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = (), is_known: bool = True
+    leaks: Sequence[Leak],
+    service: Service,
+    logs: Logs,
+    unanswered: Sequence[str] = (),
+    is_known: bool = True,
+    early: Sequence[Early] = (),
 ) -> dict[str, Any]:
     """Make plain data of all that was found.
 
@@ -36,6 +41,7 @@ def report(
         logs: What was read.
         unanswered: Engines that were asked in vain, and why.
         is_known: The one request that was asked for is spoken of at all.
+        early: Of `early_ends`.
     """
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
@@ -73,6 +79,8 @@ def report(
             "decode": [x.rank for x in decode],
             "quiet": sorted(quiet),
             "missing": service.missing(),
+            "early": [{"rank": x.rank, "last": moment(x.last_at), "before_s": round(x.before_s, 3)} for x in early],
+            "warnings_only": sorted(x.rank for x in service.processes.values() if not x.says_info),
             "unanswered": list(unanswered),
             "requests": len(service.requests),
             "is_known": is_known,
@@ -126,7 +134,9 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
         name = without_control(request)
-        text = "Nothing was late." if not name else f"Request {name} was not late."
+        partly = shown["read"]["early"] or shown["read"]["warnings_only"]
+        nothing = "Nothing was late, as far as these logs go." if partly else "Nothing was late."
+        text = nothing if not name else f"Request {name} was not late."
         if name and not shown["read"]["is_known"]:
             text = f"No request {name} is spoken of: successes are sampled, and it may be in other logs."
         console.print(text, style="bold", highlight=False, markup=False)
@@ -214,6 +224,14 @@ def _summary(read: dict[str, Any]) -> list[str]:
             out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
     if read["missing"]:
         out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")
+    if read["early"]:
+        ends = _few([f"{x['rank']} at {x['last']}, {x['before_s']:,.3g} s before the last line" for x in read["early"]])
+        out.append(f"[yellow]logs end early, of {ends}: what these processes did after that is not judged[/yellow]")
+    if read["warnings_only"]:
+        out.append(
+            f"[yellow]warnings only, of {_few(read['warnings_only'])}: what ended well is not in there, so that what "
+            f"is held still, or who died, cannot be told from what is missing; level info tells[/yellow]"
+        )
     out += [f"[yellow]no answer from {x}[/yellow]" for x in read["unanswered"]]
     if read["repeated"]:
         out.append(f"[dim]{read['repeated']:,} lines were there twice[/dim]")
