@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,30 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
     # A lease whose end is told is judged, however early the log ends.
     ended = expired(cause="released", owed=[], at=16.0, seconds=6.0)
     assert not found([*RUNNING, lent, pull_ended(15, "complete"), unanswered(46, "timeout"), ended, later])
+
+
+def test_what_a_log_of_warnings_lacks_says_nothing() -> None:
+    def warnings(records: list[Record]) -> list[Record]:
+        quiet = {EVENT.ENGINE_STARTED, EVENT.ENGINE_STOPPED, EVENT.READER_MET, EVENT.PEER_CHANGED, EVENT.LEASE_LENT}
+        return [replace(x, level="warning") for x in records if x.event not in quiet]
+
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 2.0}}
+
+    def held(at: float, left: float) -> Record:
+        entry = {**LEASE, "lent_s": at - 10, "left_s": left, "claims": claims}
+        return say(at, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+
+    assert found([begun(P), held(20, 20.0)])
+    assert not found(warnings([held(20, 20.0)]))
+    assert not found(warnings([held(20, 20.0), held(30, 10.0)]))
+    [leak] = found(warnings([held(20, 20.0), held(30, 10.0), held(50, 5.0)]))
+    assert (leak.cause, leak.state) == (C.READER_SILENT, "held")
+    # Nor is its reader dead for want of a goodbye.
+    records = [*warnings([pull_ended(9, "timeout", pull_id=f"{D[:16]}-7", prefill_request_id="z")]), *DIED[:1]]
+    leaks = {x.request_id: x for x in found([*records, expired(), stopped(P)])}
+    assert (leaks["a"].cause, leaks["a"].missing) == (C.READER_SILENT, (RANK[D],))
+    report = leaks_page.report([], join(records), Logs(records))
+    assert report["read"]["warnings_only"] == [RANK[D]]
 
 
 def test_two_at_once_are_both_named() -> None:

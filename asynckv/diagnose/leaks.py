@@ -291,6 +291,9 @@ class _Judge:
             at = self._when(other.incarnation, record.at)
             if at[1] > low:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
+        if not process.says_info:
+            why = f"its log has warnings only, the last of {moment(process.last_at)}"
+            return _Fate("silent", why, low, math.inf, False)
         if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         if any(end > high for end in self._ends):
@@ -382,6 +385,12 @@ class _Judge:
         if not lease.held:
             return False
         record, entry = lease.held[-1]
+        if not lease.process.says_info:
+            # A release is no warning: only a warning past its lease says that it was not released.
+            lent_s = number(entry.get("lent_s"), 0.0)
+            promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+            if not any(until <= lent_s for until in promised):
+                return False
         due = number(entry.get("lent_s"), 0.0) + GATHERED_S
         if not lease.claims:
             due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
@@ -690,6 +699,9 @@ class _Judge:
             return _Story(cause, names | {"why": why}, heard_s, (name,))
         fate = self.fate(process)
         names["why"] = fate.why
+        if not process.says_info and not fate.is_proved and (pull is None or pull.ended is None):
+            # Neither a good outcome nor a goodbye is a warning.
+            return _Story(C.READER_SILENT, names | {"why": "its log has warnings only"}, heard_s, (name,))
         if pull is not None and self._is_forgotten(pull):
             seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
             if lease.seconds < seconds - 1.0 and (away := self._excuse(lease, pull)) is not None:
