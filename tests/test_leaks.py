@@ -290,6 +290,37 @@ def test_what_a_log_of_warnings_lacks_says_nothing() -> None:
     assert report["read"]["warnings_only"] == [RANK[D]]
 
 
+def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 7.0}}
+    [leak] = found([*DIED, expired(claims=claims)])
+    assert leak.sentence.startswith(
+        f"{RANK[D]} claimed it, was heard of last 7 s after it was lent (at 01:46:57.000), and died or was cut off "
+        f"(its log ends at 01:46:45.020 without a goodbye"
+    )
+    assert leak.sentence.endswith("; what it did after 01:46:45.020 is not in its log)")
+    again = "dddddddd" + "3" * 24
+    restarted = Record(1e9 + 30, EVENT.ENGINE_STARTED, "info", "decode", "decode/tp0@dddddddd", again, {"host": "h"})
+    [leak] = found([*DIED, expired(claims=claims), restarted])
+    assert ", and died (its log ends at " in leak.sentence
+
+
+def test_another_request_id_is_named_or_told_as_unknown() -> None:
+    def alone(detail: str) -> Leak:
+        refused = [[0.001, "claim", "wrong_request", RANK[D], detail]]
+        [leak] = found([begun(P), expired(False, refused=refused), stopped(P)])
+        assert (leak.cause, leak.reader, leak.owed) == (C.OTHER_REQUEST_ID, RANK[D], ("*",))
+        return leak
+
+    known = alone("the key belongs to another prefill request id, not to 'cmpl-\\n'")
+    assert known.sentence == f"{RANK[D]} spoke of it as 'cmpl-\\n', so that its claim was refused"
+    assert known.other_request_id == "cmpl-\n"
+    for detail in ("the key belongs to another prefill request id", "not to 'cut of", "not to 'a' 'b", "not to '\\'"):
+        old = alone(detail)
+        assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
+    shown = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
+    assert (shown["reader"], shown["other_request_id"]) == (RANK[D], "cmpl-\n")
+
+
 def test_two_at_once_are_both_named() -> None:
     def other(record: Record) -> Record:
         """The same of a request `b`."""

@@ -13,7 +13,9 @@ the log of somebody else goes on to an orderly end and its own just stops; other
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +89,9 @@ class Leak:
         blocks: How many, on all of these; -1 if no log says so.
         seconds: For how long they were held, as far as is known.
         since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
-        owed: Readers that were waited for.
+        owed: Readers that were waited for; `*` is a decode engine that never spoke up.
+        reader: The one that the sentence speaks of, as far as one is known.
+        other_request_id: Under which id it was spoken of, if not under its own.
         released: Readers that did release, and how.
         words: What was said and heard, per reader and rank.
         last_prefill: The last that the prefill side's logs say of it.
@@ -109,6 +113,8 @@ class Leak:
     seconds: float = math.nan
     since: float = math.nan
     owed: tuple[str, ...] = ()
+    reader: str = ""
+    other_request_id: str = ""
     released: Mapping[str, str] = field(default_factory=dict)
     words: tuple[Word, ...] = ()
     last_prefill: str = ""
@@ -142,7 +148,7 @@ class _Story:
 
 class _Names(dict[str, Any]):
     def __missing__(self, key: str) -> str:
-        return "?"
+        return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
 
 
 def find_leaks(service: Service, when: When | None = None) -> list[Leak]:
@@ -235,6 +241,11 @@ class _Fate:
     after: float
     before: float
     is_proved: bool = True
+
+    @property
+    def gone(self) -> str:
+        """A death in words; without a next start of the rank, or somebody that lost it, only its log has ended."""
+        return "died" if self.is_proved else "died or was cut off"
 
 
 class _Judge:
@@ -435,7 +446,7 @@ class _Judge:
         """Say why a lease is late: one story for each reader that it waits for."""
         holder, fate = lease.process.rank, self.fate(lease.process)
         if state == "died":
-            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": fate.why}, lease.seconds)]
+            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": fate.why, "gone": fate.gone}, lease.seconds)]
         if state == "closed":
             how = lease.ended.text("revoked_by") if lease.ended is not None else ""
             names = {
@@ -489,13 +500,14 @@ class _Judge:
                     found.append(Refusal(math.inf, "release", cause, pull.process.rank, record.text("detail")))
         for refusal in found:
             who = refusal.who if start_of(refusal.who) and name == "*" else reader
+            who = "a reader" if who == "*" else who
             why = f"{refusal.message} {refusal.reason}{f', {refusal.detail}' if refusal.detail else ''}"
             names = {"reader": who, "why": why, "message": refusal.message, "holder": lease.process.rank}
             match refusal.reason:
                 case "wrong_request":
                     others = [x.prefill_request_id for x in (*request.others.values(), *pulls) if x.prefill_request_id]
-                    other = next((x for x in others if x != lease.request_id), "another id than it was lent under")
-                    return _Story(C.OTHER_REQUEST_ID, names | {"other": other}, refusal.after_s)
+                    other = next((x for x in others if x != lease.request_id), "") or _named_in(refusal.detail)
+                    return _Story(C.OTHER_REQUEST_ID, names | _other(other), refusal.after_s)
                 case "parked_too_long":
                     return _Story(C.RELEASE_TOO_EARLY, names, 0.0)
                 case "expired" if "max_lease_s" in refusal.detail:
@@ -548,7 +560,9 @@ class _Judge:
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
         if died and lease.state != "lent":
-            names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
+            gone_as = self.fate(died[0])
+            who = _all(x.rank for x in died)
+            names = {"reader": who, "why": gone_as.why, "gone": gone_as.gone, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
         if name != "*" or spoke:
             others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in spoke)) if x != name]
@@ -604,15 +618,14 @@ class _Judge:
             "lease_s": _s(lease.lease_s),
             "waited_s": _s(waited_s),
             "message": "claim",
-            "other": pull.prefill_request_id,
             "seconds": _s(waited_s),
-        }
+        } | _other(pull.prefill_request_id)
         if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
             return _Story(C.OTHER_REQUEST_ID, names)
         if self._is_forgotten(pull) and not self._failed_to_meet(pull.process, lease):
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names)
         if pull.ended is None and fate.kind == "died":
-            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why})
+            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
         if self._when(pull.process.incarnation, pull.begun_at)[0] > self._span(lease)[1]:
             return _Story(C.CAME_TOO_LATE, names)
         if cause == "wrong_target":
@@ -687,6 +700,7 @@ class _Judge:
             "reader": name,
             "holder": lease.process.rank,
             "heard_s": _s(heard_s),
+            "heard_at": moment(lease.lent_at + heard_s),
             "seconds": _s(lease.seconds),
             "lease_s": _s(lease.lease_s),
         }
@@ -717,7 +731,7 @@ class _Judge:
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
         if name in lease.retrying or (pull.ended is not None and self._retries(pull, pulls)):
             if fate.kind == "died":
-                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
             return _Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
         if pull.cause in ("lease_lost", "expired"):
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
@@ -728,7 +742,7 @@ class _Judge:
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
         if fate.kind == "died":
             # It had its outcome, and died before its release was heard.
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
         # Whatever it said was answered, so it came as the lease was over.
@@ -756,7 +770,9 @@ class _Judge:
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why}, heard_s)
+            if fate.after < heard[0]:
+                why += f"; what it did after {moment(process.last_at)} is not in its log"
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why, "gone": fate.gone}, heard_s)
         if lease.state == "lent":
             why = f"{pull.state or 'claimed'} by {name}" if pull is not None else f"claimed by {name}"
             return _Story(C.STILL_HELD, names | {"why": why}, heard_s)
@@ -906,7 +922,7 @@ class _Judge:
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
         if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why})
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
 
     def _is_gone(self, reader: Process, rank: str) -> bool:
@@ -923,8 +939,7 @@ class _Judge:
             "reader": pull.process.rank,
             "why": f"release {reason}{f', {detail}' if detail else ''}",
             "message": "release",
-            "other": pull.prefill_request_id,
-        }
+        } | _other(pull.prefill_request_id)
         if reason == "wrong_request":
             return _Story(C.OTHER_REQUEST_ID, names)
         if reason in STALE:
@@ -1074,6 +1089,7 @@ class _Judge:
         else:
             last_decode = _told(there)
         missing = tuple(dict.fromkeys((*fields.pop("missing", ()), *story.missing)))
+        reader = str(story.names.get("reader", ""))
         return Leak(
             cause=story.cause,
             sentence=story.sentence,
@@ -1084,8 +1100,28 @@ class _Judge:
             last_prefill=_told(here) if here is not None else "",
             last_decode=last_decode,
             missing=missing,
+            reader=reader if "/tp" in reader else "",
+            other_request_id=story.names.get("other_id", "") if story.cause is C.OTHER_REQUEST_ID else "",
             **fields,
         )
+
+
+_OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
+
+
+def _named_in(detail: str) -> str:
+    """The request id that a refusal's words quote; empty in old logs."""
+    found = _OTHER.search(detail)
+    try:
+        value = ast.literal_eval(found[1]) if found is not None else ""
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _other(request_id: str) -> dict[str, str]:
+    """Another request id in words, and as it is, if it is known."""
+    return {"other": repr(request_id), "other_id": request_id} if request_id else {}
 
 
 def _ranks_of(record: Record) -> tuple[str, ...]:

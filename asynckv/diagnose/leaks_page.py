@@ -104,6 +104,8 @@ def _entry(leak: Leak) -> dict[str, Any]:
         "seconds": None if math.isnan(leak.seconds) else round(leak.seconds, 3),
         "since": None if math.isnan(leak.since) else round(leak.since, 6),
         "owed": list(leak.owed),
+        "reader": leak.reader or None,
+        "other_request_id": leak.other_request_id or None,
         "released": dict(leak.released),
         "words": [{"holder": x.holder, "reader": x.reader, "claim": x.claim, "release": x.release} for x in leak.words],
         "last_prefill": leak.last_prefill,
@@ -176,13 +178,18 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
     blocks = "?" if leak["blocks"] is None else leak["blocks"]
     since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
     seconds = "?" if leak["seconds"] is None else f"{leak['seconds']:,.3f}"
+    known = f" of which nothing was taken: {leak['reader']}" if leak["reader"] else " that never spoke up"
+    nobody = f"* (a decode engine{known})"
     rows = [
         ("held", f"{blocks} blocks of {_few(leak['holders'])}, {seconds} s{since}; {_STATE[leak['state']]}"),
-        ("owed by", _few(leak["owed"])),
+        ("owed by", _few([nobody if x == "*" else x for x in leak["owed"]])),
         ("released", _few([f"{k} ({v})" for k, v in leak["released"].items()])),
     ]
     rows += [
-        (x["reader"], f"to {x['holder']}: claim {x['claim']}; release {x['release']}")
+        (
+            leak["reader"] or "nobody" if x["reader"] == "*" else x["reader"],
+            f"to {x['holder']}: claim {x['claim']}; release {x['release']}",
+        )
         for x in leak["words"][:SHOWN_NAMES]
     ]
     rows += [("prefill side", leak["last_prefill"]), ("decode side", leak["last_decode"])]
