@@ -18,6 +18,7 @@ from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
 from asynckv.diagnose.records import Logs, Record, read_logs
+from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
@@ -40,6 +41,12 @@ LEASE: dict[str, Any] = {"request_id": "a", "sequence": 0, "blocks": 4}
 
 def say(at: float, event: str, start: str = P, **fields: Any) -> Record:
     return Record(1e9 + at, event, "info", RANK[start].partition("/")[0], RANK[start], start, fields)
+
+
+def line(record: Record) -> dict[str, Any]:
+    """The same as it stands in a log."""
+    bound = {"engine_id": record.engine_id, "rank": record.rank, "incarnation": record.incarnation}
+    return {"timestamp": record.at, "event": record.event, "level": record.level, **bound, **record.fields}
 
 
 def begun(start: str, at: float = 0.0) -> Record:
@@ -368,6 +375,50 @@ def test_the_command(tmp_path: Path) -> None:
     told = run.invoke(app, ["leaks", str(well)])
     assert told.exit_code == 0
     assert "Nothing was late" in told.stdout
+
+
+def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+
+    def ask(name: str) -> tuple[int, str]:
+        told = CliRunner().invoke(app, ["leaks", str(path), "--request", name])
+        if isinstance(told.exception, ConfigError):
+            return 2, str(told.exception)
+        return told.exit_code, " ".join(told.output.split())
+
+    key = {**NAMES, "prefill_request_id": "cmpl-ff6a", "request_id": "D-1"}
+    odd = {**NAMES, "pull_id": f"{D[:16]}-2", "prefill_request_id": "chat\nx", "request_id": "D-2", "sequence": 7}
+    records = [
+        *BOTH,
+        expired(False, request_id="chatcmpl-ff6a", refused=[[0.1, "claim", "wrong_request", RANK[D], ""]]),
+        pull_ended(11, "wrong_request", **key),
+        expired(
+            cause="released",
+            owed=[],
+            request_id="chat\nx",
+            sequence=7,
+            readers={RANK[D]: "complete"},
+            claims={RANK[D]: {"pull_id": odd["pull_id"], "claimed_s": 0.1, "heard_s": 0.1}},
+            at=38.0,
+        ),
+        pull_ended(38, "complete", **odd),
+    ]
+    path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
+    for name in ("chatcmpl-ff6a", "cmpl-ff6a", "D-1", PULL, "0", "#0", "chatc", "cmpl"):
+        code, text = ask(name)
+        assert (code, "other_request_id chatcmpl-ff6a" in text, "chat\\nx" in text) == (1, True, False), name
+    for name in ("chat\\nx", "chat\nx", "D-2", "7"):
+        code, text = ask(name)
+        assert (code, f"Request {name.replace(chr(10), chr(92) + 'n')} was not late." in text) == (0, True)
+        assert (
+            f"{RANK[P]} lent it at 01:46:48.000, {RANK[D]} claimed it after 0.1 s, it was released after 30 s" in text
+        )
+        assert f"{RANK[D]} pulled it as D-2: complete after 5 s" in text
+    code, text = ask("chat")
+    assert (code, "2 requests begin so: chatcmpl-ff6a, chat\\nx" in text) == (2, True)
+    code, text = ask("cmpl-ff6b")
+    assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
+    assert ask("")[0] == ask(" ")[0] == 2
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

@@ -151,15 +151,16 @@ class _Names(dict[str, Any]):
         return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
 
 
-def find_leaks(service: Service, when: When | None = None) -> list[Leak]:
+def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
     """Find what was late, the oldest first.
 
     Args:
         service: Of `join`.
         when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        of: Of these requests only.
     """
     judge = _Judge(service, when or aligned(service))
-    leaks = [leak for request in service.requests for leak in judge.leaks(request)]
+    leaks = [leak for request in (service.requests if of is None else of) for leak in judge.leaks(request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 

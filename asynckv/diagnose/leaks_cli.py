@@ -30,8 +30,12 @@ EPILOG = """
 
   asynckv leaks tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
 
-[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input
+[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input, or no such request
 """
+
+
+MAX_STORIES = 20
+"""Requests of one id that are told; attempts at one request have the same on the decode side."""
 
 
 def leaks(
@@ -47,7 +51,12 @@ def leaks(
         bool, typer.Option("--details", help="Show requests one by one, --limit of each cause.")
     ] = False,
     request: Annotated[
-        str | None, typer.Option(help="Only this request, by either side's id.", metavar="ID", show_default=False)
+        str | None,
+        typer.Option(
+            help="Only this request: an id of either side, a pull id, a sequence, or how one begins.",
+            metavar="ID",
+            show_default=False,
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(help="Requests shown of each cause.", metavar="N")] = 3,
     json: Annotated[
@@ -70,7 +79,7 @@ def leaks(
     import rich.progress
     from rich.console import Console
 
-    from asynckv.diagnose import leaks_live, leaks_page
+    from asynckv.diagnose import leaks_live, leaks_page, leaks_request
     from asynckv.diagnose.join import join
     from asynckv.diagnose.leaks import aligned, early_ends, find_leaks
     from asynckv.diagnose.records import Logs, read_logs
@@ -103,13 +112,10 @@ def leaks(
         raise ConfigError("; ".join(unanswered) or logs.nothing)
     service = join(logs)
     when = aligned(service)
-    found, early = find_leaks(service, when), early_ends(service, when)
-    known = [(x.request_id, *(y.request_id for y in x.all_pulls)) for x in service.requests]
-    if request is not None:
-        found = [x for x in found if request in (x.request_id, *x.decode_request_ids)]
-    report = leaks_page.report(
-        found, service, logs, unanswered, request is None or any(request in x for x in known), early
-    )
+    wanted = leaks_request.find_requests(service, request) if request is not None else None
+    found, early = find_leaks(service, when, wanted), early_ends(service, when)
+    stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
+    report = leaks_page.report(found, service, logs, unanswered, stories, early)
     write_json(json, report)
     one_by_one = limit if details or request is not None else min(limit, 1)
     leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")

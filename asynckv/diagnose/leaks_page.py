@@ -30,7 +30,7 @@ def report(
     service: Service,
     logs: Logs,
     unanswered: Sequence[str] = (),
-    is_known: bool = True,
+    stories: Sequence[str] = (),
     early: Sequence[Early] = (),
 ) -> dict[str, Any]:
     """Make plain data of all that was found.
@@ -40,7 +40,7 @@ def report(
         service: Of `join`.
         logs: What was read.
         unanswered: Engines that were asked in vain, and why.
-        is_known: The one request that was asked for is spoken of at all.
+        stories: What became of the requests that were asked for, each in a line.
         early: Of `early_ends`.
     """
     prefill, decode = service.sides
@@ -62,6 +62,7 @@ def report(
         "leaked": len(leaks),
         "causes": causes,
         "leaks": [_entry(x) for x in leaks],
+        "stories": list(stories),
         "read": {
             "files": len(logs.sources),
             "lines": logs.num_lines,
@@ -83,7 +84,6 @@ def report(
             "warnings_only": sorted(x.rank for x in service.processes.values() if not x.says_info),
             "unanswered": list(unanswered),
             "requests": len(service.requests),
-            "is_known": is_known,
         },
     }
 
@@ -135,13 +135,13 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
 
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
+        partly = not request and (shown["read"]["early"] or shown["read"]["warnings_only"])
         name = without_control(request)
-        partly = shown["read"]["early"] or shown["read"]["warnings_only"]
-        nothing = "Nothing was late, as far as these logs go." if partly else "Nothing was late."
-        text = nothing if not name else f"Request {name} was not late."
-        if name and not shown["read"]["is_known"]:
-            text = f"No request {name} is spoken of: successes are sampled, and it may be in other logs."
+        text = f"Request {name} was not late" if name else "Nothing was late"
+        text += ", as far as these logs go." if partly else "."
         console.print(text, style="bold", highlight=False, markup=False)
+        for story in shown["stories"]:
+            console.print(f"  {story}", highlight=False, soft_wrap=True)
     else:
         table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
         table.add_column("cause", style="bold", no_wrap=True)
