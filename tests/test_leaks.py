@@ -415,7 +415,7 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
         )
         assert f"{RANK[D]} pulled it as D-2: complete after 5 s" in text
     code, text = ask("chat")
-    assert (code, "2 requests begin so: chatcmpl-ff6a, chat\\nx" in text) == (2, True)
+    assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
     assert ask("")[0] == ask(" ")[0] == 2
