@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from asynckv.cli import app
@@ -196,8 +199,8 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
-    shown = leaks_page.report([leak], join(records), Logs(records))
-    assert json.loads(json.dumps(shown))["leaked"] == 1
+    report = leaks_page.report([leak], join(records), Logs(records))
+    assert json.loads(json.dumps(report))["leaked"] == 1
 
 
 def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
@@ -263,8 +266,8 @@ def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -
         early = early_ends(service, aligned(service))
         assert [x.rank for x in early] == [RANK[P]]
         assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
-        shown = leaks_page.report(leaks, service, Logs(records), early=early)
-        assert shown["read"]["early"][0]["rank"] == RANK[P]
+        report = leaks_page.report(leaks, service, Logs(records), early=early)
+        assert report["read"]["early"][0]["rank"] == RANK[P]
     assert not found([*BOTH, failed, refused])
     [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
     assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
@@ -324,8 +327,8 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
     for detail in ("the key belongs to another prefill request id", "not to 'cut of", "not to 'a' 'b", "not to '\\'"):
         old = alone(detail)
         assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
-    shown = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
-    assert (shown["reader"], shown["other_request_id"]) == (RANK[D], "cmpl-\n")
+    entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
+    assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
 
 
 def test_two_at_once_are_both_named() -> None:
@@ -419,6 +422,54 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
     assert ask("")[0] == ask(" ")[0] == 2
+
+
+def shown(records: list[Record], *, width: int = 0, details: int = 1, logs: Logs | None = None) -> str:
+    """What people see, piped or on a terminal of some width."""
+    service = join(records)
+    report = leaks_page.report(find_leaks(service), service, logs or Logs(records))
+    out = io.StringIO()
+    leaks_page.show(report, Console(file=out, force_terminal=bool(width), width=width or None), details=details)
+    return out.getvalue()
+
+
+def test_examples_are_in_the_order_of_the_table_and_the_others_are_named() -> None:
+    lapsed = [expired(False, request_id=f"x{i}", sequence=i, at=40.0 + i) for i in range(1, 12)]
+    records = [*BOTH, expired(refused=[REFUSED]), *lapsed]
+    text = shown(records)
+    [first, second] = [x for x in text.splitlines() if x.endswith("  x1") or x.endswith("  a")]
+    assert (first, second) == ("never_heard_of  x1", "release_refused  a")
+    names = ", ".join(f"x{i}" for i in range(2, 10))
+    assert f"never_heard_of: 10 more requests: {names} and 2 more; --limit shows more, --request one" in text
+    assert "never_heard_of: 11 requests: x1, x2" in shown(records, details=0)
+    assert "1 more request: a;" not in text
+
+
+def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
+    records = [*BOTH, expired(refused=[REFUSED])]
+    assert all(x == x.rstrip() for x in shown(records).splitlines())
+    assert any(len(x) > 100 for x in shown(records).splitlines())
+    forgotten = shown([*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0), expired(False)])
+    assert f" {CATALOGUE[C.ANNOUNCED_AND_FORGOTTEN].title}\n" in forgotten
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(records, width=80))
+    assert max(len(x.rstrip()) for x in text.splitlines()) <= 80
+    assert "\n  what to do: " in text
+
+
+def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
+    text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
+    assert f"held: blocks of {RANK[P]}, since " in text
+    text = shown([*BOTH, expired(False, blocks=1)])
+    assert f"held: 1 block of {RANK[P]}, 30.000 s since 01:46:50.000; its lease expired" in text
+    assert "owed by: * (a decode engine that never spoke up)" in text
+    for name in ("a.log", "b.log"):
+        (tmp_path / name).write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH) + "GET /\n" * (name == "b.log"))
+    read = read_logs([tmp_path])
+    assert [(x.num_others, x.num_repeated) for x in read.sources] == [(0, 0), (1, len(BOTH))]
+    text = shown(list(read.records), logs=read)
+    assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
+    assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
+    assert "of 2 files, 0 requests, " in text
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

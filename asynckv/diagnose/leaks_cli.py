@@ -48,7 +48,7 @@ def leaks(
         ),
     ],
     details: Annotated[
-        bool, typer.Option("--details", help="Show requests one by one, --limit of each cause.")
+        bool, typer.Option("--details", help="Show more requests of each cause: 3, or --limit.")
     ] = False,
     request: Annotated[
         str | None,
@@ -58,7 +58,10 @@ def leaks(
             show_default=False,
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Requests shown of each cause.", metavar="N")] = 3,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Requests shown of each cause: 1, with --details 3.", metavar="N", show_default=False),
+    ] = None,
     json: Annotated[
         str | None, typer.Option(help="Write the report as JSON; - for stdout.", metavar="FILE", show_default=False)
     ] = None,
@@ -85,7 +88,7 @@ def leaks(
     from asynckv.diagnose.records import Logs, read_logs
     from asynckv.observe.output import check_writable, write_json
 
-    if limit < 0:
+    if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit} is less than 0; 0 shows none")
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
@@ -117,8 +120,9 @@ def leaks(
     stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
     report = leaks_page.report(found, service, logs, unanswered, stories, early)
     write_json(json, report)
-    one_by_one = limit if details or request is not None else min(limit, 1)
-    leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")
+    usual = 3 if details or request is not None else 1
+    limit = usual if limit is None else limit
+    leaks_page.show(report, Console(stderr=json == "-"), details=limit, request=request or "")
     if found:
         raise typer.Exit(1)
 
