@@ -83,6 +83,22 @@ def test_a_lease_tells_what_its_readers_said() -> None:
     assert service.missing() == ["decode/tp0@be26aa13"]
 
 
+def test_when_a_reader_was_heard_of_counts_from_when_it_was_lent_or_is_an_age() -> None:
+    reader = "decode/tp0@be26aa13"
+    claim = {"pull_id": "be26aa1311111111-1", "claimed_s": 0.464, "heard_s": 17.136}
+
+    def heard(**said: Any) -> tuple[float, float]:
+        held = {"request_id": "a", "sequence": 0, "lent_s": 20.253, "claims": {reader: said}}
+        service = join([say(21, "lease_held", state="lent", oldest=[held])])
+        found = service.requests[0].leases["prefill/tp0@8a5aabf2"].claims[reader]
+        return round(found.claimed_s, 3), round(found.heard_s, 3)
+
+    assert heard(**claim) == (0.464, 17.136)
+    assert heard(heard_s=8.0)[1] == 12.253
+    ended = say(31, "lease_ended", request_id="a", sequence=0, cause="expired", seconds=30.0, claims={reader: claim})
+    assert join([ended]).requests[0].leases["prefill/tp0@8a5aabf2"].claims[reader].heard_s == 17.136
+
+
 def test_a_pull_of_another_request_id_is_found_by_its_key() -> None:
     service = join(
         [

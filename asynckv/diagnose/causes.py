@@ -133,7 +133,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.DIED_BEFORE_CLAIM: Entry(
         "the reader died before its claim",
-        "nobody claimed it; {reader} died meanwhile ({why})",
+        "nobody claimed it; {reader} {gone} meanwhile ({why})",
         "expired, and this reader is owed without a claim",
         "its process ended without a goodbye while the request was lent, and no other speaks of the request",
         _SAID_BY_PREFILL,
@@ -186,7 +186,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.DIED_AFTER_CLAIM: Entry(
         "the reader died after its claim",
-        "{reader} claimed it, was heard of last {heard_s} s after it was lent, and died ({why})",
+        "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and {gone} ({why})",
         "expired, and the reader that is owed had claimed",
         "its process's log ends without a goodbye and without an outcome of this pull",
         f"{_SILENT}; nothing is said of the request without the prefill side's",
@@ -236,7 +236,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.READER_SILENT: Entry(
         "the reader fell silent after its claim",
-        "{reader} claimed it, was heard of last {heard_s} s after it was lent, and never released",
+        "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and never released",
         "expired, or held and overdue when the log ends; the reader that is owed had claimed",
         "",
         "this is what the prefill side's logs alone can say",
@@ -254,7 +254,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.OTHER_REQUEST_ID: Entry(
         "released or claimed under another request id",
-        "{reader} spoke of it as {other!r}, so that its {message} was refused",
+        "{reader} spoke of it as {other}, so that its {message} was refused",
         "a claim or release for its key was refused with `wrong_request`",
         "the same, or a pull of this key with another prefill request id",
         "the same with either",
@@ -304,7 +304,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.PREFILL_DIED: Entry(
         "the prefill process died while it held it",
-        "{holder} died while it lent it ({why}): its blocks went with the process",
+        "{holder} {gone} while it lent it ({why}): its blocks went with the process",
         "it was lent, no end is logged, and the process ended without a goodbye",
         "or: its readers lost the process (`peer_changed`)",
         "`release_unanswered` without the prefill side's logs",

@@ -61,6 +61,7 @@ class Process:
         successor: The next start of the same rank, if the logs have one.
         lends: It spoke as a prefill side.
         pulls: It spoke as a decode side.
+        says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         durations: Of its configuration, as far as it said them.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
@@ -76,6 +77,7 @@ class Process:
     successor: Process | None = None
     lends: bool = False
     pulls: bool = False
+    says_info: bool = False
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
@@ -220,8 +222,10 @@ class Lease:
         for _, entry in self.held:
             lent_s = number(entry.get("lent_s"))
             for name, claim in _objects(entry.get("claims")):
-                # Here `heard_s` is an age; where a lease ends it counts from when the request was lent.
-                heard, claimed = lent_s - number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
+                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                if math.isnan(claimed):
+                    heard = lent_s - heard
                 known = out.get(name)
                 pull_id = str(claim.get("pull_id") or "")
                 if math.isnan(claimed) and known is not None and known.pull_id == pull_id:
@@ -560,6 +564,7 @@ class _Builder:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
         process.num_records += 1
+        process.says_info |= record.level not in ("warning", "error")
         if record.event in (EVENT.ENGINE_STARTED, EVENT.ENGINE_RESUMED):
             process.started = process.started or record
             process.host = process.host or record.text("host")

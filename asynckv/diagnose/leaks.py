@@ -14,7 +14,9 @@ have nothing to say.
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +29,19 @@ from asynckv.diagnose.join import Lease, Process, Pull, Refusal, Request, Servic
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Leak", "When", "Word", "find_leaks"]
+__all__ = ["Early", "Leak", "When", "Word", "aligned", "early_ends", "find_leaks"]
 
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
 
 HOST_S = 0.1
 """How far apart the lines of one moment may be that processes of one host have written."""
+
+DEFAULT_LEASE_S = 30.0
+"""As in `LeaseConfig`, where a log does not say."""
+
+LATE_S = 1.0
+"""That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
@@ -82,7 +90,9 @@ class Leak:
         blocks: How many, on all of these; -1 if no log says so.
         seconds: For how long they were held, as far as is known.
         since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
-        owed: Readers that were waited for.
+        owed: Readers that were waited for; `*` is a decode engine that never spoke up.
+        reader: The one that the sentence speaks of, as far as one is known.
+        other_request_id: Under which id it was spoken of, if not under its own.
         released: Readers that did release, and how.
         words: What was said and heard, per reader and rank.
         last_prefill: The last that the prefill side's logs say of it.
@@ -104,6 +114,8 @@ class Leak:
     seconds: float = math.nan
     since: float = math.nan
     owed: tuple[str, ...] = ()
+    reader: str = ""
+    other_request_id: str = ""
     released: Mapping[str, str] = field(default_factory=dict)
     words: tuple[Word, ...] = ()
     last_prefill: str = ""
@@ -137,18 +149,19 @@ class _Story:
 
 class _Names(dict[str, Any]):
     def __missing__(self, key: str) -> str:
-        return "?"
+        return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
 
 
-def find_leaks(service: Service, when: When | None = None) -> list[Leak]:
+def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
     """Find what was late, the oldest first.
 
     Args:
         service: Of `join`.
         when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        of: Of these requests only.
     """
     judge = _Judge(service, when or aligned(service))
-    leaks = [leak for request in service.requests for leak in judge.leaks(request)]
+    leaks = [leak for request in (service.requests if of is None else of) for leak in judge.leaks(request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 
@@ -177,6 +190,36 @@ def aligned(service: Service) -> When:
     return when
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A process whose log ends, without a goodbye, long before the logs of others do.
+
+    Attributes:
+        before_s: By how much, at least.
+    """
+
+    rank: str
+    last_at: float
+    before_s: float
+
+
+def early_ends(service: Service, when: When) -> list[Early]:
+    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
+
+    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
+    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
+    """
+    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
+    last = max((low for low, _ in ends.values()), default=0.0)
+    out = []
+    for process in service.processes.values():
+        before_s = last - ends[process.incarnation][1]
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        if process.stopped is None and process.successor is None and before_s > bound:
+            out.append(Early(process.rank, process.last_at, before_s))
+    return sorted(out, key=lambda x: -x.before_s)
+
+
 def moment(at: float) -> str:
     """Write a time by somebody's clock."""
     return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3] if 0 < at < 1e11 else "?"
@@ -195,12 +238,18 @@ def _all(names: Iterable[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Fate:
     """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known."""
+    is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
     after: float
     before: float
+    is_proved: bool = True
+
+    @property
+    def gone(self) -> str:
+        """A death in words; without a next start of the rank, or somebody that lost it, only its log has ended."""
+        return "died" if self.is_proved else "died or was cut off"
 
 
 class _Judge:
@@ -266,12 +315,32 @@ class _Judge:
             at = self._when(other.incarnation, record.at)
             if at[1] > low and not record.text("detail").startswith("forgotten"):
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
+        if not process.says_info:
+            why = f"its log has warnings only, the last of {moment(process.last_at)}"
+            return _Fate("silent", why, low, math.inf, False)
         if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
-            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by)
+            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         for other in self._would_be_told_of(process):
             if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
-                return _Fate("died", f"{ends}, and {other.rank} went on to its end", low, math.inf)
-        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf)
+                return _Fate("died", f"{ends}, and {other.rank} went on to its end", low, math.inf, False)
+        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
+        """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
+
+        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        """
+        fate = self.fate(process)
+        if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
+            return True
+        told = pull.ended or record
+        if told is None:
+            return True
+        said = process.durations
+        longest = max(said.get("lease_s", DEFAULT_LEASE_S), said.get("grant_s", 0.0))
+        low, high = self._when(process.incarnation, process.last_at)
+        since = sum(self._when(pull.process.incarnation, told.at)) / 2
+        return (low + high) / 2 >= since + longest + LATE_S
 
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
@@ -347,7 +416,7 @@ class _Judge:
             return ""  # closing ends all leases, and says so of those that do not end well
         if fate.kind == "died" or self._last_end > self._due(lease):
             return "died"
-        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return "held" if lease.held or overdue else ""
 
     def _due(self, lease: Lease) -> float:
@@ -366,6 +435,12 @@ class _Judge:
         if not lease.held:
             return False
         record, entry = lease.held[-1]
+        if not lease.process.says_info:
+            # A release is no warning: only a warning past its lease says that it was not released.
+            lent_s = number(entry.get("lent_s"), 0.0)
+            promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+            if not any(until <= lent_s for until in promised):
+                return False
         due = number(entry.get("lent_s"), 0.0) + GATHERED_S
         if not lease.claims:
             due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
@@ -413,7 +488,7 @@ class _Judge:
             why = fate.why
             if fate.kind != "died":
                 why = f"{why.partition(';')[0]}, nor a word of what it held, and others went on to their end"
-            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": why}, lease.seconds)]
+            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": why, "gone": fate.gone}, lease.seconds)]
         if state == "closed":
             how = lease.ended.text("revoked_by") if lease.ended is not None else ""
             names = {
@@ -467,13 +542,14 @@ class _Judge:
                     found.append(Refusal(math.inf, "release", cause, pull.process.rank, record.text("detail")))
         for refusal in found:
             who = refusal.who if start_of(refusal.who) and name == "*" else reader
+            who = "a reader" if who == "*" else who
             why = f"{refusal.message} {refusal.reason}{f', {refusal.detail}' if refusal.detail else ''}"
             names = {"reader": who, "why": why, "message": refusal.message, "holder": lease.process.rank}
             match refusal.reason:
                 case "wrong_request":
                     others = [x.prefill_request_id for x in (*request.others.values(), *pulls) if x.prefill_request_id]
-                    other = next((x for x in others if x != lease.request_id), "another id than it was lent under")
-                    return _Story(C.OTHER_REQUEST_ID, names | {"other": other}, refusal.after_s)
+                    other = next((x for x in others if x != lease.request_id), "") or _named_in(refusal.detail)
+                    return _Story(C.OTHER_REQUEST_ID, names | _other(other), refusal.after_s)
                 case "parked_too_long":
                     return _Story(C.RELEASE_TOO_EARLY, names, 0.0)
                 case "expired" if "max_lease_s" in refusal.detail:
@@ -526,7 +602,9 @@ class _Judge:
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
         if died and lease.state != "lent":
-            names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
+            gone_as = self.fate(died[0])
+            who = _all(x.rank for x in died)
+            names = {"reader": who, "why": gone_as.why, "gone": gone_as.gone, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
         if name != "*" or spoke:
             others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in spoke)) if x != name]
@@ -584,15 +662,14 @@ class _Judge:
             "lease_s": _s(lease.lease_s),
             "waited_s": _s(waited_s),
             "message": "claim",
-            "other": pull.prefill_request_id,
             "seconds": _s(waited_s),
-        }
+        } | _other(pull.prefill_request_id)
         if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
             return _Story(C.OTHER_REQUEST_ID, names)
         if self._is_forgotten(pull) and not self._failed_to_meet(pull.process, lease):
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names)
         if pull.ended is None and fate.kind == "died":
-            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why})
+            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
         if self._when(pull.process.incarnation, pull.begun_at)[0] > self._span(lease)[1]:
             return _Story(C.CAME_TOO_LATE, names)
         if cause == "wrong_target":
@@ -667,6 +744,7 @@ class _Judge:
             "reader": name,
             "holder": lease.process.rank,
             "heard_s": _s(heard_s),
+            "heard_at": moment(lease.lent_at + heard_s),
             "seconds": _s(lease.seconds),
             "lease_s": _s(lease.lease_s),
         }
@@ -679,6 +757,9 @@ class _Judge:
             return _Story(cause, names | {"why": why}, heard_s, (name,))
         fate = self.fate(process)
         names["why"] = fate.why
+        if not process.says_info and not fate.is_proved and (pull is None or pull.ended is None):
+            # Neither a good outcome nor a goodbye is a warning.
+            return _Story(C.READER_SILENT, names | {"why": "its log has warnings only"}, heard_s, (name,))
         if pull is not None and self._is_forgotten(pull):
             seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
             if lease.seconds < seconds - 1.0 and (away := self._excuse(lease, pull)) is not None:
@@ -694,7 +775,7 @@ class _Judge:
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
         if name in lease.retrying or (pull.ended is not None and self._retries(pull, pulls)):
             if fate.kind == "died":
-                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
             return _Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
         if pull.cause in ("lease_lost", "expired"):
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
@@ -705,7 +786,7 @@ class _Judge:
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
         if fate.kind == "died":
             # It had its outcome, and died before its release was heard.
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
         # Whatever it said was answered, so it came as the lease was over.
@@ -733,7 +814,9 @@ class _Judge:
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why}, heard_s)
+            if fate.after < heard[0]:
+                why += f"; what it did after {moment(process.last_at)} is not in its log"
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why, "gone": fate.gone}, heard_s)
         if lease.state == "lent":
             why = f"{pull.state or 'claimed'} by {name}" if pull is not None else f"claimed by {name}"
             return _Story(C.STILL_HELD, names | {"why": why}, heard_s)
@@ -816,13 +899,15 @@ class _Judge:
         for pull in request.all_pulls:
             ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
             ranks += pull.ended.texts("unanswered") if pull.ended is not None else ()
-            stories += [(found, rank, pull) for rank in ranks if (found := self._unheard(pull, rank)) is not None]
+            stories += [
+                (found, rank, pull) for rank in ranks if (found := self._unheard(request, pull, rank)) is not None
+            ]
             for record in pull.refused:
                 if (story := self._refused_only(pull, record)) is not None:
                     missing = [
                         x
                         for x in _ranks_of(record)
-                        if self._service.process_named(x) is None and not self._is_gone(pull.process, x)
+                        if not self._is_told(request, pull, x, record) and not self._is_gone(pull.process, x)
                     ]
                     stories += [(story, rank, pull) for rank in missing]
         if not stories:
@@ -830,28 +915,45 @@ class _Judge:
         stories.sort(key=lambda x: x[0].order)
         story, _, pull = stories[0]
         holders = tuple(dict.fromkeys(rank for _, rank, _ in stories))
+        known = [x for x in map(self._service.process_named, holders) if x is not None]
+        leases = [x for x in request.leases.values() if x.process in known]
+        blocks = [x.blocks for x in leases]
+        is_dead = story.cause is C.PREFILL_DIED
         return self._leak(
             request,
             story,
             side="prefill",
-            state="died" if story.cause is C.PREFILL_DIED else "unknown",
+            state="died" if is_dead else "unknown",
             holders=holders,
+            blocks=sum(blocks) if len(blocks) == len(holders) and all(x >= 0 for x in blocks) else -1,
             seconds=math.nan,
-            since=pull.begun_at,
+            since=min([x.lent_at for x in leases], default=pull.begun_at),
+            also=()
+            if is_dead
+            else tuple(
+                f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known
+            ),
             owed=tuple(dict.fromkeys(x.process.rank for _, _, x in stories)),
             words=tuple(
                 Word(rank, x.process.rank, "is not in this side's log", self._release_of(x, rank))
                 for _, rank, x in stories
             ),
-            missing=tuple(x for x in holders if self._service.process_named(x) is None),
+            missing=() if is_dead else holders,
         )
 
-    def _unheard(self, pull: Pull, rank: str) -> _Story | None:
+    def _is_told(self, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
+        """The log of a prefill rank says what became of what a pull had of it."""
+        owner = self._service.process_named(rank)
+        ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
+        return owner is not None and (ended or self._tells(owner, pull, record))
+
+    def _unheard(self, request: Request, pull: Pull, rank: str) -> _Story | None:
         """A release that nobody answered: what became of the lease is in the prefill rank's log, if there is one."""
         names = {"reader": pull.process.rank, "holder": rank, "why": self._how_unanswered(pull)}
         owner = self._service.process_named(rank)
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
-        if owner is None:
+        unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
+        if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
             # Nor was it waited for long by who closed: the answer may have been on its way.
             is_over = causes & {"restarted", "peer_lost", "engine_closed"} or self._is_gone(pull.process, rank)
@@ -864,7 +966,7 @@ class _Judge:
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
         if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why})
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
 
     def _is_gone(self, reader: Process, rank: str) -> bool:
@@ -881,8 +983,7 @@ class _Judge:
             "reader": pull.process.rank,
             "why": f"release {reason}{f', {detail}' if detail else ''}",
             "message": "release",
-            "other": pull.prefill_request_id,
-        }
+        } | _other(pull.prefill_request_id)
         if reason == "wrong_request":
             return _Story(C.OTHER_REQUEST_ID, names)
         if reason in STALE:
@@ -1032,6 +1133,7 @@ class _Judge:
         else:
             last_decode = _told(there)
         missing = tuple(dict.fromkeys((*fields.pop("missing", ()), *story.missing)))
+        reader = str(story.names.get("reader", ""))
         return Leak(
             cause=story.cause,
             sentence=story.sentence,
@@ -1042,8 +1144,28 @@ class _Judge:
             last_prefill=_told(here) if here is not None else "",
             last_decode=last_decode,
             missing=missing,
+            reader=reader if "/tp" in reader else "",
+            other_request_id=story.names.get("other_id", "") if story.cause is C.OTHER_REQUEST_ID else "",
             **fields,
         )
+
+
+_OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
+
+
+def _named_in(detail: str) -> str:
+    """The request id that a refusal's words quote; empty in old logs."""
+    found = _OTHER.search(detail)
+    try:
+        value = ast.literal_eval(found[1]) if found is not None else ""
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _other(request_id: str) -> dict[str, str]:
+    """Another request id in words, and as it is, if it is known."""
+    return {"other": repr(request_id), "other_id": request_id} if request_id else {}
 
 
 def _ranks_of(record: Record) -> tuple[str, ...]:
