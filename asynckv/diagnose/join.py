@@ -674,6 +674,8 @@ class _Joiner:
             met = {start_of(x) for p in request.pulls.values() for x in p.peer_ranks}
             if not starts or not (lends | met) - {""} or starts & (lends | met):
                 return request
+        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
+            return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
