@@ -358,8 +358,9 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
     door = LocalDoor(tmp_path, lambda who, asked, answer: None)
     await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
     try:
+        assert door.path is not None
         for _ in range(2):
-            streams = [await asyncio.open_unix_connection(os.fspath(door.path)) for _ in range(MAX_GUESTS)]
+            streams = [await asyncio.open_unix_connection(f"{door.path}") for _ in range(MAX_GUESTS)]
             for _, writer in streams:
                 write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
             ends = await asyncio.gather(*(reader.read() for reader, _ in streams))

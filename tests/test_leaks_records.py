@@ -225,7 +225,7 @@ def test_anything_can_be_read(lines: list[bytes]) -> None:
 
 
 def test_half_letters_and_numbers_beyond_all_measure_can_be_written_and_added(tmp_path: Path) -> None:
-    lone = row(request_id="\ud800a", **{"\udc00": ["\ud83d", "😀"]})
+    lone = row(request_id="\ud800a") | {"\udc00": ["\ud83d", "😀"]}
     wrapped = {"log": json.dumps(row(request_id="\ud800b")) + "\n"}
     vast = row(blocks=10**400, seconds=10**400, sequence=10**300)
     logs = read_logs([write(tmp_path / "a.log", lone, wrapped, vast)])
@@ -241,7 +241,7 @@ def test_no_command_stumbles_over_numbers_of_another_world(
 ) -> None:
     start = {"engine_id": "decode", "rank": "decode/tp0@bbbbbbbb", "incarnation": "b" * 32}
     pulls = [
-        row("pull_ended", **start | {"cause": "complete", "seconds": s, "bytes": n, "phases": {"read": n}})
+        row("pull_ended") | start | {"cause": "complete", "seconds": s, "bytes": n, "phases": {"read": n}}
         for s, n in ((1e308, 1e308), (1e308, -1e308), (-1e300, 10**400), (-5, 1e308))
     ]
     leases = [

@@ -19,13 +19,25 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from asynckv.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
 from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Axis", "Step", "counted", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
+__all__ = [
+    "Axis",
+    "Step",
+    "clock_time",
+    "counted",
+    "exchanges",
+    "granted_in",
+    "is_time",
+    "lease_steps",
+    "make_axis",
+    "pull_steps",
+]
 
 _GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
 _RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
@@ -305,6 +317,14 @@ def shown_offset(offset: Offset) -> str:
 def counted(number: int, what: str) -> str:
     """Write how many there are of something."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def clock_time(at: float) -> str:
+    """Write a moment of the axis."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return f"{at:.6f}"
 
 
 def shown_seconds(seconds: float) -> str:
