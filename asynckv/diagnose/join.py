@@ -703,6 +703,9 @@ class _Joiner:
         known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
         if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
             return known
+        exact = self._exact.get(key, [])
+        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
+            return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
