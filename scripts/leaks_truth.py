@@ -284,7 +284,7 @@ class Judge:
         if mode == "decode" and OF_A_MESSAGE.get(leak.cause, _never)(self.witness.said_of(*ident)):
             return ""
         is_true = OF_A_LEASE.get(leak.cause, _never)
-        if not any(is_true(owed.whys | lease.gone) for lease in leases for owed in lease.owed):
+        if not any(is_true(whys | x.gone) for x in leases for whys in [set[str](), *(owed.whys for owed in x.owed)]):
             return "wrong"
         if mode != "both":
             return ""

@@ -28,7 +28,8 @@ class Side:
                 engine_id=name,
                 lease=LeaseConfig(lease_s=LEASE_S, grant_s=LEASE_S),
                 pull=PullConfig(handshake_s=1.0, release_timeout_s=LEASE_S, announce_s=3.0, timeout_s=5.0, gone_s=4.0),
-                log=LogConfig(file=str(Path(folder) / "{engine_id}-{pid}.log")),
+                # One warning of an absence in ten seconds: a slow start on a busy machine is not to take it.
+                log=LogConfig(file=str(Path(folder) / "{engine_id}-{pid}.log"), away_s=2.5),
                 keys=KeysConfig(secret=keys[name], authorized=keys[f"{name}.authorized"]) if name in keys else None,
             )
             self._engines[name] = Engine(config, memory(seed)[0])

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import pickle
 import re
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from asynckv import (
     PullTimeout,
 )
 from asynckv.core.lease import LeaseState
+from asynckv.core.outbox import HeldForLong
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Outcome, Reason, rank_name
 from asynckv.core.watch import GATHER_S, PAUSE_S
@@ -101,6 +103,26 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-h", "granted", request.pull_id)
     assert reader.heard_s is not None
     assert reader.heard_s < 5
+
+
+def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
+    """A lease is overdue unclaimed, and claimed before it is said."""
+    world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
+    params = world.params([prefill], "req", [3], 4)
+    world.lend(prefill, params)
+    running(world, 10.0)
+    assert prefill.core.watch.next_at < math.inf
+    decode.core.announce("d-req", params, "", 300.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    world.settle(decode)
+    world.deliver_all()
+    (lease,) = prefill.core.inspect.requests(world.time(prefill))
+    assert lease.ranks[0].state == "granted"
+    prefill.core.outbox.commands.clear()
+    prefill.core.tick(prefill.core.watch.next_at)
+    (held,) = [x for x in prefill.core.outbox.commands if isinstance(x, HeldForLong)]
+    assert held.waits == "claimed and renewed by decode/tp0@decode-h"
 
 
 def test_a_pull_says_how_far_it_is_with_every_rank() -> None:

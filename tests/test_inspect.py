@@ -136,6 +136,21 @@ def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> No
     assert {sum(x.number for x in page.counts) for page in found} == {9}
 
 
+@pytest.mark.parametrize("most", [1, 2, 256])
+def test_what_was_announced_and_is_pulled_keeps_its_place(most: int) -> None:
+    """Though the call that counts for it came later than those of others, none is left out behind it."""
+    world = World()
+    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    params = [world.params([prefill], f"p{n}", [n], 4) for n in range(4)]
+    for n, each in enumerate(params):
+        world.now = float(n)
+        decode.core.announce(f"d{n}", each, "", 60.0, world.time(decode))
+    world.now = 5.0
+    world.pull(decode, "d0", [1], params[0])
+    told = [each.request_id for page in pages(world, decode, most) for each in page.requests]
+    assert told == ["d0", "d1", "d2", "d3"]
+
+
 def test_what_ends_between_pages_hides_nothing_else() -> None:
     world = World()
     prefill = prefill_rank(world)
@@ -208,6 +223,37 @@ def test_many_who_ask_are_bounded_together() -> None:
     assert refusals[0].retry_s > 0
     world.now += 1.0
     assert not account(world, prefill).refused
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
+    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=enabled)))
+    prefill = prefill_rank(world)
+    core, now = prefill.core, world.time(prefill)
+    for _ in range(20):
+        core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(n, 1) for n in range(50)]), now)
+    while core.survey.next_at <= now:
+        core.survey.tick(now)
+    said = sum(map(len, core.outbox.messages.values()))
+    assert said == survey.BURST * (2 if enabled else 1)
+    assert core.outbox.counters["dropped.too_many_hellos"] == 1000 - said
+    world.now += 2.0
+    assert asked(world, prefill, StatusRequest(1, 1), who=b"way")
+
+
+def test_to_look_for_one_among_many_costs_more() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    for n in range(survey.LOOKED_PER_TOKEN // 8):
+        world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4))
+
+    def answered(request_id: str) -> int:
+        questions = ((n, StatusRequest(n, 1, "", request_id and f"{request_id}{n}")) for n in range(survey.TOTAL_BURST))
+        world.now += 60.0  # everybody may ask again, and nothing is fresh
+        said = [x for n, each in questions for x in asked(world, prefill, each, who=b"%d" % n)]
+        return sum(not decode_account(status.account).refused for status in said)
+
+    assert answered("nobody") < 0.95 * survey.TOTAL_BURST
 
 
 def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:

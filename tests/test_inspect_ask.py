@@ -338,6 +338,39 @@ async def test_what_a_dead_process_left_is_known_and_taken_away_by_the_next(tmp_
         assert len(targets([str(tmp_path)])) == 2
 
 
+async def test_what_others_keep_in_the_directory_is_theirs(tmp_path: Path) -> None:
+    """A socket that nobody listens on yet is no ruin: another program's, or another engine's that is being made."""
+    theirs = (tmp_path / "postgres.sock", tmp_path / ".prefill.pp0.tp1.01234567.sock")
+    left = tmp_path / "decode.pp0.tp0.89abcdef.sock"
+    with contextlib.ExitStack() as stack:
+        for path in (*theirs, left):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).bind(os.fspath(path))
+        door = LocalDoor(tmp_path, lambda who, asked, answer: None)
+        await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
+        await door.close()
+        assert sorted(os.listdir(tmp_path)) == sorted(path.name for path in theirs)
+
+
+async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asynckv.edges.local.IDLE_S", SHORT_S)
+    door = LocalDoor(tmp_path, lambda who, asked, answer: None)
+    await door.open(socket_name("e", 0, 0, "c" * 32), "c" * 32)
+    try:
+        assert door.path is not None
+        for _ in range(2):
+            streams = [await asyncio.open_unix_connection(os.fspath(door.path)) for _ in range(MAX_GUESTS)]
+            for _, writer in streams:
+                write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
+            ends = await asyncio.gather(*(reader.read() for reader, _ in streams))
+            assert ends == [b""] * MAX_GUESTS
+            for _, writer in streams:
+                writer.close()
+    finally:
+        await door.close()
+
+
 @pytest.mark.parametrize("name", ["a.sock", "e.pp0.tp0.x", "e.ppx.tp0.x.sock", "e.pp0.tp0..sock"])
 async def test_a_socket_of_another_name_is_nobodys(name: str) -> None:
     assert rank_of(Path(name)) == ""

@@ -128,6 +128,7 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     assert await alive.ask("pull", engine="alive", request_id="late", params=late) != "complete"
     for process, engine in ((alive, "alive"), (alive, "stranger"), (away, "away")):
         await process.ask("idle", 60.0, engine=engine)
+    await asyncio.gather(*(x.end() for x in (prefill, alive, away, again)))  # what is killed loses its last lines
 
 
 @pytest.fixture

@@ -15,9 +15,12 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from asynckv.cli import app
 from asynckv.config import LogConfig
 from asynckv.diagnose import records
+from asynckv.diagnose.join import join
 from asynckv.diagnose.records import read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
@@ -219,3 +222,34 @@ def test_anything_can_be_read(lines: list[bytes]) -> None:
         file.flush()
         logs = read_logs([file.name])
     assert len(logs.records) <= len(lines)
+
+
+def test_half_letters_and_numbers_beyond_all_measure_can_be_written_and_added(tmp_path: Path) -> None:
+    lone = row(request_id="\ud800a") | {"\udc00": ["\ud83d", "😀"]}
+    wrapped = {"log": json.dumps(row(request_id="\ud800b")) + "\n"}
+    vast = row(blocks=10**400, seconds=10**400, sequence=10**300)
+    logs = read_logs([write(tmp_path / "a.log", lone, wrapped, vast)])
+    assert [x.text("request_id")[1:] for x in logs.records] == ["a", "b", ""]
+    assert logs.records[0].fields["\ufffd"] == ["\ufffd", "😀"]
+    assert json.dumps([dict(x.fields) for x in logs.records], ensure_ascii=False).encode()
+    assert (logs.records[2].integer("blocks"), logs.records[2].number("seconds", 7.0)) == (-1, 7.0)
+    assert not join(logs).requests[-1].sequence > 0
+
+
+def test_no_command_stumbles_over_numbers_of_another_world(
+    tmp_path: Path,
+) -> None:
+    start = {"engine_id": "decode", "rank": "decode/tp0@bbbbbbbb", "incarnation": "b" * 32}
+    pulls = [
+        row("pull_ended") | start | {"cause": "complete", "seconds": s, "bytes": n, "phases": {"read": n}}
+        for s, n in ((1e308, 1e308), (1e308, -1e308), (-1e300, 10**400), (-5, 1e308))
+    ]
+    leases = [
+        row("lease_ended", cause="expired", seconds=10**400, blocks=10**400),
+        row("lease_held", oldest=[pulls[2]]),
+    ]
+    log = write(tmp_path / "a.log", *pulls, *leases)
+    for command in (["report", "-o", str(tmp_path / "a.html")], ["leaks", "--details"], ["timeline", "--slowest", "9"]):
+        result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "a.json"), str(log)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), (command, result.exception)
+        json.loads((tmp_path / "a.json").read_text())

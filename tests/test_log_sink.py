@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,11 @@ def until(condition: Any) -> None:
         os.sched_yield()
 
 
+def address_space() -> int:
+    """How many bytes this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def test_a_warning_waits_for_no_more_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "GATHER_S", 1000.0)
     path = tmp_path / "a.jsonl"
@@ -58,6 +64,19 @@ def test_a_warning_waits_for_no_more_lines(tmp_path: Path, monkeypatch: pytest.M
             sink.put("info", "some", {}, {"number": number})
             sink.put("warning", "some", {}, {"number": number})
             until(lambda number=number: path.exists() and len(lines(path)) == 2 * number + 2)
+
+
+def test_a_value_that_cannot_be_written_takes_no_other_line_with_it(tmp_path: Path) -> None:
+    class Unspeakable:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    path = tmp_path / "a.jsonl"
+    with opened(path) as sink:
+        for number, value in enumerate(("good", Unspeakable(), "good")):
+            sink.put("info", "some", {}, {"number": number, "value": value})
+    assert [line["number"] for line in lines(path)] == [0, 2]
+    assert sink.num_dropped == 1
 
 
 # -- engines ----------------------------------------------------------------------------------------
@@ -175,6 +194,75 @@ def test_what_cannot_be_written_is_counted_and_told(tmp_path: Path) -> None:
         sink.put("info", "second", {}, {})
         sink.put("info", "third", {}, {})
     assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 5), ("third", None)]
+
+
+def test_what_was_lost_again_and_again_is_told_in_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.jsonl"
+    with opened(path) as sink:
+        sink.put("info", "first", {}, {})
+        until(lambda: path.exists() and path.read_text().count("\n") == 1)
+        shutil.rmtree(path.parent)
+        path.parent.write_text("a file is in the way")
+        for n in range(1, 5):  # each of them says in vain how many were lost before
+            sink.put("info", "lost", {}, {})
+            until(lambda n=n: sink.num_dropped == n)
+        path.parent.unlink()
+        sink.put("info", "second", {}, {})
+    assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 4)]
+
+
+@pytest.mark.anyio
+async def test_a_request_is_lent_though_no_thread_is_to_be_had_for_the_log(sim: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "{engine_id}.jsonl"
+    async with sim.pair(log=LogConfig(file=path)) as (prefill, _, group):
+        sink = FileSink._open[os.fspath(tmp_path / "prefill.jsonl")]
+        sink.end()
+        room = resource.getrlimit(resource.RLIMIT_AS)
+        used = address_space()
+        threading.stack_size(512 * MIB)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 64 * MIB, room[1]))
+        try:
+            lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, room)
+            threading.stack_size(0)
+        assert not lent.is_over
+        assert sink.num_dropped == 1
+        prefill.engine.lend(group.make_params("r2", [(0, [2])], 16))  # now there is one
+    said = {e["event"]: e for e in lines(tmp_path / "prefill.jsonl")}
+    assert said["lease_lent"]["request_id"] == "r2"
+    assert said["lease_lent"]["log_dropped"] == 1
+    assert "engine_stopped" in said
+
+
+def test_whoever_ends_with_the_interpreter_is_heard(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = (
+        "import atexit\n"
+        "from asynckv.observe.sink import FileSink\n"
+        f"sink = FileSink.shared({os.fspath(path)!r}, 0, 1)\n"
+        "atexit.register(sink.put, 'info', 'last', {}, {})\n"
+        "sink.put('info', 'first', {}, {})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert [e["event"] for e in lines(path)] == ["first", "last"]
+
+
+def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = (
+        "import os\n"
+        "from asynckv.observe.sink import FileSink\n"
+        f"sink = FileSink.shared({os.fspath(path)!r}, 0, 1)\n"
+        "sink.put('info', 'parent', {}, {})\n"
+        "if not (child := os.fork()):\n"
+        "    sink.put('info', 'child', {}, {})\n"
+        "    sink.close()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert sorted(e["event"] for e in lines(path)) == ["child", "parent"]
 
 
 def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path) -> None:

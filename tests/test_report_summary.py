@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asynckv.diagnose.records import Logs, Record
 from asynckv.diagnose.report_text import unseen_text, verdict
-from asynckv.diagnose.summary import summarise
+from asynckv.diagnose.summary import align, summarise
 from asynckv.diagnose.summary_model import Summary
 from asynckv.diagnose.summary_time import Windows, quantiles
 
@@ -367,6 +367,32 @@ def test_events_outside_the_time_asked_for_do_not_count() -> None:
     found = summarise(Logs(records), START + 3, START + 6)
     assert found.pulls.ended == 4
     assert (found.first, found.last) == (START + 3, START + 6)
+
+
+def test_a_time_before_the_end_is_by_the_clock_of_the_report() -> None:
+    ahead = 3600.0
+    named = {"peer": PREFILL, "peer_incarnation": "aaaaaaaa" * 4, "address": "tcp://h1:1"}
+    lease = {"request_id": "late", "sequence": 1, "blocks": 1, "cause": "expired", "readers": {}, "owed": ["*"]}
+    logs = Logs(
+        sorted(
+            [
+                say(0.0, "engine_started", PREFILL, host="h1"),
+                say(ahead, "engine_started", host="h2"),
+                say(ahead + 1.0, "peer_changed", before="new", state="connecting", **named),
+                say(1.001, "reader_met", PREFILL, reader=DECODE, reader_incarnation="dddddddd" * 4),
+                say(ahead + 1.002, "peer_changed", before="connecting", state="loading", **named),
+                say(40.0, "lease_ended", PREFILL, "warning", seconds=30.0, **lease),
+                *(ended(ahead + i) for i in range(2, 50)),
+            ],
+            key=lambda x: x.at,
+        )
+    )
+    aligned = align(logs)
+    last = aligned.records[-1].at
+    assert last - aligned.records[0].at < 60.0
+    found = summarise(logs, last - 10.0, last, aligned)
+    assert (found.pulls.ended, found.late.requests) == (11, 1)
+    assert summarise(logs, last - 5.0, last, aligned).late.requests == 0
 
 
 def test_clocks_of_two_hosts_are_aligned_by_what_they_say_to_each_other() -> None:

@@ -145,7 +145,7 @@ What changes the order of events makes them stale, which costs time and nothing 
 SLOW = {
     "closing_returns_blocks_too_soon": 1096,
     "closing_takes_its_time": 168,
-    "completion_stamped_before_it_was_observed": 1017,
+    "completion_stamped_before_it_was_observed": 1678,
     "deadline_from_another_transmission": 51,
     "draining_revokes": 152,
     "nobody_says_that_no_attempt_follows": 246,

@@ -48,6 +48,7 @@ NOTICED_S = 0.1
 MAX_REFUSALS = 8
 """Messages that were turned down and are remembered, of a kind one."""
 
+MAX_SHOWN_ID = 80
 MAX_NAMED = 4
 """Readers named in a sentence."""
 
@@ -552,7 +553,11 @@ class Lease:
         """Bind the lease to the message's cohort, or say why not; a refusal leaves nothing behind."""
         cohort, sizes = message.cohort, (message.cohort.tp_size, message.cohort.pp_size)
         if message.request_id != self.lent.request_id:
-            return _refused(message, Reason.WRONG_REQUEST, "the key belongs to another prefill request id")
+            return _refused(
+                message,
+                Reason.WRONG_REQUEST,
+                f"the key belongs to another prefill request id, not to {message.request_id[:MAX_SHOWN_ID]!r}",
+            )
         bound = self.cohorts.get(cohort.id)
         if bound is not None and bound.sizes == sizes and reader in bound.readers:
             return None

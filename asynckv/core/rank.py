@@ -518,7 +518,8 @@ class RankCore:
             case Ping():
                 self.outbox.send(route, source, Pong(message.nonce))
             case StatusRequest() if message.most or not self.config.inspect.enabled:
-                self.survey.ask(route, message, lambda status: self.outbox.send(route, source, status), now)
+                if not self.survey.ask(route, message, lambda status: self.outbox.send(route, source, status), now):
+                    self.outbox.counters["dropped.too_many_hellos"] += 1
             case StatusRequest():
                 # Counting everything takes long where there is much.
                 if self._hellos.take(route, now):

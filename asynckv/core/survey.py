@@ -50,6 +50,9 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 MAX_WAITING = 64
 """Questions that wait for their answer."""
 
+LOOKED_PER_TOKEN = 8192
+"""To find one request by its name all are looked at: so many cost as much as one question more."""
+
 FRESH_S = 0.2
 """For how long an answer, and what was counted, serve other questions."""
 
@@ -135,14 +138,19 @@ class Survey:
         self._identity, self._config, self._ledger = identity, config, ledger
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
+        self._refusals = Limiter(RATE, BURST)
         self._waiting: deque[_Question] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
         self._told: dict[StatusRequest, tuple[float, Status]] = {}
         """Answers that are fresh, by what was asked."""
 
-    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float) -> None:
-        """Take a question of a connection; it is answered now if it is refused, or in one of the next turns."""
+    def ask(self, whose: Hashable, asked: StatusRequest, answer: Answer, now: float) -> bool:
+        """Take a question of a connection; it is answered now if it is refused, or in one of the next turns.
+
+        False if it is not answered at all: whoever was told so often to wait, and asks on, is not listened to, for a
+        refusal costs more than most questions.
+        """
         if not self._config.inspect.enabled:
             refusal = Account(refused="inspection is turned off here (InspectConfig.enabled)")
         elif asked.after and _place(asked.after) is None:
@@ -156,11 +164,17 @@ class Survey:
             self._total.charge(None, now, asked.most / TOLD_PER_TOKEN)
             if (fresh := self._fresh(asked, now)) is not None:
                 answer(fresh)
-                return
+                return True
+            if asked.request_id:
+                looked = len(self._prefill.leases) + len(self._decode.pulls)
+                self._total.charge(None, now, looked / LOOKED_PER_TOKEN)
             self._waiting.append(_Question(asked, answer))
             self.next_at = now
-            return
+            return True
+        if not self._refusals.take(whose, now):
+            return False
         answer(self._status(asked.nonce, {}, refusal))
+        return True
 
     def tick(self, now: float) -> None:
         """Carry the question that came first on by one slice."""
@@ -327,7 +341,8 @@ def _unnumbered(asked: StatusRequest) -> StatusRequest:
 
 
 def _begun_at(request: Lease | Pull) -> float:
-    return request.lent_at if isinstance(request, Lease) else request.called_at
+    """When it came into being, which never changes: `called_at` of what was announced does when it is pulled."""
+    return request.history[0][0]
 
 
 def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[float]], now: float) -> None:

@@ -47,14 +47,14 @@ class Watch:
         """When `tick` has something to say."""
         self._outbox = outbox
         self._said_at = -math.inf
-        self._gathered: dict[Lease | Pull, tuple[LeaseState | PullState, str]] = {}
-        """What is held, its state, and what it waits for as this was found last."""
+        self._gathered: dict[Lease | Pull, LeaseState | PullState] = {}
+        """What is held, and its state when this was found last."""
 
     def add(self, held: Lease | Pull, now: float) -> None:
         """Say soon that something has been held for long."""
         if not self._gathered:
             self.next_at = max(now + GATHER_S, self._said_at + PAUSE_S)
-        self._gathered[held] = (held.state, held.waits(now))
+        self._gathered[held] = held.state
 
     def tick(self, now: float) -> None:
         """Say what has been gathered, of what is still held."""
@@ -62,9 +62,10 @@ class Watch:
             return
         gathered, self._gathered, self.next_at = self._gathered, {}, math.inf
         found: dict[tuple[LeaseState | PullState, str], list[Lease | Pull]] = {}
-        for held, kind in gathered.items():
-            if held.state is kind[0]:
-                found.setdefault(kind, []).append(held)
+        for held, state in gathered.items():
+            if held.state is state:
+                # What it waits for now: that may have changed while its turn to be told of came.
+                found.setdefault((state, held.waits(now)), []).append(held)
         kinds = [(state, waits, left) for (state, waits), left in found.items()]
         kinds.sort(key=lambda kind: -len(kind[2]))
         for state, waits, left in kinds[:MAX_KINDS]:

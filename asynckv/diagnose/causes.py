@@ -142,7 +142,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.NEVER_HEARD_OF: Entry(
         "no decode engine ever heard of it",
         "nobody claimed it, and no log of the decode side ({why}) speaks of it: its params never arrived, or were "
-        "dropped before they were announced or pulled",
+        "dropped before they were announced or pulled{died}",
         "expired, and nobody claimed",
         "logs of the decode side are there, nobody in them speaks of the request, and none of them died meanwhile",
         _SAID_BY_PREFILL,

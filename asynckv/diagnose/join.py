@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asynckv.core.types import SHOWN_LETTERS
-from asynckv.diagnose.records import Logs, Record, number
+from asynckv.diagnose.records import Logs, Record, integer, number
 from asynckv.observe.events import EVENT
 
 __all__ = ["Claim", "Lease", "Process", "Pull", "Refusal", "Request", "Service", "base_name", "join", "start_of"]
@@ -173,7 +173,7 @@ class Lease:
         for record in (self.ended, self.lent):
             if record is not None and (blocks := record.integer("blocks")) >= 0:
                 return blocks
-        return next((n for _, x in reversed(self.held) if isinstance(n := x.get("blocks"), int)), -1)
+        return next((n for _, x in reversed(self.held) if (n := integer(x.get("blocks"))) >= 0), -1)
 
     @property
     def lease_s(self) -> float:
@@ -562,7 +562,7 @@ class _Builder:
 
     def _lease(self, process: Process, request_id: object, sequence: object) -> Lease:
         name = request_id if isinstance(request_id, str) else ""
-        number_ = sequence if isinstance(sequence, int) and not isinstance(sequence, bool) else -1
+        number_ = integer(sequence)
         if number_ < 0 and (known := self._unnamed.get((process.incarnation, name))) is not None:
             return known
         key = (process.incarnation, number_, name)
@@ -592,9 +592,8 @@ class _Builder:
         for attribute in ("request_id", "prefill_request_id", "peer"):
             if isinstance(value := fields.get(attribute), str) and value and not getattr(pull, attribute):
                 setattr(pull, attribute, value)
-        sequence = fields.get("sequence")
-        if pull.sequence < 0 and isinstance(sequence, int) and not isinstance(sequence, bool):
-            pull.sequence = sequence
+        if pull.sequence < 0:
+            pull.sequence = integer(fields.get("sequence"))
         return pull
 
     def _take_pull(self, process: Process, record: Record) -> None:

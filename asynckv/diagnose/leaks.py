@@ -212,7 +212,25 @@ class _Judge:
             for record in process.of(EVENT.PEER_CHANGED):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
+        self._lapsed: dict[str, float] = {}
+        """By when readers were gone that let their promises run out and said no more."""
+        self._lenders = {x.engine_id for x in service.requests}
+        met = (y for x in service.processes.values() for y in x.of(EVENT.READER_MET))
+        self._met = {start_of(x.text("reader")) for x in met}
+        for request in service.requests:
+            for lease in request.leases.values():
+                self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+
+    def _note_lapses(self, request: Request, lease: Lease) -> None:
+        if lease.state != "expired":
+            return
+        for name in lease.owed:
+            process = self._service.process_named(name)
+            pulls = (x for x in request.all_pulls if x.process is process)
+            if process is not None and name not in lease.retrying and all(x.ended is None for x in pulls):
+                gone_by = self._when(lease.process.incarnation, lease.lent_at + lease.seconds)[1]
+                self._lapsed[process.incarnation] = min(gone_by, self._lapsed.get(process.incarnation, math.inf))
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -236,6 +254,8 @@ class _Judge:
             at = self._when(other.incarnation, record.at)
             if at[1] > low:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
+        if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
+            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by)
         if any(end > high for end in self._ends):
             return _Fate("died", f"{ends}, and others went on to their end", low, math.inf)
         return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf)
@@ -247,7 +267,11 @@ class _Judge:
 
     def _decoders(self, engine_id: str) -> list[Process]:
         """Whoever may have read from a prefill engine."""
-        found = (x for x in self._service.processes.values() if (x.pulls or not x.lends) and x.engine_id != engine_id)
+        others = [x for x in self._service.processes.values() if x.engine_id != engine_id]
+        known = [x for x in others if x.pulls or x.start in self._met]
+        if not known and len(self._lenders) > 1:
+            return []  # who has said nothing yet may be of either side
+        found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
     def _unknown_readers(self, process: Process) -> tuple[str, ...]:
@@ -470,10 +494,9 @@ class _Judge:
             named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
             return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
         if readers and not unknown and lease.state != "lent":
-            why = _all(x.rank for x in readers)
-            if silent:
-                why += f"; the logs of {_all(x.rank for x in silent)} end before the lease did"
-            return _Story(C.NEVER_HEARD_OF, {"why": why})
+            gone_too = _all(x.rank for x in silent)
+            reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
+            return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
         return _Story(
             C.NEVER_CLAIMED,
             {"why": self._circumstances(lease, readers, silent, unknown)},

@@ -57,6 +57,9 @@ EVENTS = ("event", "message", "msg")
 LEVELS = ("level", "levelname", "severity", "log_level")
 WRAPS = ("log", "MESSAGE", "message", "msg")
 BOUND = ("engine_id", "rank", "incarnation", "timestamp", "level", "event")
+MOST = 1e24
+"""What no number of a log exceeds, so that sums of millions are finite: of nanoseconds since 1970, 1e18 are enough."""
+
 _NAME = re.compile(r"[a-z][a-z0-9_]{2,63}\Z")
 _LEVEL = {"warn": "warning", "critical": "error", "fatal": "error", "err": "error"}
 
@@ -98,8 +101,7 @@ class Record:
 
     def integer(self, name: str, default: int = -1) -> int:
         """Return a field that is a whole number."""
-        value = self.fields.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else default
+        return integer(self.fields.get(name), default)
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a field that is a list of texts, without whatever else is in it."""
@@ -118,13 +120,16 @@ class Record:
 
 
 def number(value: object, default: float = math.nan) -> float:
-    """Return a value if it is a finite number."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            real = float(value)
-        except OverflowError:
-            return default
-        return real if math.isfinite(real) else default
+    """Return a value if it is a number of this world."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and -MOST <= value <= MOST:
+        return float(value)
+    return default
+
+
+def integer(value: object, default: int = -1) -> int:
+    """Return a value if it is a whole number that counts something."""
+    if isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST:
+        return value
     return default
 
 
@@ -431,7 +436,7 @@ class _Reader:
             return None
         except (msgspec.DecodeError, ValueError):
             try:  # what Python's own encoder writes besides JSON: NaN, Infinity, lone surrogates
-                value = json.loads(text)
+                value = _without_surrogates(json.loads(text))
             except RecursionError:
                 value, why = None, "nested too deeply"
             except ValueError:
@@ -503,6 +508,17 @@ def _unzipped(stream: _Stream, failed: Callable[[str], None]) -> Iterator[bytes]
             if not piece:
                 return
             yield piece
+
+
+def _without_surrogates(value: Any) -> Any:
+    """Replace halves of letters, which no file can be written with."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(x) for x in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(k): _without_surrogates(v) for k, v in value.items()}
+    return value
 
 
 def _rank_of(fields: Mapping[str, Any], engine_id: str, incarnation: str) -> str:

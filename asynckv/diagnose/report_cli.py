@@ -15,7 +15,9 @@ from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, write, write_json
 
 if TYPE_CHECKING:
-    from asynckv.diagnose.records import Logs
+    from collections.abc import Sequence
+
+    from asynckv.diagnose.records import Logs, Record
 
 __all__ = ["EPILOG", "report"]
 
@@ -91,7 +93,7 @@ def report(
 
     from asynckv.diagnose import report_bench, report_page
     from asynckv.diagnose.records import Logs
-    from asynckv.diagnose.summary import summarise
+    from asynckv.diagnose.summary import align, summarise
     from asynckv.tools import frame
 
     target = output or (None if json is not None else "report.html")
@@ -108,7 +110,8 @@ def report(
         raise ConfigError(logs.nothing)
     if names and not logs.records:
         errors.print(f"asynckv: {logs.nothing}", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    summary = summarise(logs, *_between(logs, since, until))
+    aligned = align(logs)
+    summary = summarise(logs, *_between(aligned.records, since, until), aligned)
     summary.bench = [report_bench.read(value, name) for name, value in benches]
     write_json(json, summary)
     if target is None:
@@ -190,14 +193,14 @@ def _read(names: list[str], errors: Any) -> Logs:
         )
 
 
-def _between(logs: Logs, since: str | None, until: str | None) -> tuple[float, float]:
+def _between(records: Sequence[Record], since: str | None, until: str | None) -> tuple[float, float]:
     """Work out which times count."""
-    if not logs.records:
+    if not records:
         return -math.inf, math.inf
-    first, last = logs.records[0].at, logs.records[-1].at
+    first, last = records[0].at, records[-1].at
     least = _moment("--since", since, last) if since is not None else -math.inf
     most = _moment("--until", until, last) if until is not None else math.inf
-    if not any(least <= x.at <= most for x in logs.records):
+    if not any(least <= x.at <= most for x in records):
         begin, end = (datetime.fromtimestamp(x, UTC).isoformat(" ", "seconds") for x in (first, last))
         raise ConfigError(f"no event is between --since and --until; there are some from {begin} to {end}")
     return least, most

@@ -13,36 +13,52 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from asynckv.diagnose import summary_rest as rest
-from asynckv.diagnose.axis import Axis, make_axis
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.colours import PHASES, WITHIN
-from asynckv.diagnose.join import Service, join
-from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.join import Process, Service, join
+from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
 from asynckv.diagnose.summary_samples import Tally, bounded, lease_key, tally
 from asynckv.diagnose.summary_time import Windows, quantiles
 from asynckv.observe.events import EVENT
 
-__all__ = ["summarise"]
+__all__ = ["Aligned", "align", "summarise"]
 
 MAX_NOTES = 4
 
 
-def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> Summary:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Aligned:
+    """What logs say, by one clock.
+
+    Attributes:
+        records: By time.
+        moved: The time by that clock of what a rank's clock showed.
+        clocks: What must be known of it.
+    """
+
+    service: Service
+    records: Sequence[Record]
+    moved: Callable[[str, float], float]
+    clocks: Sequence[str] = ()
+
+
+def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, aligned: Aligned | None = None) -> Summary:
     """Sum up what logs say.
 
     Args:
         logs: All of them: what a request's end means may depend on what was said long before.
         since: Seconds since 1970: earlier events do not count.
         until: Nor do later ones.
+        aligned: Of `align`, by whose clock `since` and `until` are; made here if left out.
     """
-    service = join(logs)
-    axis = make_axis(service) if len({x.host for x in service.processes.values() if x.host}) > 1 else None
-    records, clocks = _aligned(service, axis, logs.records)
+    by_one = aligned or align(logs)
+    service, records = by_one.service, by_one.records
     if since > -math.inf or until < math.inf:
         records = [x for x in records if since <= x.at <= until]
     read = Read(
@@ -86,11 +102,11 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
         leases=leases,
         quarantine=_quarantine(by_process, windows),
         failures=failures,
-        clocks=clocks,
-        late=rest.late(logs, service, since, until),
+        clocks=list(by_one.clocks),
+        late=rest.late(logs, service, by_one.moved, since, until),
         peers=rest.peers(by_process, weights),
         missing=service.missing(),
-        unseen=rest.unseen(service, axis, since, until),
+        unseen=rest.unseen(service, by_one.moved, since, until),
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
@@ -98,18 +114,25 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf) -> 
     )
 
 
-def _aligned(service: Service, axis: Axis | None, records: Sequence[Record]) -> tuple[Sequence[Record], list[str]]:
+def align(logs: Logs) -> Aligned:
     """Give records of several hosts the times of one clock, and say what must be known of that."""
-    if axis is None:
-        return records, []
-    moved = [
-        dataclasses.replace(x, at=at)
-        if (process := service.processes.get(x.incarnation)) and math.isfinite(at := axis.at(process, x.at)) and at > 0
-        else x
-        for x in records
-    ]
+    service = join(logs)
+    if len({x.host for x in service.processes.values() if x.host}) < 2:
+        return Aligned(service, logs.records, lambda _, at: at)
+    axis = make_axis(service)
+
+    def moved(process: Process | None, at: float) -> float:
+        there = axis.at(process, at) if process is not None else at
+        return there if math.isfinite(there) and there > 0 else at
+
+    records = [dataclasses.replace(x, at=moved(service.processes.get(x.incarnation), x.at)) for x in logs.records]
     said = ["The processes run on several hosts; their clocks are aligned by what they said to each other."]
-    return sorted(moved, key=attrgetter("at")), said + [f"Clocks: {x}." for x in axis.notes()[:MAX_NOTES]]
+    return Aligned(
+        service,
+        sorted(records, key=attrgetter("at")),
+        lambda rank, at: moved(service.process_named(rank), at),
+        said + [f"Clocks: {x}." for x in axis.notes()[:MAX_NOTES]],
+    )
 
 
 # -- pulls and leases --------------------------------------------------------------------------------------
@@ -183,14 +206,14 @@ def _sum_pulls(
         if record.rank not in exact:
             setattr(pulls, cause, getattr(pulls, cause) + weight)
         seconds = record.number("seconds")
-        if cause != "complete" or math.isnan(seconds):
+        if cause != "complete" or not seconds >= 0:
             continue
         took[i].append((bounded(seconds), weight))
         if seconds > pulls.slowest.get("seconds", -1.0):
             pulls.slowest = {"seconds": seconds, "request_id": record.text("request_id"), "rank": record.rank}
         named = record.mapping("phases")
         for name in (*PHASES, *WITHIN):
-            if isinstance(value := named.get(name), int | float) and 0 <= value < math.inf:
+            if (value := number(named.get(name))) >= 0:
                 phases[name][i].append((bounded(value), weight))
     pulls.num_bytes = math.fsum(pulls.bytes_per_s) * windows.seconds
     everything = [row for rows in took for row in rows]

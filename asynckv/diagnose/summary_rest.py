@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
-from asynckv.diagnose.axis import Axis
-from asynckv.diagnose.join import Lease, Process, Request, Service, start_of
-from asynckv.diagnose.leaks import find_leaks
-from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.join import Lease, Request, Service, start_of
+from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Unseen, Warned
 from asynckv.diagnose.summary_samples import bounded
 from asynckv.observe.events import EVENT
@@ -31,14 +30,16 @@ MAX_CAUSES = 200
 """Different causes: what comes after is counted as `other`."""
 
 
-def late(logs: Logs, service: Service, since: float, until: float) -> Late:
-    """Find blocks that came back late, while these events happened."""
-    leaks = [
-        x
-        for x in find_leaks(service)
-        if math.isnan(x.since)
-        or (x.since <= until and x.since + (0.0 if math.isnan(x.seconds) else x.seconds) >= since)
-    ]
+def late(logs: Logs, service: Service, moved: Callable[[str, float], float], since: float, until: float) -> Late:
+    """Find blocks that came back late, while these events happened; holders' clocks are moved to that of the report."""
+
+    def counts(leak: Leak) -> bool:
+        begun = moved(leak.holders[0], leak.since) if leak.holders else leak.since
+        return math.isnan(begun) or (
+            begun <= until and begun + (0.0 if math.isnan(leak.seconds) else leak.seconds) >= since
+        )
+
+    leaks = [x for x in find_leaks(service) if counts(x)]
     found = leaks_page.report(leaks, service, logs)
     for entry in found["leaks"]:
         found["causes"][entry["cause"]].setdefault("example", entry["sentence"])
@@ -92,27 +93,23 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
     return sorted(pairs.values(), key=lambda x: (-sum(x.failures.values()), -x.not_ready_s, x.peer, x.reader))
 
 
-def unseen(service: Service, axis: Axis | None, since: float, until: float) -> list[Unseen]:
+def unseen(service: Service, moved: Callable[[str, float], float], since: float, until: float) -> list[Unseen]:
     """Say what prefill sides know of processes that pull, and their own logs do not: missing, or cut short."""
     found: dict[str, Unseen] = {}
-
-    def at(process: Process, when: float) -> float:
-        moved = axis.at(process, when) if axis is not None else when
-        return moved if math.isfinite(moved) else when
 
     def of(name: str) -> Unseen | None:
         process = service.process_named(name)
         if process is not None and process.stopped is not None:
             return None
-        ends = at(process, process.last_at) if process is not None else None
+        ends = moved(process.rank, process.last_at) if process is not None else None
         return found.setdefault(name, Unseen(rank=name, ends=ends, released={}))
 
     for request in service.requests:
-        known = {x.process.start for x in request.all_pulls}
+        known = {x.process.start for x in request.all_pulls if x.ended is not None}
         for name, (lease, how) in _heard(request).items():
             if start_of(name) in known or lease.ended is None:
                 continue
-            ended = at(lease.process, lease.ended.at)
+            ended = moved(lease.process.rank, lease.ended.at)
             if not since <= ended <= until or (seen := of(name)) is None:
                 continue
             if seen.ends is not None and seen.ends > ended:
@@ -169,7 +166,7 @@ def held(records: Iterable[Record]) -> list[Held]:
         side = "lease" if record.event == EVENT.LEASE_HELD else "pull"
         key = side, record.text("waits")[:MAX_TEXT]
         oldest = record.entries("oldest")
-        ages = [x for e in oldest for n in ("lent_s", "state_s") if isinstance(x := e.get(n), int | float)]
+        ages = [x for e in oldest for n in ("lent_s", "state_s") if (x := number(e.get(n))) >= 0]
         if (held := found.get(key)) is None:
             if len(found) >= MAX_CAUSES:
                 continue
@@ -188,7 +185,7 @@ def held(records: Iterable[Record]) -> list[Held]:
         held.warnings += 1
         held.last = record.at
         held.most = max(held.most, record.integer("requests", 0))
-        held.oldest_s = max([held.oldest_s, *(float(x) for x in ages if 0 <= x < math.inf)])
+        held.oldest_s = max([held.oldest_s, *ages])
     return sorted(found.values(), key=lambda x: (-x.most, -x.oldest_s, x.waits))
 
 

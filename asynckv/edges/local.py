@@ -164,7 +164,8 @@ class LocalDoor:
             if n >= MAX_STALE:
                 break
             with contextlib.suppress(OSError):
-                if path.is_socket() and is_left_behind(path):
+                # What others keep here is theirs, and a socket that has yet to get its name is about to be listened on.
+                if rank_of(path) and not path.is_symlink() and path.is_socket() and is_left_behind(path):
                     path.unlink(missing_ok=True)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,6 +201,8 @@ class LocalDoor:
                     to.set_result(status)
 
             self._on_question(guest, asked, answer)
-            write_packet(writer, encode_packet(self._incarnation, packet.sender, [await answered]))
+            async with asyncio.timeout(IDLE_S):  # whatever has become of the question, a place is free again
+                status = await answered
+            write_packet(writer, encode_packet(self._incarnation, packet.sender, [status]))
             async with asyncio.timeout(IDLE_S):
                 await writer.drain()

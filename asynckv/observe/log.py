@@ -154,7 +154,12 @@ class Recorder:
         """Let what is still to be written be written, for a bounded time."""
         if self._sink is not None and not self._is_closed:
             self._is_closed = True
-            await asyncio.get_running_loop().run_in_executor(None, self._sink.close)
+            try:
+                closing = asyncio.get_running_loop().run_in_executor(None, self._sink.close)
+            except RuntimeError:  # the interpreter exits: there are no threads to be had, and nobody else to wait
+                self._sink.close()
+            else:
+                await closing
 
     def listen(self, logger: Any, level: int) -> None:
         """Log to another logger of structlog's, from this level on."""

@@ -67,6 +67,8 @@ class FileSink:
 
     _open: ClassVar[dict[str, FileSink]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    _writing: ClassVar[set[FileSink]] = set()
+    """Those that have a thread."""
 
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         try:
@@ -79,9 +81,10 @@ class FileSink:
         self._users = 0
         self._waiting: queue.SimpleQueue[Line | str | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._hurry = threading.Event()
         self._told = 0
-        """How many of those that were dropped have been told of."""
+        """How many of those that were dropped a line that was written has told of."""
 
     @classmethod
     def shared(cls, path: str, max_bytes: int, backups: int) -> FileSink:
@@ -130,7 +133,7 @@ class FileSink:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        atexit.unregister(self.end)
+        self._writing.discard(self)
         self._hurry.set()
         self._waiting.put(None)
         thread.join(CLOSE_S)
@@ -140,17 +143,28 @@ class FileSink:
     # -- inside ------------------------------------------------------------------------------------
 
     def _put(self, line: Line | str) -> None:
-        if self._waiting.qsize() >= MAX_WAITING:
+        if self._waiting.qsize() >= MAX_WAITING or not self._is_served():
             self._not_taken += 1
             return
         self._waiting.put(line)
-        if self._thread is None:
-            self._hurry = threading.Event()
-            self._thread = threading.Thread(
-                target=self._work, args=(self._hurry,), name=f"asynckv log {os.path.basename(self.path)}", daemon=True
-            )
-            atexit.register(self.end)  # a thread that is a daemon is not waited for
-            self._thread.start()
+
+    def _is_served(self) -> bool:
+        """Whether a thread writes; one is started if none does."""
+        if self._thread is not None:
+            return True
+        with self._starting:
+            if self._thread is not None:
+                return True
+            hurry = threading.Event()
+            name = f"asynckv log {os.path.basename(self.path)}"
+            thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
+                return False
+            self._hurry, self._thread = hurry, thread
+            self._writing.add(self)
+        return True
 
     def _work(self, hurry: threading.Event) -> None:
         """Write what is put, until told to end."""
@@ -163,24 +177,34 @@ class FileSink:
                     batch.append(self._waiting.get_nowait())
             is_last = None in batch
             lines = [line for line in batch if line is not None]
+            told, encoded = self._told, []
+            for line in lines:
+                dropped = self.num_dropped
+                try:
+                    encoded.append(self._encoded(line, dropped - told))
+                except Exception:  # a value whose repr raises takes no other line with it
+                    self._not_written += 1
+                    continue
+                if not isinstance(line, str):
+                    told = dropped
             try:
                 self._file.begin()
-                self._file.write_lines([self._encoded(line) for line in lines])
-            except Exception:  # no disk, no folder, a value whose repr raises: no request is to suffer for it
+                self._file.write_lines(encoded)
+                self._told = told
+            except Exception:  # no disk, no folder: no request is to suffer for it
                 self._file.give_up()
-                self._not_written += len(lines) - self._file.num_written
+                self._not_written += len(encoded) - self._file.num_written
             if is_last:
                 self._file.give_up()
                 return
 
-    def _encoded(self, line: Line | str) -> str:
+    def _encoded(self, line: Line | str, dropped: int) -> str:
         if isinstance(line, str):
             return line
         at, level, event, bound, fields = line
         stamp = datetime.fromtimestamp(at, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         said = {"timestamp": stamp, "level": level, "event": event, **bound, **fields}
-        if dropped := self.num_dropped - self._told:
-            self._told += dropped
+        if dropped:
             said["log_dropped"] = dropped
         return json.dumps(said, default=_plain)
 
@@ -265,3 +289,25 @@ class _File(RotatingFileHandler):
 def _plain(value: object) -> object:
     """Values that JSON does not know."""
     return list(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def _at_exit() -> None:
+    """Write what is still to be written: threads that are daemons are not waited for.
+
+    Engines that are still open then are closed before this (`embed/thread.py`), which was registered later; so their
+    last words are in the file as well.
+    """
+    for sink in tuple(FileSink._writing):
+        sink.end()
+
+
+def _after_fork() -> None:
+    """Of a process that was forked none of the threads is here, and what waits is the parent's to write."""
+    FileSink._lock = threading.Lock()
+    for sink in tuple(FileSink._writing):
+        sink._thread, sink._starting, sink._waiting = None, threading.Lock(), queue.SimpleQueue()
+    FileSink._writing.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

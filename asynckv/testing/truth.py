@@ -265,6 +265,7 @@ class Witness:
                 return await call(*args, **options)
             result = await call(*args, **options)
             self._incarnations[process.name].append((process.now - AT_ONCE_S, engine.incarnation))
+            self._starts[process.name][engine.incarnation] = None
             return result
 
         setattr(engine, name, ends)
@@ -374,6 +375,10 @@ class Witness:
             token = key.token
             answers = [s for s in self._heard[token] if isinstance(s.message, Ack)]
             heard = {(s.process, self._rank_of(s.target)) for s in answers}
+            taken = {(s.process, self._rank_of(s.target), s.message.pull_id) for s in answers}
+            releases = [s for s in self._sent[token] if isinstance(s.message, Release)]
+            if any((s.process, s.other, s.message.pull_id) not in taken for s in releases):
+                whys.add("unanswered")
             for attempt in self.service.attempts:
                 if attempt.lent is lent and attempt.called:
                     for owner in lent.engine.ranks:
@@ -541,7 +546,7 @@ class Witness:
                 if reason := self._was_refused(token, pull_id, reader, owner):
                     whys.add("refused")
                     found.reasons.add(reason)
-        spoke = [s for s in arrived if s.at <= end]
+        spoke = [s for s in arrived if s.at <= end - AT_ONCE_S]
         whys.add("spoke" if spoke else "silent")
         if any("granted to " in text and found.reader in text for _, text in holder.handle._lease.history):
             whys.add("claimed")
