@@ -411,7 +411,10 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
             bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
             fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
             within = axis.offset(lease.process, at).within_s
-            yield Lane(process, "decode", "pull", [bar], fields, within), _log_ends(axis, process, bar)
+            mark = _log_ends(axis, process, bar)
+            if axis.group(process) != axis.group(lease.process):
+                mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
+            yield Lane(process, "decode", "pull", [bar], fields, within), mark
 
 
 def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
