@@ -457,6 +457,7 @@ def test_an_id_that_only_one_side_knows_finds_its_request(
         assert (code, err) == (0, "")
         assert out.startswith(r"P:4,\n (decode: gen-30)"), out
         assert f"release refused by {P}: wrong_request" in out
+        assert "speaks of it under another prefill request id: 30\n" in out
         assert "lent, 1 block\n" in out
     for name in ("chat-40", "c" * 16 + "-41", "c" * 16 + "-42"):
         code, out, err = run([log, "--request", name], monkeypatch, capsys)

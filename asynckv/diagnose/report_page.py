@@ -162,7 +162,10 @@ NO_PULLS = (
     "No pull ended in these logs: there is no log of a process that pulls among them, or its level leaves out what "
     "went well (info has it)."
 )
-NO_SUCCESS = "No pull that completed is in these logs: nothing went well, or their level is above info."
+NO_SUCCESS = (
+    "No pull that completed is in these logs: there is no log of a process that pulls, nothing went well, or their "
+    "level is above info."
+)
 
 
 def _pulls(summary: Summary) -> str:

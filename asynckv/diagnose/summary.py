@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from asynckv.diagnose import summary_rest as rest
-from asynckv.diagnose.axis import Axis, make_axis
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.join import Process, Service, join
 from asynckv.diagnose.records import Logs, Record, number
@@ -39,14 +39,12 @@ class Aligned:
     Attributes:
         records: By time.
         moved: The time by that clock of what a rank's clock showed.
-        axis: What aligned them, where there are several hosts.
         clocks: What must be known of it.
     """
 
     service: Service
     records: Sequence[Record]
     moved: Callable[[str, float], float]
-    axis: Axis | None = None
     clocks: Sequence[str] = ()
 
 
@@ -108,7 +106,7 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
         late=rest.late(logs, service, by_one.moved, since, until),
         peers=rest.peers(by_process, weights),
         missing=service.missing(),
-        unseen=rest.unseen(service, by_one.axis, since, until),
+        unseen=rest.unseen(service, by_one.moved, since, until),
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
@@ -133,7 +131,6 @@ def align(logs: Logs) -> Aligned:
         service,
         sorted(records, key=attrgetter("at")),
         lambda rank, at: moved(service.process_named(rank), at),
-        axis,
         said + [f"Clocks: {x}." for x in axis.notes()[:MAX_NOTES]],
     )
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
-from asynckv.diagnose.axis import Axis
-from asynckv.diagnose.join import Lease, Process, Request, Service, start_of
+from asynckv.diagnose.join import Lease, Request, Service, start_of
 from asynckv.diagnose.leaks import Leak, find_leaks
 from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Unseen, Warned
@@ -94,27 +93,23 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
     return sorted(pairs.values(), key=lambda x: (-sum(x.failures.values()), -x.not_ready_s, x.peer, x.reader))
 
 
-def unseen(service: Service, axis: Axis | None, since: float, until: float) -> list[Unseen]:
+def unseen(service: Service, moved: Callable[[str, float], float], since: float, until: float) -> list[Unseen]:
     """Say what prefill sides know of processes that pull, and their own logs do not: missing, or cut short."""
     found: dict[str, Unseen] = {}
-
-    def at(process: Process, when: float) -> float:
-        moved = axis.at(process, when) if axis is not None else when
-        return moved if math.isfinite(moved) else when
 
     def of(name: str) -> Unseen | None:
         process = service.process_named(name)
         if process is not None and process.stopped is not None:
             return None
-        ends = at(process, process.last_at) if process is not None else None
+        ends = moved(process.rank, process.last_at) if process is not None else None
         return found.setdefault(name, Unseen(rank=name, ends=ends, released={}))
 
     for request in service.requests:
-        known = {x.process.start for x in request.all_pulls}
+        known = {x.process.start for x in request.all_pulls if x.ended is not None}
         for name, (lease, how) in _heard(request).items():
             if start_of(name) in known or lease.ended is None:
                 continue
-            ended = at(lease.process, lease.ended.at)
+            ended = moved(lease.process.rank, lease.ended.at)
             if not since <= ended <= until or (seen := of(name)) is None:
                 continue
             if seen.ends is not None and seen.ends > ended:

@@ -31,6 +31,7 @@ def report(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> d
             ],
         },
         "processes": [_process(axis, x) for x in grounds],
+        "missing": axis.service.missing(),
         "requests": [_request(x) for x in stories],
     }
 

@@ -331,6 +331,10 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         ends = [_released_at(axis, lease, pull) for lease in leases]
         lanes.append(_pull_lane(axis, pull, max((x for x in ends if math.isfinite(x)), default=math.nan)))
         marks += _pull_marks(axis, pull)
+    for request in requests:
+        for pull in request.others.values():
+            at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
+            marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
     found = list(_unlogged(axis, leases, {p.pull_id for p in pulls}))
     lanes += [lane for lane, _ in found if lane is not None]
     marks += [mark for _, mark in found]
@@ -411,7 +415,10 @@ def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[
             bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
             fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
             within = axis.offset(lease.process, at).within_s
-            yield Lane(process, "decode", "pull", [bar], fields, within), _log_ends(axis, process, bar)
+            mark = _log_ends(axis, process, bar)
+            if axis.group(process) != axis.group(lease.process):
+                mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
+            yield Lane(process, "decode", "pull", [bar], fields, within), mark
 
 
 def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
@@ -532,7 +539,7 @@ def _released_at(axis: Axis, lease: Lease, pull: Pull) -> float:
 
 def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
     bars = list(_pull_bars(pull))
-    fields = {"request_id": pull.request_id, "pull_id": pull.pull_id}
+    fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
         for name in ("failed_in", "bytes", "descriptors", "posts", "rereads"):
