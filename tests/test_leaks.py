@@ -310,6 +310,25 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     assert leak.cause is C.PREFILL_DIED
 
 
+def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
+    ended = [stopped(P, 2000.0)]
+    [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
+    [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert f"{RANK[D]} had died before it was lent" in leak.sentence
+    # Another decode engine lives: it is asked, and the dead one is not named.
+    lives = [say(5, EVENT.ENGINE_STARTED, OTHER, host="h"), say(6, EVENT.PEER_CHANGED, OTHER), *ANOTHER[1:]]
+    other = say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")
+    [leak] = found([*RUNNING, *lives, other, say(1500, EVENT.ENGINE_STOPPED, OTHER), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert RANK[D] not in leak.sentence
+    # One that is restarted late is known to be dead only then.
+    again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
+    [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     cause, records = CASES[name]

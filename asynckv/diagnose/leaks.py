@@ -46,6 +46,9 @@ LATE_S = 1.0
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
 
+QUIET = 10.0
+"""A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
+
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
 
@@ -352,6 +355,19 @@ class _Judge:
         since = sum(self._when(pull.process.incarnation, told.at)) / 2
         return (low + high) / 2 >= since + longest + LATE_S
 
+    def _gone_by(self, process: Process) -> float:
+        """By when, in everybody's time, a process no longer lived, as far as can be told.
+
+        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
+        """
+        fate = self.fate(process)
+        if fate.kind != "died" or fate.is_proved:
+            return fate.before
+        pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
+        known = (process.durations.get(x, 0.0) for x in ("lease_s", "timeout_s"))
+        quiet_s = max(DEFAULT_LEASE_S, QUIET * pause_s, *known)
+        return min(fate.before, self._when(process.incarnation, process.last_at)[1] + quiet_s)
+
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
 
@@ -604,9 +620,11 @@ class _Judge:
             readers = [x for x in readers if x.engine_id in engines and x not in spoke]
         unknown = self._unknown_readers(lease.process)
         died, silent = [], []
+        gone = [x for x in readers if self._gone_by(x) < since]
+        readers = [x for x in readers if x not in gone] or gone
         for reader in readers:
             fate = self.fate(reader)
-            if fate.before < since or self._when(reader.incarnation, reader.first_at)[0] > until:
+            if self._gone_by(reader) < since or self._when(reader.incarnation, reader.first_at)[0] > until:
                 continue
             if fate.kind == "died" and fate.after <= until:
                 died.append(reader)
@@ -615,8 +633,8 @@ class _Judge:
         if not spoke and name == "*":
             # Other ranks of the same engine live: they would have spoken of a request that it had.
             ranks = {x.base for x in died} | {x.base for x in silent}
-            gone = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
-            died = [x for x in died if x.engine_id in gone]
+            whole = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
+            died = [x for x in died if x.engine_id in whole]
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
         if name == "*" and not spoke and lease.state != "lent" and not unknown:
@@ -646,6 +664,8 @@ class _Judge:
         if readers and not unknown and lease.state != "lent":
             gone_too = _all(x.rank for x in silent)
             reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
+            if readers == gone:
+                reserve = f"; {_all(x.rank for x in gone)} had died before it was lent"
             return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
         return _Story(
             C.NEVER_CLAIMED,
@@ -660,7 +680,7 @@ class _Judge:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self._when(reader.incarnation, reader.first_at)[0]
             early_s = waits_s if self._is_ahead else 0.0
-            if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
+            if fate.kind == "died" and self._gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
 
