@@ -221,7 +221,7 @@ def early_ends(service: Service, when: When) -> list[Early]:
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if process.stopped is None and process.successor is None and before_s > bound:
+        if process.stopped is None and process.successor is None and not process.answers and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
     return sorted(out, key=lambda x: -x.before_s)
 
@@ -243,8 +243,8 @@ def _all(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known; a death that is not proved may be a log that was cut off."""
+    """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
+    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
@@ -313,6 +313,8 @@ class _Judge:
     def _fate(self, process: Process) -> _Fate:
         low, high = self._when(process.incarnation, process.last_at)
         ends = f"its log ends at {moment(process.last_at)} without a goodbye"
+        if process.answers:
+            return _Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return _Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
@@ -476,7 +478,7 @@ class _Judge:
         """An announcement that nobody pulled, for as long as it may last."""
         if pull.ended is not None:
             return pull.cause == "timeout" and pull.failed_in == "announced"
-        return pull.state == "announced" and self.fate(pull.process).kind == "silent" and _is_last_word(pull)
+        return pull.state == "announced" and self.fate(pull.process).kind in ("silent", "alive") and _is_last_word(pull)
 
     def _is_kept(self, pull: Pull) -> bool:
         """Its blocks were not free when it had its outcome."""
@@ -691,6 +693,11 @@ class _Judge:
         out = []
         if silent:
             out.append(f"no log of the decode side speaks of it, and {_all(x.rank for x in silent)} may have died")
+        elif readers and all(x.answers for x in readers):
+            out.append(
+                f"{_all(x.rank for x in readers)} "
+                + ("answers and knows nothing of it" if len(readers) == 1 else "answer and know nothing of it")
+            )
         elif readers:
             out.append("no log of the decode side that is given speaks of it")
         if unknown:
