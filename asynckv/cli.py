@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -369,14 +369,23 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our output has heard enough; nothing more must be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _unheard()
+    except SystemExit as exc:
+        # rich and typer take a closed pipe for an error of status 1.
+        if isinstance(exc.__context__, BrokenPipeError):
+            _unheard()
+        raise
     except OSError as exc:
         if exc.errno != errno.ENOSPC:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"the output cannot be written: {exc.strerror}", 2)
+
+
+def _unheard() -> NoReturn:
+    """End as one whose reader has heard enough; nothing more must be written at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
