@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from asynckv.cli import app
 from asynckv.diagnose import causes, leaks_page
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
 from asynckv.diagnose.records import Logs, Record, read_logs
+from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
 from tests.test_leaks_real import DECODE_ONLY, EXPECTED, PREFILL, PREFILL_ONLY, named
 
@@ -25,7 +30,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "leaks.md"
 C = CAUSE
 
 P, D, E = "aaaaaaaa" + "0" * 24, "bbbbbbbb" + "1" * 24, "cccccccc" + "2" * 24
-RANK = {P: "prefill/tp0@aaaaaaaa", D: "decode/tp0@bbbbbbbb", E: "decode/tp1@cccccccc"}
+OTHER = "eeeeeeee" + "3" * 24
+RANK = {P: "prefill/tp0@aaaaaaaa", D: "decode/tp0@bbbbbbbb", E: "decode/tp1@cccccccc", OTHER: "other/tp0@eeeeeeee"}
 PULL = f"{D[:16]}-1"
 NAMES = {
     "request_id": "gen-a",
@@ -39,6 +45,12 @@ LEASE: dict[str, Any] = {"request_id": "a", "sequence": 0, "blocks": 4}
 
 def say(at: float, event: str, start: str = P, **fields: Any) -> Record:
     return Record(1e9 + at, event, "info", RANK[start].partition("/")[0], RANK[start], start, fields)
+
+
+def line(record: Record) -> dict[str, Any]:
+    """The same as it stands in a log."""
+    bound = {"engine_id": record.engine_id, "rank": record.rank, "incarnation": record.incarnation}
+    return {"timestamp": record.at, "event": record.event, "level": record.level, **bound, **record.fields}
 
 
 def begun(start: str, at: float = 0.0) -> Record:
@@ -83,6 +95,14 @@ RUNNING = [begun(P), begun(D), *met()]
 REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
 KEPT = {"held_transfers": 3, "failed_in": "read", "detail": "still reading"}
 DIED = [begun(P), begun(D), *met(), stopped(P)]
+
+READS_ELSEWHERE = {"peer_ranks": ["prefill/tp1@dddddddd", RANK[P]], "read_ranks": ["prefill/tp1@dddddddd"]}
+LAST = {**NAMES, "pull_id": f"{D[:16]}-2"}
+ANOTHER = [
+    say(7, EVENT.PULL_ENDED, D, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete", seconds=0.1),
+    say(200, EVENT.ENGINE_STOPPED, OTHER),
+]
+"""The reader that died had been asked for others before."""
 
 CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "release lost": (C.RELEASE_LOST, [*BOTH, expired(), pull_ended(15, "complete"), unanswered()]),
@@ -170,6 +190,86 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         C.READ_FROM_THE_DEAD,
         [begun(P), begun(D), *met(), stopped(D), pull_ended(15, "peer_lost", **KEPT)],
     ),
+    "data plane later": (
+        C.STUCK_TRANSFER,
+        [
+            *BOTH,
+            pull_ended(15, "timeout", **KEPT),
+            say(15.5, EVENT.DATA_PLANE_RESTARTED, D, cause="our agent has died", seconds=0.2),
+            say(16, EVENT.BLOCKS_RETURNED, D, **NAMES, seconds_after_failure=1.0),
+        ],
+    ),
+    "only released": (
+        C.CAME_TOO_LATE,
+        [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(43, "complete", **READS_ELSEWHERE)],
+    ),
+    "only released, of a hit": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
+    "released before it was lent": (
+        C.RELEASE_TOO_EARLY,
+        [*BOTH, expired(False), pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)],
+    ),
+    "turned away for an earlier start": (
+        C.STALE_PARAMS,
+        [
+            begun(P),
+            begun(D),
+            *(stopped(x) for x in (P, D)),
+            expired(False),
+            pull_ended(16, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1),
+            say(16.1, EVENT.READER_REFUSED, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
+        ],
+    ),
+    "keys, in the detail alone": (
+        C.KEYS_REFUSED,
+        [*BOTH, expired(False), pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")],
+    ),
+    "a stranger is refused": (
+        C.RELEASE_LOST,
+        [
+            *BOTH,
+            expired(refused=[[3.0, "release", "foreign_pull", "decode/tp0@99999999", ""]]),
+            pull_ended(15, "complete"),
+            unanswered(),
+        ],
+    ),
+    "the last attempt's release is lost": (
+        C.RELEASE_LOST,
+        [
+            *BOTH,
+            expired(
+                history=[
+                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
+                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
+                ]
+            ),
+            pull_ended(12, "read_failed"),
+            pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
+            say(
+                44,
+                EVENT.RELEASE_UNANSWERED,
+                D,
+                **LAST,
+                cause="timeout",
+                ranks=[RANK[P]],
+                seconds=30.0,
+                outcome="failed",
+            ),
+        ],
+    ),
+    "looked at late": (
+        C.PREFILL_LOOP_AWAY,
+        [*BOTH, expired(False, late_s=6.0), pull_ended(15, "discharged", read_ranks=[], seconds=0.0), unanswered()],
+    ),
+    "one of two engines died": (
+        C.NEVER_CLAIMED,
+        [
+            *DIED,
+            say(5, EVENT.ENGINE_STARTED, OTHER, host="h"),
+            say(6, EVENT.PEER_CHANGED, OTHER),
+            *ANOTHER,
+            expired(False),
+        ],
+    ),
     "owner died": (
         C.PREFILL_DIED,
         [begun(P), begun(D), *met(), stopped(D), say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)],
@@ -181,6 +281,35 @@ def found(records: list[Record]) -> list[Leak]:
     return find_leaks(join(records))
 
 
+F, P2 = "dddddddd" + "3" * 24, "eeeeeeee" + "4" * 24
+RANK |= {F: "third/tp0@dddddddd", P2: "prefill/tp0@eeeeeeee"}
+
+
+def lent(at: float, start: str = P, **fields: Any) -> Record:
+    return say(at, EVENT.LEASE_LENT, start, **{**LEASE, "lease_s": 30.0, **fields})
+
+
+def gone(at: float, detail: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+    return say(at, EVENT.PEER_CHANGED, D, **who, cause="peer_lost", detail=detail)
+
+
+def test_who_lives_is_not_told_to_have_died() -> None:
+    """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
+    quiet = [begun(P), begun(D), *met(), begun(F), stopped(F, 50.5)]
+    assert not found([*quiet, lent(50.0)])
+    # Nobody would have told this one of the other's end.
+    [leak] = found([*quiet, expired(False, at=49.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    # Two services have one name, and run side by side.
+    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), lent(100.0)])
+    # Its level leaves goodbyes out, and those who heard it do not.
+    assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
+    assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
+    [leak] = found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "no answer for 4.0 s")])
+    assert leak.cause is C.PREFILL_DIED
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     cause, records = CASES[name]
@@ -188,8 +317,8 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
-    shown = leaks_page.report([leak], join(records), Logs(records))
-    assert json.loads(json.dumps(shown))["leaked"] == 1
+    report = leaks_page.report([leak], join(records), Logs(records))
+    assert json.loads(json.dumps(report))["leaked"] == 1
 
 
 def test_what_was_released_revoked_or_withdrawn_is_not_late() -> None:
@@ -212,7 +341,7 @@ def test_what_is_held_when_the_log_ends_is_told() -> None:
     warned = say(20, EVENT.LEASE_HELD, state="lent", waits="not claimed by anybody", requests=1, oldest=[held])
     [leak] = found([begun(P), warned])
     assert (leak.cause, leak.state, leak.missing) == (C.NEVER_CLAIMED, "held", ("the decode side",))
-    claims = {RANK[D]: {"pull_id": PULL, "heard_s": 8.0, "claimed_s": 0.1}}
+    claims = {RANK[D]: {"pull_id": PULL, "heard_s": 2.0, "claimed_s": 0.1}}
     warned = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[{**held, "claims": claims}])
     [leak] = found([begun(P), warned])
     assert leak.cause is C.READER_SILENT
@@ -238,6 +367,86 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     assert not found(only(D, CASES["died after claim"][1]))
     [leak] = found(only(P, CASES["died after claim"][1]))
     assert leak.missing == (RANK[D],)
+
+
+def test_a_prefill_log_that_ends_early_says_no_more_than_one_that_is_missing() -> None:
+    key = {**NAMES, "prefill_request_id": "b"}
+    refused = say(15.1, EVENT.RELEASE_REFUSED, D, **key, cause="wrong_request", ranks=[RANK[P]], detail="")
+    failed = pull_ended(15, "wrong_request", prefill_request_id="b")
+    lent = say(10, EVENT.LEASE_LENT, P, **LEASE, lease_s=30.0)
+    later = say(90, "of_later", D)
+    # The lease may have expired at 45 at the latest, and a second may pass until that is told.
+    for end, is_late in ((12.0, True), (45.5, True), (47.0, False)):
+        records = [*RUNNING, failed, refused, say(end, "of_later", P), later]
+        leaks = found(records)
+        assert [(x.cause, x.state, x.missing) for x in leaks] == [(C.OTHER_REQUEST_ID, "unknown", (RANK[P],))] * is_late
+        service = join(records)
+        early = early_ends(service, aligned(service))
+        assert [x.rank for x in early] == [RANK[P]]
+        assert early[0].before_s == pytest.approx(90 - end, abs=0.2)
+        report = leaks_page.report(leaks, service, Logs(records), early=early)
+        assert report["read"]["early"][0]["rank"] == RANK[P]
+    assert not found([*BOTH, failed, refused])
+    [leak] = found([*RUNNING, pull_ended(15, "complete"), unanswered(46, "timeout"), later, say(40, "of_later", P)])
+    assert (leak.cause, leak.state) == (C.RELEASE_UNANSWERED, "unknown")
+    # A lease whose end is told is judged, however early the log ends.
+    ended = expired(cause="released", owed=[], at=16.0, seconds=6.0)
+    assert not found([*RUNNING, lent, pull_ended(15, "complete"), unanswered(46, "timeout"), ended, later])
+
+
+def test_what_a_log_of_warnings_lacks_says_nothing() -> None:
+    def warnings(records: list[Record]) -> list[Record]:
+        quiet = {EVENT.ENGINE_STARTED, EVENT.ENGINE_STOPPED, EVENT.READER_MET, EVENT.PEER_CHANGED, EVENT.LEASE_LENT}
+        return [replace(x, level="warning") for x in records if x.event not in quiet]
+
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 2.0}}
+
+    def held(at: float, left: float) -> Record:
+        entry = {**LEASE, "lent_s": at - 10, "left_s": left, "claims": claims}
+        return say(at, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+
+    assert found([begun(P), held(20, 20.0)])
+    assert not found(warnings([held(20, 20.0)]))
+    assert not found(warnings([held(20, 20.0), held(30, 10.0)]))
+    [leak] = found(warnings([held(20, 20.0), held(30, 10.0), held(50, 5.0)]))
+    assert (leak.cause, leak.state) == (C.READER_SILENT, "held")
+    # Nor is its reader dead for want of a goodbye.
+    records = [*warnings([pull_ended(9, "timeout", pull_id=f"{D[:16]}-7", prefill_request_id="z")]), *DIED[:1]]
+    leaks = {x.request_id: x for x in found([*records, expired(), stopped(P)])}
+    assert (leaks["a"].cause, leaks["a"].missing) == (C.READER_SILENT, (RANK[D],))
+    report = leaks_page.report([], join(records), Logs(records))
+    assert report["read"]["warnings_only"] == [RANK[D]]
+
+
+def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 0.1, "heard_s": 7.0}}
+    [leak] = found([*DIED, expired(claims=claims)])
+    assert leak.sentence.startswith(
+        f"{RANK[D]} claimed it, was heard of last 7 s after it was lent (at 01:46:57.000), and died or was cut off "
+        f"(its log ends at 01:46:45.020 without a goodbye"
+    )
+    assert leak.sentence.endswith("; what it did after 01:46:45.020 is not in its log)")
+    again = "dddddddd" + "3" * 24
+    restarted = Record(1e9 + 30, EVENT.ENGINE_STARTED, "info", "decode", "decode/tp0@dddddddd", again, {"host": "h"})
+    [leak] = found([*DIED, expired(claims=claims), restarted])
+    assert ", and died (its log ends at " in leak.sentence
+
+
+def test_another_request_id_is_named_or_told_as_unknown() -> None:
+    def alone(detail: str) -> Leak:
+        refused = [[0.001, "claim", "wrong_request", RANK[D], detail]]
+        [leak] = found([begun(P), expired(False, refused=refused), stopped(P)])
+        assert (leak.cause, leak.reader, leak.owed) == (C.OTHER_REQUEST_ID, RANK[D], ("*",))
+        return leak
+
+    known = alone("the key belongs to another prefill request id, not to 'cmpl-\\n'")
+    assert known.sentence == f"{RANK[D]} spoke of it as 'cmpl-\\n', so that its claim was refused"
+    assert known.other_request_id == "cmpl-\n"
+    for detail in ("the key belongs to another prefill request id", "not to 'cut of", "not to 'a' 'b", "not to '\\'"):
+        old = alone(detail)
+        assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
+    entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
+    assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
 
 
 def test_two_at_once_are_both_named() -> None:
@@ -275,7 +484,8 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
     told = run.invoke(app, ["leaks", str(RECORDED), "--details"])
     assert told.exit_code == 1
-    assert "died_before_claim" in told.stdout
+    assert "died_after_claim" in told.stdout
+    assert "whoever had them died" in told.stdout
     assert "what to do" in told.stdout
     told = run.invoke(app, ["leaks", str(RECORDED), "--json", str(tmp_path / "x.json"), "--request", "D-late"])
     assert told.exit_code == 1
@@ -287,6 +497,98 @@ def test_the_command(tmp_path: Path) -> None:
     told = run.invoke(app, ["leaks", str(well)])
     assert told.exit_code == 0
     assert "Nothing was late" in told.stdout
+
+
+def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+
+    def ask(name: str) -> tuple[int, str]:
+        told = CliRunner().invoke(app, ["leaks", str(path), "--request", name])
+        if isinstance(told.exception, ConfigError):
+            return 2, str(told.exception)
+        return told.exit_code, " ".join(told.output.split())
+
+    key = {**NAMES, "prefill_request_id": "cmpl-ff6a", "request_id": "D-1"}
+    odd = {**NAMES, "pull_id": f"{D[:16]}-2", "prefill_request_id": "chat\nx", "request_id": "D-2", "sequence": 7}
+    records = [
+        *BOTH,
+        expired(False, request_id="chatcmpl-ff6a", refused=[[0.1, "claim", "wrong_request", RANK[D], ""]]),
+        pull_ended(11, "wrong_request", **key),
+        expired(
+            cause="released",
+            owed=[],
+            request_id="chat\nx",
+            sequence=7,
+            readers={RANK[D]: "complete"},
+            claims={RANK[D]: {"pull_id": odd["pull_id"], "claimed_s": 0.1, "heard_s": 0.1}},
+            at=38.0,
+        ),
+        pull_ended(38, "complete", **odd),
+    ]
+    path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
+    for name in ("chatcmpl-ff6a", "cmpl-ff6a", "D-1", PULL, "0", "#0", "chatc", "cmpl"):
+        code, text = ask(name)
+        assert (code, "other_request_id chatcmpl-ff6a" in text, "chat\\nx" in text) == (1, True, False), name
+    for name in ("chat\\nx", "chat\nx", "D-2", "7"):
+        code, text = ask(name)
+        assert (code, f"Request {name.replace(chr(10), chr(92) + 'n')} was not late." in text) == (0, True)
+        assert (
+            f"{RANK[P]} lent it at 01:46:48.000, {RANK[D]} claimed it after 0.1 s, it was released after 30 s" in text
+        )
+        assert f"{RANK[D]} pulled it as D-2: complete after 5 s" in text
+    code, text = ask("chat")
+    assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
+    code, text = ask("cmpl-ff6b")
+    assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
+    assert ask("")[0] == ask(" ")[0] == 2
+
+
+def shown(records: list[Record], *, width: int = 0, details: int = 1, logs: Logs | None = None) -> str:
+    """What people see, piped or on a terminal of some width."""
+    service = join(records)
+    report = leaks_page.report(find_leaks(service), service, logs or Logs(records))
+    out = io.StringIO()
+    leaks_page.show(report, Console(file=out, force_terminal=bool(width), width=width or None), details=details)
+    return out.getvalue()
+
+
+def test_examples_are_in_the_order_of_the_table_and_the_others_are_named() -> None:
+    lapsed = [expired(False, request_id=f"x{i}", sequence=i, at=40.0 + i) for i in range(1, 12)]
+    records = [*BOTH, expired(refused=[REFUSED]), *lapsed]
+    text = shown(records)
+    [first, second] = [x for x in text.splitlines() if x.endswith("  x1") or x.endswith("  a")]
+    assert (first, second) == ("never_heard_of  x1", "release_refused  a")
+    names = ", ".join(f"x{i}" for i in range(2, 10))
+    assert f"never_heard_of: 10 more requests: {names} and 2 more; --limit shows more, --request one" in text
+    assert "never_heard_of: 11 requests: x1, x2" in shown(records, details=0)
+    assert "1 more request: a;" not in text
+
+
+def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
+    records = [*BOTH, expired(refused=[REFUSED])]
+    assert all(x == x.rstrip() for x in shown(records).splitlines())
+    assert any(len(x) > 100 for x in shown(records).splitlines())
+    forgotten = shown([*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0), expired(False)])
+    assert f" {CATALOGUE[C.ANNOUNCED_AND_FORGOTTEN].title}\n" in forgotten
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown(records, width=80))
+    assert max(len(x.rstrip()) for x in text.splitlines()) <= 80
+    assert "\n  what to do: " in text
+
+
+def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
+    text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
+    assert f"held: blocks of {RANK[P]}, since " in text
+    text = shown([*BOTH, expired(False, blocks=1)])
+    assert f"held: 1 block of {RANK[P]}, 30.000 s since 01:46:50.000; its lease expired" in text
+    assert "owed by: * (a decode engine that never spoke up)" in text
+    for name in ("a.log", "b.log"):
+        (tmp_path / name).write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH) + "GET /\n" * (name == "b.log"))
+    read = read_logs([tmp_path])
+    assert [(x.num_others, x.num_repeated) for x in read.sources] == [(0, 0), (1, len(BOTH))]
+    text = shown(list(read.records), logs=read)
+    assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
+    assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
+    assert "of 2 files, 0 requests, " in text
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

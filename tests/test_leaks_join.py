@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import pytest
 
 from asynckv.diagnose.join import Service, base_name, join, start_of
 from asynckv.diagnose.records import Record
@@ -80,6 +83,22 @@ def test_a_lease_tells_what_its_readers_said() -> None:
     assert service.missing() == ["decode/tp0@be26aa13"]
 
 
+def test_when_a_reader_was_heard_of_counts_from_when_it_was_lent_or_is_an_age() -> None:
+    reader = "decode/tp0@be26aa13"
+    claim = {"pull_id": "be26aa1311111111-1", "claimed_s": 0.464, "heard_s": 17.136}
+
+    def heard(**said: Any) -> tuple[float, float]:
+        held = {"request_id": "a", "sequence": 0, "lent_s": 20.253, "claims": {reader: said}}
+        service = join([say(21, "lease_held", state="lent", oldest=[held])])
+        found = service.requests[0].leases["prefill/tp0@8a5aabf2"].claims[reader]
+        return round(found.claimed_s, 3), round(found.heard_s, 3)
+
+    assert heard(**claim) == (0.464, 17.136)
+    assert heard(heard_s=8.0)[1] == 12.253
+    ended = say(31, "lease_ended", request_id="a", sequence=0, cause="expired", seconds=30.0, claims={reader: claim})
+    assert join([ended]).requests[0].leases["prefill/tp0@8a5aabf2"].claims[reader].heard_s == 17.136
+
+
 def test_a_pull_of_another_request_id_is_found_by_its_key() -> None:
     service = join(
         [
@@ -125,3 +144,19 @@ def test_ranks_of_one_request_are_together_and_short_failures_find_theirs() -> N
     first, second = service.requests
     assert sorted(first.leases) == ["prefill/tp0@8a5aabf2", "prefill/tp1@81111111"]
     assert second.pulls["x-2"].failed_in == "read"
+
+
+@pytest.mark.slow
+def test_one_key_that_is_used_again_and_again_costs_no_square() -> None:
+    number = 3_000
+    starts = [f"{i:08x}" + "8" * 24 for i in range(number)]
+    ours = [say(i, "lease_lent", x, "prefill/tp0", request_id="a", sequence=0) for i, x in enumerate(starts)]
+    told = [
+        pull(i + 0.5, f"{DECODE[:16]}-{i}", cause="timeout", peer_ranks=[f"prefill/tp0@{x[:8]}"])
+        for i, x in enumerate(starts)
+    ]
+    began = time.process_time()
+    service = join([*ours, *told])
+    assert time.process_time() - began < 5.0  # a square takes a minute
+    assert len(service.requests) == number
+    assert all(len(x.pulls) == len(x.leases) == 1 for x in service.requests)

@@ -133,9 +133,10 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.DIED_BEFORE_CLAIM: Entry(
         "the reader died before its claim",
-        "nobody claimed it; {reader} died meanwhile ({why})",
+        "nobody claimed it; {reader} {gone} meanwhile ({why})",
         "expired, and this reader is owed without a claim",
-        "its process ended without a goodbye while the request was lent, and no other speaks of the request",
+        "its process ended without a goodbye while the request was lent, no other speaks of it, and it can have "
+        "been for no other decode engine (else it is `never_claimed`)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),
@@ -151,9 +152,10 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.CAME_TOO_LATE: Entry(
         "it was asked for when its lease was over",
-        "{reader} asked for it only when its lease of {lease_s} s was over: {why}",
+        "{reader} first spoke of it to {holder} when its lease of {lease_s} s was over: {why}",
         "expired, and nobody claimed",
-        "its pull or announcement was refused with `expired` (or `unknown_key`) at once",
+        "its pull or announcement was refused with `expired` (or `unknown_key`) at once; or it read nothing of this "
+        "rank, and was done when the lease was over",
         _SAID_BY_PREFILL,
         "Params travelled, or waited in the decode engine's scheduler, for longer than the lease: announce requests as "
         "they arrive, or lend for longer.",
@@ -186,7 +188,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.DIED_AFTER_CLAIM: Entry(
         "the reader died after its claim",
-        "{reader} claimed it, was heard of last {heard_s} s after it was lent, and died ({why})",
+        "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and {gone} ({why})",
         "expired, and the reader that is owed had claimed",
         "its process's log ends without a goodbye and without an outcome of this pull",
         f"{_SILENT}; nothing is said of the request without the prefill side's",
@@ -236,7 +238,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.READER_SILENT: Entry(
         "the reader fell silent after its claim",
-        "{reader} claimed it, was heard of last {heard_s} s after it was lent, and never released",
+        "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and never released",
         "expired, or held and overdue when the log ends; the reader that is owed had claimed",
         "",
         "this is what the prefill side's logs alone can say",
@@ -254,7 +256,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.OTHER_REQUEST_ID: Entry(
         "released or claimed under another request id",
-        "{reader} spoke of it as {other!r}, so that its {message} was refused",
+        "{reader} spoke of it as {other}, so that its {message} was refused",
         "a claim or release for its key was refused with `wrong_request`",
         "the same, or a pull of this key with another prefill request id",
         "the same with either",
@@ -270,9 +272,9 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.RELEASE_TOO_EARLY: Entry(
         "its release came so long before it was lent that it was forgotten",
-        "{reader} released it before it was lent, and that was kept for parked_s only: {why}",
+        "{reader} released it before it was lent, and that was forgotten until then: {why}",
         "a release was given up as parked for too long",
-        "",
+        "or: its pull had ended before it was lent, and its release was answered",
         "the same",
         "Withdraw requests that are lent long after their params left, or raise `lease.parked_s`.",
     ),
@@ -304,7 +306,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.PREFILL_DIED: Entry(
         "the prefill process died while it held it",
-        "{holder} died while it lent it ({why}): its blocks went with the process",
+        "{holder} {gone} while it lent it ({why}): its blocks went with the process",
         "it was lent, no end is logged, and the process ended without a goodbye",
         "or: its readers lost the process (`peer_changed`)",
         "`release_unanswered` without the prefill side's logs",

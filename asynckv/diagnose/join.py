@@ -12,12 +12,14 @@ it was asked for) is each process's own; `at` of a record is too, and only withi
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from asynckv.core.types import SHOWN_LETTERS
@@ -73,6 +75,7 @@ class Process:
         successor: The next start of the same rank, if the logs have one.
         lends: It spoke as a prefill side.
         pulls: It spoke as a decode side.
+        says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         durations: Of its configuration, as far as it said them.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
     """
@@ -88,6 +91,7 @@ class Process:
     successor: Process | None = None
     lends: bool = False
     pulls: bool = False
+    says_info: bool = False
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
@@ -109,6 +113,14 @@ class Process:
             for record in self.records:
                 self._by_event.setdefault(record.event, []).append(record)
         return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
+
+    def since(self, event: str, at: float) -> Iterator[Record]:
+        """Go through what it said of itself and of peers from some moment on; nothing if that is not known."""
+        if math.isnan(at):
+            return iter(())
+        next(self.of(event), None)
+        found = self._by_event.get(event, [])
+        return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +236,10 @@ class Lease:
         for _, entry in self.held:
             lent_s = number(entry.get("lent_s"))
             for name, claim in _objects(entry.get("claims")):
-                # Here `heard_s` is an age; where a lease ends it counts from when the request was lent.
-                heard, claimed = lent_s - number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
+                heard, claimed = number(claim.get("heard_s")), number(claim.get("claimed_s"))
+                if math.isnan(claimed):
+                    heard = lent_s - heard
                 known = out.get(name)
                 pull_id = str(claim.get("pull_id") or "")
                 if math.isnan(claimed) and known is not None and known.pull_id == pull_id:
@@ -564,6 +578,7 @@ class _Builder:
             process = self._processes[record.incarnation] = Process(record.incarnation, record.engine_id, record.rank)
         process.first_at, process.last_at = min(process.first_at, record.at), max(process.last_at, record.at)
         process.num_records += 1
+        process.says_info |= record.level not in ("warning", "error")
         if record.event in (EVENT.ENGINE_STARTED, EVENT.ENGINE_RESUMED):
             process.started = process.started or record
             process.host = process.host or record.text("host")
@@ -638,7 +653,11 @@ class _Joiner:
         self._requests: list[Request] = []
         self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
         self._by_pull: dict[str, Request] = {}
-        self._by_sequence: dict[tuple[str, int], list[Request]] = defaultdict(list)
+        # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
+        self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
+        self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_nobody: dict[tuple[str, int, str], dict[int, Request]] = defaultdict(dict)
+        self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
         self._by_name: dict[str, list[Request]] = defaultdict(list)
         for lease in leases:
             self._add(lease)
@@ -650,10 +669,11 @@ class _Joiner:
         # First those that say most of what they belong to, so that those that failed in the same words find these.
         for pull in sorted(pulls.values(), key=lambda x: (x.sequence < 0, x.like is not None)):
             request = self._request_of(pull)
-            ours = not pull.prefill_request_id or not request.request_id
-            (request.pulls if ours or pull.prefill_request_id == request.request_id else request.others)[
-                pull.pull_id
-            ] = pull
+            if not pull.prefill_request_id or request.request_id in ("", pull.prefill_request_id):
+                request.pulls[pull.pull_id] = pull
+                self._note(request, pull.peer_ranks)
+            else:
+                request.others[pull.pull_id] = pull
             self._by_pull[pull.pull_id] = request
         for record in withdrawn:
             name, sequence = record.text("request_id"), record.integer("sequence")
@@ -662,18 +682,27 @@ class _Joiner:
         return self._requests
 
     def _add(self, lease: Lease) -> None:
-        engine_id = lease.process.engine_id
-        for request in self._exact[engine_id, lease.sequence, lease.request_id]:
-            if all(base_name(x) != lease.process.base for x in request.leases):
-                request.leases[lease.process.rank] = lease
-                return
-        self._new(engine_id, lease.sequence, lease.request_id).leases[lease.process.rank] = lease
+        key = lease.process.engine_id, lease.sequence, lease.request_id
+        # Another lease of a rank is of its next start: the first is of the first request, and so on.
+        found, before = self._exact[key], self._ranks[key, lease.process.base]
+        self._ranks[key, lease.process.base] += 1
+        request = found[before] if before < len(found) else self._new(*key)
+        request.leases[lease.process.rank] = lease
+        self._note(request, [lease.process.rank])
+        self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
+
+    def _note(self, request: Request, ranks: Iterable[str]) -> None:
+        """A request has to do with some starts."""
+        key = request.engine_id, request.sequence, request.request_id
+        for start in filter(None, map(start_of, ranks)):
+            self._by_start.setdefault((key, start), request)
+            self._by_nobody[key].pop(id(request), None)
 
     def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
         request = Request(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
-        self._by_sequence[engine_id, sequence].append(request)
+        self._by_nobody[engine_id, sequence, request_id][id(request)] = request
         self._by_name[request_id].append(request)
         return request
 
@@ -681,21 +710,23 @@ class _Joiner:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
-        starts = {start_of(x) for x in pull.peer_ranks} - {""}
-        exact = self._exact.get((peer, pull.sequence, pull.prefill_request_id), [])
-        for request in exact:
-            lends = {start_of(x) for x in request.leases}
-            met = {start_of(x) for p in request.pulls.values() for x in p.peer_ranks}
-            if not starts or not (lends | met) - {""} or starts & (lends | met):
-                return request
+        starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
+        key = peer, pull.sequence, pull.prefill_request_id
+        if not starts and (exact := self._exact.get(key)):
+            return exact[0]
+        known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
+        if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
+            return known
+        exact = self._exact.get(key, [])
+        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
+            return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
-            for request in self._by_sequence.get((peer, pull.sequence), []):
+            lent = (x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), []))
+            for request in lent:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
-                if starts & {start_of(x) for x in request.leases} and (
-                    ours or pull.process.start in map(start_of, wrong)
-                ):
+                if ours or pull.process.start in map(start_of, wrong):
                     return request
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1

@@ -8,12 +8,15 @@ several the most certain one counts, and among these the first.
 What follows from a log that *lacks* a line rests on what logs always have: expiries, failures, releases that nobody
 answered and orderly ends are never left out. So a reader that is owed, and whose log has no outcome of its pull, is
 dead, or its log is not whole. That a process died is believed if another start of it follows, if others lost it, or if
-the log of somebody else goes on to an orderly end and its own just stops; otherwise it may only have nothing to say.
+its own log just stops and somebody whose end it would have told of goes on to an orderly one; otherwise it may only
+have nothing to say.
 """
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,13 +29,22 @@ from asynckv.diagnose.join import Lease, Process, Pull, Refusal, Request, Servic
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Leak", "When", "Word", "find_leaks"]
+__all__ = ["Early", "Leak", "When", "Word", "aligned", "early_ends", "find_leaks"]
 
 CLOCKS_S = 10.0
 """How far the clocks of two hosts may be apart where nothing else is known of them."""
 
 HOST_S = 0.1
 """How far apart the lines of one moment may be that processes of one host have written."""
+
+DEFAULT_LEASE_S = 30.0
+"""As in `LeaseConfig`, where a log does not say."""
+
+LATE_S = 1.0
+"""That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
+
+AT_ONCE_S = 0.01
+"""Things that one process tells of within this time happened at the same moment."""
 
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
@@ -81,7 +93,9 @@ class Leak:
         blocks: How many, on all of these; -1 if no log says so.
         seconds: For how long they were held, as far as is known.
         since: Since when, in seconds since 1970 by the holder's clock; nan if unknown.
-        owed: Readers that were waited for.
+        owed: Readers that were waited for; `*` is a decode engine that never spoke up.
+        reader: The one that the sentence speaks of, as far as one is known.
+        other_request_id: Under which id it was spoken of, if not under its own.
         released: Readers that did release, and how.
         words: What was said and heard, per reader and rank.
         last_prefill: The last that the prefill side's logs say of it.
@@ -103,6 +117,8 @@ class Leak:
     seconds: float = math.nan
     since: float = math.nan
     owed: tuple[str, ...] = ()
+    reader: str = ""
+    other_request_id: str = ""
     released: Mapping[str, str] = field(default_factory=dict)
     words: tuple[Word, ...] = ()
     last_prefill: str = ""
@@ -136,18 +152,19 @@ class _Story:
 
 class _Names(dict[str, Any]):
     def __missing__(self, key: str) -> str:
-        return "?"
+        return {"gone": "died", "other": "another id than it was lent under"}.get(key, "?")
 
 
-def find_leaks(service: Service, when: When | None = None) -> list[Leak]:
+def find_leaks(service: Service, when: When | None = None, of: Iterable[Request] | None = None) -> list[Leak]:
     """Find what was late, the oldest first.
 
     Args:
         service: Of `join`.
         when: Aligns clocks; if left out, they are aligned by what the processes said to each other.
+        of: Of these requests only.
     """
     judge = _Judge(service, when or aligned(service))
-    leaks = [leak for request in service.requests for leak in judge.leaks(request)]
+    leaks = [leak for request in (service.requests if of is None else of) for leak in judge.leaks(request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 
@@ -168,10 +185,42 @@ def aligned(service: Service) -> When:
         if not name:
             return at - CLOCKS_S, at + CLOCKS_S
         offset = clocks.offset(name, at)
+        if not math.isfinite(offset.seconds):
+            return at - CLOCKS_S, at + CLOCKS_S
         within_s = min(offset.within_s + slack, CLOCKS_S)
         return at - offset.seconds - within_s, at - offset.seconds + within_s
 
     return when
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A process whose log ends, without a goodbye, long before the logs of others do.
+
+    Attributes:
+        before_s: By how much, at least.
+    """
+
+    rank: str
+    last_at: float
+    before_s: float
+
+
+def early_ends(service: Service, when: When) -> list[Early]:
+    """Find logs that end early, and what is known of their processes does not say why; the earliest first.
+
+    What such a process did later is not judged: it died, its log was cut off or collected early, or it had nothing to
+    say. Early is half a lease: what was lent meanwhile could have expired in the logs of others.
+    """
+    ends = {x.incarnation: when(x.incarnation, x.last_at) for x in service.processes.values()}
+    last = max((low for low, _ in ends.values()), default=0.0)
+    out = []
+    for process in service.processes.values():
+        before_s = last - ends[process.incarnation][1]
+        bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
+        if process.stopped is None and process.successor is None and before_s > bound:
+            out.append(Early(process.rank, process.last_at, before_s))
+    return sorted(out, key=lambda x: -x.before_s)
 
 
 def moment(at: float) -> str:
@@ -192,12 +241,18 @@ def _all(names: Iterable[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Fate:
     """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known."""
+    is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
     after: float
     before: float
+    is_proved: bool = True
+
+    @property
+    def gone(self) -> str:
+        """A death in words; without a next start of the rank, or somebody that lost it, only its log has ended."""
+        return "died" if self.is_proved else "died or was cut off"
 
 
 class _Judge:
@@ -207,8 +262,11 @@ class _Judge:
         self._service = service
         self._when = when
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
-        self._ends = [self._when(x.incarnation, x.stopped.at)[0] for x in service.processes.values() if x.stopped]
+        ends = [self._when(x.incarnation, x.stopped.at)[0] for x in service.processes.values() if x.stopped]
+        self._last_end = max(ends, default=-math.inf)
+        self._siblings: dict[str, list[Process]] = defaultdict(list)
         for process in service.processes.values():
+            self._siblings[process.engine_id].append(process)
             for record in process.of(EVENT.PEER_CHANGED):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
@@ -221,6 +279,14 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        leases = [x for request in service.requests for x in request.leases.values()]
+        claims = [claim for lease in leases for claim in lease.claims.values()]
+        self._asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
+        """Starts of readers that have claimed or released anything."""
+        self._asked |= {x.process.start for request in service.requests for x in request.all_pulls}
+        self._is_ahead = any(x.claimed_s <= 0.0 for x in claims)
+        """Params leave before their requests are lent: claims wait for them."""
+        self._unknown: dict[str, tuple[str, ...]] = {}
 
     def _note_lapses(self, request: Request, lease: Lease) -> None:
         if lease.state != "expired":
@@ -247,18 +313,55 @@ class _Judge:
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return _Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
+        for other, record in self._lost.get(process.incarnation, ()):
+            detail = record.text("detail")
+            if detail.endswith("said goodbye"):  # and its own log's level leaves that out
+                return _Fate("stopped", f"{other.rank} heard at {moment(record.at)} that {detail}", low, high)
         if (after := process.successor) is not None:
             began = self._when(after.incarnation, after.first_at)[1]
-            return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
+            if began >= low:  # else both go by one name at once, and one says nothing of the other
+                return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
         for other, record in self._lost.get(process.incarnation, ()):
             at = self._when(other.incarnation, record.at)
-            if at[1] > low:
+            if at[1] > low and not record.text("detail").startswith("forgotten"):
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
+        if not process.says_info:
+            why = f"its log has warnings only, the last of {moment(process.last_at)}"
+            return _Fate("silent", why, low, math.inf, False)
         if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
-            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by)
-        if any(end > high for end in self._ends):
-            return _Fate("died", f"{ends}, and others went on to their end", low, math.inf)
-        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf)
+            return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
+        for other in self._would_be_told_of(process):
+            if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
+                return _Fate("died", f"{ends}, and {other.rank} went on to its end", low, math.inf, False)
+        return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
+
+    def _tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
+        """A prefill rank's log goes on for as long as what a pull had of it may have been lent, or its death is known.
+
+        What it says nothing of after that has not expired; what comes after the end of its log is not known.
+        """
+        fate = self.fate(process)
+        if fate.kind == "stopped" or (fate.kind == "died" and fate.is_proved):
+            return True
+        told = pull.ended or record
+        if told is None:
+            return True
+        said = process.durations
+        longest = max(said.get("lease_s", DEFAULT_LEASE_S), said.get("grant_s", 0.0))
+        low, high = self._when(process.incarnation, process.last_at)
+        since = sum(self._when(pull.process.incarnation, told.at)) / 2
+        return (low + high) / 2 >= since + longest + LATE_S
+
+    def _would_be_told_of(self, process: Process) -> Iterator[Process]:
+        """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
+
+        Of others it hears nothing, and it may have nothing to say when they end.
+        """
+        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(EVENT.PEER_CHANGED)}
+        for incarnation, state in states.items():
+            if state != "gone" and (peer := self._service.processes.get(incarnation)) is not None:
+                yield peer
+        yield from (x for x in self._siblings[process.engine_id] if x.base != process.base)
 
     def _lives_until(self, process: Process, at: float) -> bool:
         """It surely lived at some moment of everybody's time."""
@@ -276,16 +379,21 @@ class _Judge:
 
     def _unknown_readers(self, process: Process) -> tuple[str, ...]:
         """Readers that shook hands with a prefill rank, and whose logs are not there."""
-        names = (x.text("reader") for x in process.of(EVENT.READER_MET))
-        return tuple(x for x in dict.fromkeys(names) if x and self._service.process_named(x) is None)
+        known = self._unknown.get(process.incarnation)
+        if known is None:
+            names = dict.fromkeys(x.text("reader") for x in process.of(EVENT.READER_MET))
+            known = tuple(x for x in names if x and self._service.process_named(x) is None)
+            self._unknown[process.incarnation] = known
+        return known
 
     def _away(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
         out = 0.0
-        for record in process.of(EVENT.LOOP_WAS_AWAY):
+        for record in process.since(EVENT.LOOP_WAS_AWAY, since):
             seconds = record.number("seconds", 0.0)
-            if record.at >= since and record.at - seconds <= until:
-                out = max(out, seconds)
+            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
+                break
+            out = max(out, seconds)
         return out
 
     def _span(self, lease: Lease) -> tuple[float, float]:
@@ -316,10 +424,19 @@ class _Judge:
         fate = self.fate(lease.process)
         if fate.kind == "stopped" or not self._is_open(lease):
             return ""  # closing ends all leases, and says so of those that do not end well
-        if fate.kind == "died":
+        if fate.kind == "died" or self._last_end > self._due(lease):
             return "died"
-        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+        overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return "held" if lease.held or overdue else ""
+
+    def _due(self, lease: Lease) -> float:
+        """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
+        if lease.held:
+            record, entry = lease.held[-1]
+            due = record.at + number(entry.get("lent_s"), 0.0)
+        else:
+            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+        return self._when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
     def _is_open(self, lease: Lease) -> bool:
         """It is held when the log ends. What ended well without a word was not sampled."""
@@ -328,6 +445,12 @@ class _Judge:
         if not lease.held:
             return False
         record, entry = lease.held[-1]
+        if not lease.process.says_info:
+            # A release is no warning: only a warning past its lease says that it was not released.
+            lent_s = number(entry.get("lent_s"), 0.0)
+            promised = (number(x.get("lent_s")) + number(x.get("left_s")) for _, x in lease.held[:-1])
+            if not any(until <= lent_s for until in promised):
+                return False
         due = number(entry.get("lent_s"), 0.0) + GATHERED_S
         if not lease.claims:
             due = min(due, number(entry.get("left_s"), math.inf) + 1.0)  # then it would have expired, and been told
@@ -372,7 +495,10 @@ class _Judge:
         """Say why a lease is late: one story for each reader that it waits for."""
         holder, fate = lease.process.rank, self.fate(lease.process)
         if state == "died":
-            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": fate.why}, lease.seconds)]
+            why = fate.why
+            if fate.kind != "died":
+                why = f"{why.partition(';')[0]}, nor a word of what it held, and others went on to their end"
+            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": why, "gone": fate.gone}, lease.seconds)]
         if state == "closed":
             how = lease.ended.text("revoked_by") if lease.ended is not None else ""
             names = {
@@ -418,6 +544,7 @@ class _Judge:
         """What was turned down is why a reader is owed, whatever became of it."""
         reader = self._reader(name, pulls)
         found = [x for x in lease.refused if name == "*" or base_name(x.who) == base_name(name) or not base_name(x.who)]
+        found = [x for x in found if not self._is_stranger(x.who, name)]
         for pull in pulls:  # what the prefill side has not said, or could not
             for record in pull.refused:
                 ranks = _ranks_of(record)
@@ -426,13 +553,14 @@ class _Judge:
                     found.append(Refusal(math.inf, "release", cause, pull.process.rank, record.text("detail")))
         for refusal in found:
             who = refusal.who if start_of(refusal.who) and name == "*" else reader
+            who = "a reader" if who == "*" else who
             why = f"{refusal.message} {refusal.reason}{f', {refusal.detail}' if refusal.detail else ''}"
             names = {"reader": who, "why": why, "message": refusal.message, "holder": lease.process.rank}
             match refusal.reason:
                 case "wrong_request":
                     others = [x.prefill_request_id for x in (*request.others.values(), *pulls) if x.prefill_request_id]
-                    other = next((x for x in others if x != lease.request_id), "another id than it was lent under")
-                    return _Story(C.OTHER_REQUEST_ID, names | {"other": other}, refusal.after_s)
+                    other = next((x for x in others if x != lease.request_id), "") or _named_in(refusal.detail)
+                    return _Story(C.OTHER_REQUEST_ID, names | _other(other), refusal.after_s)
                 case "parked_too_long":
                     return _Story(C.RELEASE_TOO_EARLY, names, 0.0)
                 case "expired" if "max_lease_s" in refusal.detail:
@@ -444,6 +572,13 @@ class _Judge:
                 case _:
                     pass
         return None
+
+    def _is_stranger(self, who: str, name: str) -> bool:
+        """Somebody who bears a reader's name, and of whose start neither side has ever heard."""
+        start = start_of(who)
+        if not start or start == start_of(name) or start in self._met or self._service.process_named(who) is not None:
+            return False
+        return bool(start_of(name) or self._met)
 
     def _reader(self, name: str, pulls: Sequence[Pull]) -> str:
         if name == "*" or not start_of(name):
@@ -484,8 +619,23 @@ class _Judge:
             died = [x for x in died if x.engine_id in gone]
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
+        if name == "*" and not spoke and lease.state != "lent" and not unknown:
+            lost = self._lost_about(readers, since, until)
+            is_meant = len({x.engine_id for x in readers}) == 1
+            # Who shook hands here, and never came to speak of anything else, did so for this request.
+            is_meant = is_meant or any(x.start in met - self._asked for x in died)
+            if lost and not (died and is_meant):
+                # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
+                lost = died or lost
+                why = (
+                    "; no log of the decode side speaks of it: its params never arrived, or whoever had them died, as "
+                    f"{_all(x.rank for x in lost)} did about then ({self.fate(lost[0]).why})"
+                )
+                return _Story(C.NEVER_CLAIMED, {"why": why})
         if died and lease.state != "lent":
-            names = {"reader": _all(x.rank for x in died), "why": self.fate(died[0]).why, "holder": holder}
+            gone_as = self.fate(died[0])
+            who = _all(x.rank for x in died)
+            names = {"reader": who, "why": gone_as.why, "gone": gone_as.gone, "holder": holder}
             return _Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
         if name != "*" or spoke:
             others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in spoke)) if x != name]
@@ -502,6 +652,17 @@ class _Judge:
             {"why": self._circumstances(lease, readers, silent, unknown)},
             missing=unknown or (("the decode side",) if not readers else tuple(x.rank for x in silent)),
         )
+
+    def _lost_about(self, readers: Sequence[Process], since: float, until: float) -> list[Process]:
+        """Who died about when a request was lent, and may have known of it: params arrive early, and late."""
+        out = []
+        for reader in readers:
+            fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
+            began = self._when(reader.incarnation, reader.first_at)[0]
+            early_s = waits_s if self._is_ahead else 0.0
+            if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
+                out += [reader] if began <= until + waits_s else []
+        return out
 
     def _circumstances(
         self, lease: Lease, readers: Sequence[Process], silent: Sequence[Process], unknown: Sequence[str]
@@ -521,11 +682,13 @@ class _Judge:
 
     def _turned_away(self, process: Process, since: float, until: float) -> str:
         """Who was not let in by a process between two moments of its own clock."""
-        out = []
-        for record in process.of(EVENT.REFUSED, EVENT.READER_REFUSED):
-            if since <= record.at <= until:
+        out: dict[str, None] = {}
+        for event in (EVENT.REFUSED, EVENT.READER_REFUSED):
+            for record in process.since(event, since):
+                if record.at > until:
+                    break
                 who = record.text("who") or record.text("reader")
-                out.append(f"{who} was turned away ({record.text('cause')})")
+                out[f"{who} was turned away ({record.text('cause')})"] = None
         return _all(out)
 
     def _never_got_through(self, lease: Lease, pull: Pull) -> _Story:
@@ -541,17 +704,18 @@ class _Judge:
             "lease_s": _s(lease.lease_s),
             "waited_s": _s(waited_s),
             "message": "claim",
-            "other": pull.prefill_request_id,
             "seconds": _s(waited_s),
-        }
+        } | _other(pull.prefill_request_id)
         if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
             return _Story(C.OTHER_REQUEST_ID, names)
         if self._is_forgotten(pull) and not self._failed_to_meet(pull.process, lease):
             return _Story(C.ANNOUNCED_AND_FORGOTTEN, names)
         if pull.ended is None and fate.kind == "died":
-            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why})
+            return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
         if self._when(pull.process.incarnation, pull.begun_at)[0] > self._span(lease)[1]:
             return _Story(C.CAME_TOO_LATE, names)
+        if self._was_forgotten(lease, pull):
+            return _Story(C.RELEASE_TOO_EARLY, names)
         if cause == "wrong_target":
             return _Story(C.WRONG_TARGET, names)
         if cause in STALE:
@@ -564,6 +728,11 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
         if keys := self._keys(pull, lease):
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
+        if self._is_only_released(pull, lease) and not self._is_unanswered(pull, lease):
+            # Nothing is said to a rank that nothing is read of, before the pull is done.
+            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
+        if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
+            return _Story(C.STALE_PARAMS, names | {"why": stale})
         if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
             others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
@@ -577,6 +746,28 @@ class _Judge:
             return _Story(C.READER_CLOSED, names)
         # Whatever it said at last was answered, so it came as the lease was over.
         return _Story(C.EXPIRED_WHILE_QUEUED, names)
+
+    def _is_only_released(self, pull: Pull, lease: Lease) -> bool:
+        """A pull had its outcome, and nothing of it was to be read from this rank."""
+        if pull.ended is None or pull.cause == "peer_unreachable" or not pull.peer_ranks:
+            return False
+        read = pull.ended.texts("read_ranks")
+        is_planned = bool(read) or pull.cause in ("complete", "discharged")
+        return is_planned and all(base_name(x) != lease.process.base for x in read)
+
+    def _was_forgotten(self, lease: Lease, pull: Pull) -> bool:
+        """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
+        if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)[1]
+        return ended_at < self._when(lease.process.incarnation, lease.lent_at)[0]
+
+    def _stale_at(self, lease: Lease, pull: Pull) -> str:
+        """How the rank that lends turned its reader away, for it asked for an earlier start."""
+        for record in lease.process.of(EVENT.READER_REFUSED):
+            if record.text("reader") == pull.process.rank and record.text("cause") in STALE:
+                return f"{record.text('cause')}, {record.text('detail')}"
+        return ""
 
     def _shook_hands(self, reader: Process, lease: Lease) -> bool:
         """One of both has said that they met before it was over."""
@@ -597,7 +788,7 @@ class _Judge:
     def _keys(self, pull: Pull, lease: Lease) -> str:
         """How keys kept them apart; empty if they did not."""
         if self._shook_hands(pull.process, lease):
-            return ""
+            return pull.detail if pull.cause == "peer_unreachable" and _speaks_of_keys(pull.detail) else ""
         address = lease.process.started.text("address") if lease.process.started is not None else ""
         return self._turned_away_at(pull, lease.process.rank, address)
 
@@ -609,7 +800,7 @@ class _Judge:
             who = record.text("who")
             if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
                 return f"{record.text('cause')}: {who}"
-        return pull.detail if any(word in pull.detail for word in (" key", "turned away", "turn our")) else ""
+        return pull.detail if _speaks_of_keys(pull.detail) else ""
 
     # -- ... that was claimed --------------------------------------------------------------------------------------
 
@@ -624,6 +815,7 @@ class _Judge:
             "reader": name,
             "holder": lease.process.rank,
             "heard_s": _s(heard_s),
+            "heard_at": moment(lease.lent_at + heard_s),
             "seconds": _s(lease.seconds),
             "lease_s": _s(lease.lease_s),
         }
@@ -631,11 +823,16 @@ class _Judge:
         if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
             return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
-            cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying else C.READER_SILENT
+            # That a claim of it was turned down since is another attempt.
+            followed = any(x.message == "claim" and base_name(x.who) == base_name(name) for x in lease.refused)
+            cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying and not followed else C.READER_SILENT
             why = "its last word; it may have died"
             return _Story(cause, names | {"why": why}, heard_s, (name,))
         fate = self.fate(process)
         names["why"] = fate.why
+        if not process.says_info and not fate.is_proved and (pull is None or pull.ended is None):
+            # Neither a good outcome nor a goodbye is a warning.
+            return _Story(C.READER_SILENT, names | {"why": "its log has warnings only"}, heard_s, (name,))
         if pull is not None and self._is_forgotten(pull):
             seconds = pull.ended.number("seconds") if pull.ended is not None else lease.seconds
             if lease.seconds < seconds - 1.0 and (away := self._excuse(lease, pull)) is not None:
@@ -649,9 +846,11 @@ class _Judge:
             return away
         if process.stopped is not None and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
+        if (last := self._last_lost(lease, pulls)) is not None and last is not pull:
+            return _Story(C.RELEASE_LOST, names | {"why": self._how_unanswered(last)}, heard_s)
         if name in lease.retrying or (pull.ended is not None and self._retries(pull, pulls)):
             if fate.kind == "died":
-                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+                return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
             return _Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
         if pull.cause in ("lease_lost", "expired"):
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
@@ -662,7 +861,7 @@ class _Judge:
             return _Story(C.LEASE_TOO_SHORT, names, heard_s)
         if fate.kind == "died":
             # It had its outcome, and died before its release was heard.
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why}, heard_s)
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
         # Whatever it said was answered, so it came as the lease was over.
@@ -690,7 +889,9 @@ class _Judge:
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
-            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why}, heard_s)
+            if fate.after < heard[0]:
+                why += f"; what it did after {moment(process.last_at)} is not in its log"
+            return _Story(C.DIED_AFTER_CLAIM, names | {"why": why, "gone": fate.gone}, heard_s)
         if lease.state == "lent":
             why = f"{pull.state or 'claimed'} by {name}" if pull is not None else f"claimed by {name}"
             return _Story(C.STILL_HELD, names | {"why": why}, heard_s)
@@ -701,6 +902,14 @@ class _Judge:
         if name in lease.retrying:
             return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its log goes on"}, heard_s)
         return _Story(C.UNEXPLAINED, names | {"why": "its log goes on, and does not speak of it"}, heard_s)
+
+    def _last_lost(self, lease: Lease, pulls: Sequence[Pull]) -> Pull | None:
+        """The attempt that said that it was the last, and was never heard."""
+        for pull in reversed(pulls):
+            outcomes = {x.text("outcome") for x in pull.unanswered if lease.process.rank in x.texts("ranks")}
+            if outcomes - {"", "retry"}:
+                return pull
+        return None
 
     def _retries(self, pull: Pull, pulls: Sequence[Pull]) -> bool:
         """Its release said that another attempt would follow, and none did."""
@@ -715,6 +924,7 @@ class _Judge:
         ends = [x.at for x in (pull.ended, *pull.unanswered) if x is not None]
         here = self._away(pull.process, pull.begun_at, max(ends, default=pull.last_at))
         there = self._away(lease.process, lease.lent_at, lease.lent_at + lease.seconds + 1.0)
+        there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
         if max(here, there) < long:
             return None
         if here >= there:
@@ -773,13 +983,15 @@ class _Judge:
         for pull in request.all_pulls:
             ranks = [x for record in pull.unanswered for x in record.texts("ranks")]
             ranks += pull.ended.texts("unanswered") if pull.ended is not None else ()
-            stories += [(found, rank, pull) for rank in ranks if (found := self._unheard(pull, rank)) is not None]
+            stories += [
+                (found, rank, pull) for rank in ranks if (found := self._unheard(request, pull, rank)) is not None
+            ]
             for record in pull.refused:
                 if (story := self._refused_only(pull, record)) is not None:
                     missing = [
                         x
                         for x in _ranks_of(record)
-                        if self._service.process_named(x) is None and not self._is_gone(pull.process, x)
+                        if not self._is_told(request, pull, x, record) and not self._is_gone(pull.process, x)
                     ]
                     stories += [(story, rank, pull) for rank in missing]
         if not stories:
@@ -787,28 +999,47 @@ class _Judge:
         stories.sort(key=lambda x: x[0].order)
         story, _, pull = stories[0]
         holders = tuple(dict.fromkeys(rank for _, rank, _ in stories))
+        known = [x for x in map(self._service.process_named, holders) if x is not None]
+        leases = [x for x in request.leases.values() if x.process in known]
+        blocks = [x.blocks for x in leases]
+        is_dead = story.cause is C.PREFILL_DIED
         return self._leak(
             request,
             story,
             side="prefill",
-            state="died" if story.cause is C.PREFILL_DIED else "unknown",
+            state="died" if is_dead else "unknown",
             holders=holders,
+            blocks=sum(blocks) if len(blocks) == len(holders) and all(x >= 0 for x in blocks) else -1,
             seconds=math.nan,
-            since=pull.begun_at,
+            since=min([x.lent_at for x in leases], default=pull.begun_at),
+            also=()
+            if is_dead
+            else tuple(
+                f"the log of {x.rank} ends at {moment(x.last_at)}, before its lease could have expired" for x in known
+            ),
             owed=tuple(dict.fromkeys(x.process.rank for _, _, x in stories)),
             words=tuple(
                 Word(rank, x.process.rank, "is not in this side's log", self._release_of(x, rank))
                 for _, rank, x in stories
             ),
-            missing=tuple(x for x in holders if self._service.process_named(x) is None),
+            missing=() if is_dead else holders,
         )
 
-    def _unheard(self, pull: Pull, rank: str) -> _Story | None:
+    def _is_told(self, request: Request, pull: Pull, rank: str, record: Record | None) -> bool:
+        """The log of a prefill rank says what became of what a pull had of it."""
+        owner = self._service.process_named(rank)
+        ended = any(x.process is owner and x.ended is not None for x in request.leases.values())
+        return owner is not None and (ended or self._tells(owner, pull, record))
+
+    def _unheard(self, request: Request, pull: Pull, rank: str) -> _Story | None:
         """A release that nobody answered: what became of the lease is in the prefill rank's log, if there is one."""
         names = {"reader": pull.process.rank, "holder": rank, "why": self._how_unanswered(pull)}
         owner = self._service.process_named(rank)
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
-        if owner is None:
+        if owner is None and self._was_away_meanwhile(pull, rank):
+            return None
+        unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
+        if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
             # Nor was it waited for long by who closed: the answer may have been on its way.
             is_over = causes & {"restarted", "peer_lost", "engine_closed"} or self._is_gone(pull.process, rank)
@@ -821,8 +1052,17 @@ class _Judge:
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
         fate = self.fate(owner)
         if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why})
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
+
+    def _was_away_meanwhile(self, pull: Pull, rank: str) -> bool:
+        """The reader's own loop was away while the answer was due: it may lie in its socket."""
+        for record in pull.unanswered:
+            if rank in record.texts("ranks") and record.text("cause") == "timeout":
+                waited_s = record.number("seconds", 0.0)
+                away_s = self._away(pull.process, record.at - waited_s, record.at)
+                return away_s > 0.0 and waited_s - away_s < pull.process.durations.get("release_timeout_s", 30.0) / 2
+        return False
 
     def _is_gone(self, reader: Process, rank: str) -> bool:
         """A prefill rank has ended, by its reader's log: with it, or by its word, went what it had lent."""
@@ -838,8 +1078,7 @@ class _Judge:
             "reader": pull.process.rank,
             "why": f"release {reason}{f', {detail}' if detail else ''}",
             "message": "release",
-            "other": pull.prefill_request_id,
-        }
+        } | _other(pull.prefill_request_id)
         if reason == "wrong_request":
             return _Story(C.OTHER_REQUEST_ID, names)
         if reason in STALE:
@@ -898,10 +1137,12 @@ class _Judge:
         low = self._when(pull.process.incarnation, since)[0]
         high = self._when(pull.process.incarnation, until)[1]
         broken = (EVENT.DATA_PLANE_RESTARTED, EVENT.DATA_PLANE_BROKEN)
+        failed = self._when(pull.process.incarnation, pull.ended.at)[1] if pull.ended is not None else high
         for owner in (pull.process, *owners):
             for record in owner.of(*broken):
-                at = self._when(owner.incarnation, record.at)
-                if at[1] >= low and at[0] <= high + 1.0:
+                # It is told of when another runs. What died when the pull had failed is not why it did.
+                at = self._when(owner.incarnation, record.at - record.number("seconds", 0.0))
+                if at[1] >= low and at[0] <= failed + AT_ONCE_S:
                     return _Story(C.DATA_PLANE_DIED, names | {"holder": owner.rank, "why": record.text("cause")})
         for owner in owners:
             fate = self.fate(owner)
@@ -989,6 +1230,7 @@ class _Judge:
         else:
             last_decode = _told(there)
         missing = tuple(dict.fromkeys((*fields.pop("missing", ()), *story.missing)))
+        reader = str(story.names.get("reader", ""))
         return Leak(
             cause=story.cause,
             sentence=story.sentence,
@@ -999,8 +1241,28 @@ class _Judge:
             last_prefill=_told(here) if here is not None else "",
             last_decode=last_decode,
             missing=missing,
+            reader=reader if "/tp" in reader else "",
+            other_request_id=story.names.get("other_id", "") if story.cause is C.OTHER_REQUEST_ID else "",
             **fields,
         )
+
+
+_OTHER = re.compile(r"not to ('.*'|\".*\")\Z", re.DOTALL)
+
+
+def _named_in(detail: str) -> str:
+    """The request id that a refusal's words quote; empty in old logs."""
+    found = _OTHER.search(detail)
+    try:
+        value = ast.literal_eval(found[1]) if found is not None else ""
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _other(request_id: str) -> dict[str, str]:
+    """Another request id in words, and as it is, if it is known."""
+    return {"other": repr(request_id), "other_id": request_id} if request_id else {}
 
 
 def _ranks_of(record: Record) -> tuple[str, ...]:
@@ -1011,6 +1273,10 @@ def _ranks_of(record: Record) -> tuple[str, ...]:
 def _engine_of(rank: str) -> str:
     """The engine, or cohort, that a rank's name begins with."""
     return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
+
+
+def _speaks_of_keys(detail: str) -> bool:
+    return any(word in detail for word in (" key", "turned away", "turn our"))
 
 
 def _is_last_word(pull: Pull) -> bool:

@@ -30,8 +30,12 @@ EPILOG = """
 
   asynckv leaks tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
 
-[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input
+[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input, or no such request
 """
+
+
+MAX_STORIES = 20
+"""Requests of one id that are told; attempts at one request have the same on the decode side."""
 
 
 def leaks(
@@ -44,12 +48,20 @@ def leaks(
         ),
     ],
     details: Annotated[
-        bool, typer.Option("--details", help="Show requests one by one, --limit of each cause.")
+        bool, typer.Option("--details", help="Show more requests of each cause: 3, or --limit.")
     ] = False,
     request: Annotated[
-        str | None, typer.Option(help="Only this request, by either side's id.", metavar="ID", show_default=False)
+        str | None,
+        typer.Option(
+            help="Only this request: an id of either side, a pull id, a sequence, or how one begins.",
+            metavar="ID",
+            show_default=False,
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Requests shown of each cause.", metavar="N")] = 3,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="Requests shown of each cause: 1, with --details 3.", metavar="N", show_default=False),
+    ] = None,
     json: Annotated[
         str | None, typer.Option(help="Write the report as JSON; - for stdout.", metavar="FILE", show_default=False)
     ] = None,
@@ -70,13 +82,13 @@ def leaks(
     import rich.progress
     from rich.console import Console
 
-    from asynckv.diagnose import leaks_live, leaks_page
+    from asynckv.diagnose import leaks_live, leaks_page, leaks_request
     from asynckv.diagnose.join import join
-    from asynckv.diagnose.leaks import find_leaks
+    from asynckv.diagnose.leaks import aligned, early_ends, find_leaks
     from asynckv.diagnose.records import Logs, read_logs
     from asynckv.observe.output import check_writable, write_json
 
-    if limit < 0:
+    if limit is not None and limit < 0:
         raise ConfigError(f"--limit {limit} is less than 0; 0 shows none")
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
@@ -102,14 +114,15 @@ def leaks(
     if logs.nothing:
         raise ConfigError("; ".join(unanswered) or logs.nothing)
     service = join(logs)
-    found = find_leaks(service)
-    known = [(x.request_id, *(y.request_id for y in x.all_pulls)) for x in service.requests]
-    if request is not None:
-        found = [x for x in found if request in (x.request_id, *x.decode_request_ids)]
-    report = leaks_page.report(found, service, logs, unanswered, request is None or any(request in x for x in known))
+    when = aligned(service)
+    wanted = leaks_request.find_requests(service, request) if request is not None else None
+    found, early = find_leaks(service, when, wanted), early_ends(service, when)
+    stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
+    report = leaks_page.report(found, service, logs, unanswered, stories, early)
     write_json(json, report)
-    one_by_one = limit if details or request is not None else min(limit, 1)
-    leaks_page.show(report, Console(stderr=json == "-"), details=one_by_one, request=request or "")
+    usual = 3 if details or request is not None else 1
+    limit = usual if limit is None else limit
+    leaks_page.show(report, Console(stderr=json == "-"), details=limit, request=request or "")
     if found:
         raise typer.Exit(1)
 

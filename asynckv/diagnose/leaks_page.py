@@ -5,28 +5,42 @@ Everything in it came from logs, which is to say from strangers: it is made prin
 
 from __future__ import annotations
 
+import io
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks import Leak, moment
+from asynckv.diagnose.leaks import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 __all__ = ["report", "show"]
 
 SCHEMA = "asynckv.leaks/1"
 SHOWN_NAMES = 8
+MAX_FILES = 100
+"""Files that are told one by one."""
+
+WIDEST = 1000
+"""Letters of a table that no terminal shows."""
 
 
 def report(
-    leaks: Sequence[Leak], service: Service, logs: Logs, unanswered: Sequence[str] = (), is_known: bool = True
+    leaks: Sequence[Leak],
+    service: Service,
+    logs: Logs,
+    unanswered: Sequence[str] = (),
+    stories: Sequence[str] = (),
+    early: Sequence[Early] = (),
 ) -> dict[str, Any]:
     """Make plain data of all that was found.
 
@@ -35,7 +49,8 @@ def report(
         service: Of `join`.
         logs: What was read.
         unanswered: Engines that were asked in vain, and why.
-        is_known: The one request that was asked for is spoken of at all.
+        stories: What became of the requests that were asked for, each in a line.
+        early: Of `early_ends`.
     """
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
@@ -56,13 +71,18 @@ def report(
         "leaked": len(leaks),
         "causes": causes,
         "leaks": [_entry(x) for x in leaks],
+        "stories": list(stories),
         "read": {
             "files": len(logs.sources),
             "lines": logs.num_lines,
             "bytes": logs.num_bytes,
             "events": len(logs.records),
             "others": logs.num_others,
+            "others_in": [{"path": x.path, "lines": x.num_others} for x in logs.sources if x.num_others][:MAX_FILES],
             "repeated": logs.num_repeated,
+            "repeated_in": [{"path": x.path, "lines": x.num_repeated} for x in logs.sources if x.num_repeated][
+                :MAX_FILES
+            ],
             "skipped": [
                 {"reason": x.reason, "lines": x.lines, "where": x.where, "first": x.first} for x in logs.skipped
             ],
@@ -73,9 +93,10 @@ def report(
             "decode": [x.rank for x in decode],
             "quiet": sorted(quiet),
             "missing": service.missing(),
+            "early": [{"rank": x.rank, "last": moment(x.last_at), "before_s": round(x.before_s, 3)} for x in early],
+            "warnings_only": sorted(x.rank for x in service.processes.values() if not x.says_info),
             "unanswered": list(unanswered),
             "requests": len(service.requests),
-            "is_known": is_known,
         },
     }
 
@@ -96,6 +117,8 @@ def _entry(leak: Leak) -> dict[str, Any]:
         "seconds": None if math.isnan(leak.seconds) else round(leak.seconds, 3),
         "since": None if math.isnan(leak.since) else round(leak.since, 6),
         "owed": list(leak.owed),
+        "reader": leak.reader or None,
+        "other_request_id": leak.other_request_id or None,
         "released": dict(leak.released),
         "words": [{"holder": x.holder, "reader": x.reader, "claim": x.claim, "release": x.release} for x in leak.words],
         "last_prefill": leak.last_prefill,
@@ -119,60 +142,82 @@ def _blocks(leaks: Sequence[Leak]) -> int | None:
 
 
 def show(found: dict[str, Any], console: Console, *, details: int, request: str = "") -> None:
-    """Show it to people: the table by cause, then so many requests of each in detail, then what was read."""
-    from rich.table import Table
-    from rich.text import Text
+    """Show it to people: the table by cause, then so many requests of each in detail, then what was read.
 
+    On a terminal lines are wrapped at its width; elsewhere they are whole, and end where their text does, for tools.
+    """
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
-        name = without_control(request)
-        text = "Nothing was late." if not name else f"Request {name} was not late."
-        if name and not shown["read"]["is_known"]:
-            text = f"No request {name} is spoken of: successes are sampled, and it may be in other logs."
-        console.print(text, style="bold", highlight=False, markup=False)
+        partly = not request and (shown["read"]["early"] or shown["read"]["warnings_only"])
+        name = escape(without_control(request))
+        text = f"Request {name} was not late" if name else "Nothing was late"
+        _print(console, f"[bold]{text}{', as far as these logs go' if partly else ''}.[/bold]")
+        for story in shown["stories"]:
+            _print(console, story, 2)
     else:
-        table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
-        table.add_column("cause", style="bold", no_wrap=True)
-        table.add_column("requests", justify="right")
-        table.add_column("blocks", justify="right")
-        table.add_column("longest", justify="right")
-        table.add_column("")
-        for cause, row in shown["causes"].items():
-            longest = "?" if row["longest_s"] is None else f"{row['longest_s']:,.1f} s"
-            blocks = "?" if row["blocks"] is None else f"{row['blocks']:,}"
-            table.add_row(cause, f"{row['requests']:,}", blocks, longest, row["title"])
-        console.print(table)
-    left: Counter[str] = Counter()
-    for leak in shown["leaks"]:
-        left[leak["cause"]] += 1
-        if left[leak["cause"]] > details:
-            continue
-        console.print()
-        _show_one(leak, console)
-    for cause, number in left.items():
-        if number > details:
-            more = "--limit shows more, --request one" if details else "--details shows them"
-            console.print(f"\n{cause}: {number - details:,} more requests; {more}", highlight=False, soft_wrap=True)
+        _show_table(shown, console)
+    for cause in shown["causes"]:
+        leaks = [x for x in shown["leaks"] if x["cause"] == cause]
+        for leak in leaks[:details]:
+            console.print()
+            _show_one(leak, console)
+        if rest := leaks[details:]:
+            more = _counted(len(rest), "more request" if details else "request")
+            names = _few([x["request_id"] for x in rest])
+            console.print()
+            _print(console, f"{cause}: {more}: {names}; --limit shows more, --request one")
     console.print()
     for line in _summary(shown["read"]):
-        console.print(Text.from_markup(line), highlight=False, soft_wrap=True)
+        _print(console, line)
+
+
+def _print(console: Console, text: str, indent: int = 0) -> None:
+    """Print a line of markup."""
+    if console.is_terminal:
+        console.print(Padding(Text.from_markup(text), (0, 0, 0, indent), expand=False), highlight=False)
+    else:
+        console.print(" " * indent + text, highlight=False, soft_wrap=True)
+
+
+def _show_table(shown: dict[str, Any], console: Console) -> None:
+    table = Table(title=f"{shown['leaked']:,} late, by cause", title_justify="left", pad_edge=False, box=None)
+    table.add_column("cause", style="bold", no_wrap=True)
+    table.add_column("requests", justify="right")
+    table.add_column("blocks", justify="right")
+    table.add_column("longest", justify="right")
+    table.add_column("")
+    for cause, row in shown["causes"].items():
+        longest = "" if row["longest_s"] is None else f"{row['longest_s']:,.1f} s"
+        blocks = "" if row["blocks"] is None else f"{row['blocks']:,}"
+        table.add_row(cause, f"{row['requests']:,}", blocks, longest, row["title"])
+    if console.is_terminal:
+        console.print(table)
+        return
+    wide = Console(file=io.StringIO(), width=WIDEST)
+    with wide.capture() as captured:
+        wide.print(table)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_one(leak: dict[str, Any], console: Console) -> None:
     decode = ", ".join(leak["decode_request_ids"][:4])
     name = f"{leak['request_id']}" + (f" (decode: {decode})" if decode else "")
+    # What is to be copied is never broken.
     console.print(f"[bold]{leak['cause']}[/bold]  {name}", highlight=False, soft_wrap=True)
-    console.print(f"  {leak['sentence']}", highlight=False, soft_wrap=True)
-    blocks = "?" if leak["blocks"] is None else leak["blocks"]
-    since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
-    seconds = "?" if leak["seconds"] is None else f"{leak['seconds']:,.3f}"
+    _print(console, leak["sentence"], 2)
+    known = f" of which nothing was taken: {leak['reader']}" if leak["reader"] else " that never spoke up"
+    nobody = f"* (a decode engine{known})"
     rows = [
-        ("held", f"{blocks} blocks of {_few(leak['holders'])}, {seconds} s{since}; {_STATE[leak['state']]}"),
-        ("owed by", _few(leak["owed"])),
+        ("held", _held(leak)),
+        ("owed by", _few([nobody if x == "*" else x for x in leak["owed"]])),
         ("released", _few([f"{k} ({v})" for k, v in leak["released"].items()])),
     ]
     rows += [
-        (x["reader"], f"to {x['holder']}: claim {x['claim']}; release {x['release']}")
+        (
+            (leak["reader"] or "nobody") if x["reader"] == "*" else x["reader"],
+            f"to {x['holder']}: claim {x['claim']}; release {x['release']}",
+        )
         for x in leak["words"][:SHOWN_NAMES]
     ]
     rows += [("prefill side", leak["last_prefill"]), ("decode side", leak["last_decode"])]
@@ -181,7 +226,20 @@ def _show_one(leak: dict[str, Any], console: Console) -> None:
     rows.append(("what to do", leak["remedy"]))
     for title, text in rows:
         if text:
-            console.print(f"  [dim]{title}:[/dim] {text}", highlight=False, soft_wrap=True)
+            _print(console, f"[dim]{title}:[/dim] {text}", 2)
+
+
+def _held(leak: dict[str, Any]) -> str:
+    """Whose blocks, how many and for how long, as far as that is known."""
+    blocks = "blocks" if leak["blocks"] is None else _counted(leak["blocks"], "block")
+    took = "" if leak["seconds"] is None else f" {leak['seconds']:,.3f} s"
+    since = "" if leak["since"] is None else f" since {moment(leak['since'])}"
+    span = f",{took}{since}" if took or since else ""
+    return f"{blocks} of {_few(leak['holders'])}{span}; {_STATE[leak['state']]}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 _STATE = {
@@ -203,10 +261,11 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _summary(read: dict[str, Any]) -> list[str]:
-    source = f"{read['lines']:,} lines of {read['files']:,} files" if read["files"] else "what running engines said"
+    lines = _counted(read["lines"], "line")
+    source = f"{lines} of {_counted(read['files'], 'file')}" if read["files"] else "what running engines said"
     out = [
-        f"[dim]read {read['events']:,} events in {source}, {read['requests']:,} requests, {read['first']} to "
-        f"{read['last']} UTC[/dim]"
+        f"[dim]read {_counted(read['events'], 'event')} in {source}, {_counted(read['requests'], 'request')}, "
+        f"{read['first']} to {read['last']} UTC[/dim]"
     ]
     for side in ("prefill", "decode", "quiet"):
         if read[side]:
@@ -214,10 +273,21 @@ def _summary(read: dict[str, Any]) -> list[str]:
             out.append(f"[dim]{title}: {_few(read[side])}[/dim]")
     if read["missing"]:
         out.append(f"[yellow]no log of {_few(read['missing'])}, which others name[/yellow]")
+    if read["early"]:
+        ends = _few([f"{x['rank']} at {x['last']}, {x['before_s']:,.3g} s before the last line" for x in read["early"]])
+        out.append(f"[yellow]ends early: log of {ends}; what came after is not in it, and not judged[/yellow]")
+    if read["warnings_only"]:
+        out.append(
+            f"[yellow]warnings only, of {_few(read['warnings_only'])}: what ended well is not in there, so that what "
+            f"is held still, or who died, cannot be told from what is missing; level info tells[/yellow]"
+        )
     out += [f"[yellow]no answer from {x}[/yellow]" for x in read["unanswered"]]
-    if read["repeated"]:
-        out.append(f"[dim]{read['repeated']:,} lines were there twice[/dim]")
+    for name, what in (("repeated", "that were there twice"), ("others", "of other programs")):
+        if read[name]:
+            where = _few([f"{x['path']} ({x['lines']:,})" for x in read[f"{name}_in"]])
+            out.append(f"[dim]{_counted(read[name], 'line')} {what}: {where}[/dim]")
     out += [
-        f"[yellow]{x['lines']:,} lines left out: {x['reason']} (first {x['where']})[/yellow]" for x in read["skipped"]
+        f"[yellow]{_counted(x['lines'], 'line')} left out: {x['reason']} (first {x['where']})[/yellow]"
+        for x in read["skipped"]
     ]
     return out

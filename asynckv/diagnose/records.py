@@ -159,12 +159,16 @@ class Source:
         num_bytes: Read of it, uncompressed.
         num_lines: Lines of whoever.
         num_records: Events of asynckv's, without those that were known already.
+        num_others: Lines of other programs.
+        num_repeated: Lines that were there before, in this file or another.
     """
 
     path: str
     num_bytes: int
     num_lines: int
     num_records: int
+    num_others: int = 0
+    num_repeated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +332,7 @@ class _Reader:
     def read(self, path: str, progress: Callable[[int], None]) -> None:
         """Read a file."""
         before, lines, size, pending = len(self._records), 0, 0, ""
+        others, repeated = self._others, self._repeated
         shown = "stdin" if path == "-" else path
         damage: list[str] = []
         try:
@@ -349,7 +354,8 @@ class _Reader:
             self._skip(why, f"{shown}:{lines}", b"")
         if pending:
             self._skip("cut short", f"{shown}:{lines}", pending.encode(errors="replace"))
-        self._sources.append(Source(shown, size, lines, len(self._records) - before))
+        others, repeated = self._others - others, self._repeated - repeated
+        self._sources.append(Source(shown, size, lines, len(self._records) - before, others, repeated))
 
     def _line(self, line: bytes, path: str, number: int, pending: str) -> str:
         """Take one line; return what a container's runtime will go on with in the next."""
