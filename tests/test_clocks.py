@@ -213,3 +213,33 @@ def test_a_single_contradiction_is_told_and_not_believed() -> None:
     assert max(found.doubted) > 0.4
     offset = found.offset("b", 51.0)
     assert abs(offset.seconds - 1.0) <= offset.within_s < 0.02
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 1 << 32), st.integers(2, 4), st.sampled_from([1.0, 60.0, 3600.0, 86400.0 * 3]))
+def test_clocks_that_are_set_while_little_is_said_are_aligned_somehow(seed: int, number: int, seconds: float) -> None:
+    rng = random.Random(seed)
+    clocks = {
+        f"p{i}": clock(rng.uniform(-5, 5), 0.0, [(rng.uniform(0.2, 0.8) * seconds, 10 ** rng.uniform(-1, 3))])
+        for i in range(number)
+    }
+    pairs = talk(clocks, rng, number=rng.choice([1, 2, 4, 20]), seconds=seconds)
+    found = align(pairs, dict.fromkeys(clocks, ""))
+    for name in clocks:
+        offset = found.offset(name, rng.uniform(0, seconds))
+        assert offset.within_s >= 0
+
+
+def test_of_few_exchanges_all_may_contradict_each_other() -> None:
+    """Two clocks of four were set, and an edge has bounds of both sides of it."""
+    said = [
+        ("p2", 0.0, "p1", 3.01), ("p1", 21.498, "p3", 19.917), ("p1", 235.923, "p3", 234.343),
+        ("p3", 339.83, "p2", 338.468), ("p3", 539.129, "p1", 540.893), ("p3", 634.143, "p2", 632.784),
+        ("p0", 1828.561, "p3", 1828.642), ("p2", 1893.168, "p3", 1931.443), ("p1", 1960.337, "p2", 1920.617),
+        ("p0", 2038.44, "p2", 2000.245), ("p1", 2112.267, "p3", 2110.724), ("p1", 2129.615, "p0", 1845.913),
+        ("p2", 2252.516, "p3", 2290.791), ("p1", 2369.757, "p3", 2368.192), ("p2", 2492.626, "p1", 2532.482),
+        ("p2", 2546.9, "p0", 2303.016), ("p3", 2583.192, "p2", 2544.952), ("p3", 2665.537, "p1", 2667.145),
+        ("p1", 3000.887, "p2", 2961.032), ("p3", 3112.097, "p2", 3073.823),
+    ]  # fmt: skip
+    found = align([Pair(*x) for x in said], dict.fromkeys(("p0", "p1", "p2", "p3"), ""))
+    assert found.offset("p0", 2000.0).within_s >= 0

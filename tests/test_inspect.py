@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from asynckv import EngineConfig, InspectConfig
+from asynckv.arguments import MAX_NAME
 from asynckv.core import survey
 from asynckv.core.account import MAX_ACCOUNT, Account, decode_account
-from asynckv.core.types import Address, ReplyTo
+from asynckv.core.types import Address, Cohort, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
 from asynckv.errors import RemoteProtocolError
 from tests.world import Rank, World, make_layout
@@ -256,6 +257,15 @@ def test_to_look_for_one_among_many_costs_more() -> None:
     assert answered("nobody") < 0.95 * survey.TOTAL_BURST
 
 
+def test_an_answer_is_not_repeated_to_everybody_for_ever() -> None:
+    world = World()
+    prefill = prefill_rank(world)
+    said = [x for n in range(600) for x in asked(world, prefill, StatusRequest(n, 1), who=b"%d" % n)]
+    answered = sum(not decode_account(status.account).refused for status in said)
+    assert survey.REPEAT_BURST <= answered <= survey.REPEAT_BURST + survey.TOTAL_BURST
+    assert len(said) == 600
+
+
 def test_who_asks_the_same_at_the_same_moment_hears_the_same() -> None:
     world = World()
     prefill = prefill_rank(world)
@@ -293,6 +303,22 @@ def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
     ((status,),) = prefill.core.outbox.messages.values()
     assert isinstance(status, Status)
     assert (status.gauges["leases"], status.account) == (0, b"")
+
+
+def test_names_of_whatever_length_fit_an_answer() -> None:
+    """One claim says of how many ranks its engine is, and what it is called: four bytes a letter."""
+    world = World()
+    prefill = prefill_rank(world)
+    cohort = Cohort("\U0001f600" * MAX_NAME, 4096, 0, 1, 0)
+    for n in range(4):
+        params = world.params([prefill], f"p{n}", [n], 4)
+        digest = world.lend(prefill, params).digest
+        claim = Claim(params.key, params.request_id, cohort, f"pull-{n}", 1, digest, 5.0)
+        prefill.core.receive(ReplyTo(b"way"), encode_packet("d", "", [claim]), world.time(prefill))
+    found = pages(world, prefill, MAX_TOLD)
+    assert [x.request_id for page in found for x in page.requests] == ["p0", "p1", "p2", "p3"]
+    assert {len(x.ranks) for page in found for x in page.requests} == {survey.MAX_RANKS}
+    assert {len(x.waits_for) for page in found for x in page.holds} == {survey.MAX_RANKS}
 
 
 def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:

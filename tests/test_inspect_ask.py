@@ -360,7 +360,7 @@ async def test_a_question_that_is_never_answered_takes_no_place_for_ever(
     try:
         assert door.path is not None
         for _ in range(2):
-            streams = [await asyncio.open_unix_connection(os.fspath(door.path)) for _ in range(MAX_GUESTS)]
+            streams = [await asyncio.open_unix_connection(f"{door.path}") for _ in range(MAX_GUESTS)]
             for _, writer in streams:
                 write_packet(writer, encode_packet("s", "", [StatusRequest(1, 1)]))
             ends = await asyncio.gather(*(reader.read() for reader, _ in streams))

@@ -192,6 +192,35 @@ def found(records: list[Record]) -> list[Leak]:
     return find_leaks(join(records))
 
 
+F, P2 = "dddddddd" + "3" * 24, "eeeeeeee" + "4" * 24
+RANK |= {F: "third/tp0@dddddddd", P2: "prefill/tp0@eeeeeeee"}
+
+
+def lent(at: float, start: str = P, **fields: Any) -> Record:
+    return say(at, EVENT.LEASE_LENT, start, **{**LEASE, "lease_s": 30.0, **fields})
+
+
+def gone(at: float, detail: str) -> Record:
+    who = {"peer": RANK[P], "peer_incarnation": P, "before": "ready", "state": "gone"}
+    return say(at, EVENT.PEER_CHANGED, D, **who, cause="peer_lost", detail=detail)
+
+
+def test_who_lives_is_not_told_to_have_died() -> None:
+    """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
+    quiet = [begun(P), begun(D), *met(), begun(F), stopped(F, 50.5)]
+    assert not found([*quiet, lent(50.0)])
+    # Nobody would have told this one of the other's end.
+    [leak] = found([*quiet, expired(False, at=49.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    # Two services have one name, and run side by side.
+    assert not found([begun(P), begun(P2, 5.0), lent(6.0, P2, sequence=1), lent(100.0)])
+    # Its level leaves goodbyes out, and those who heard it do not.
+    assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
+    assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
+    [leak] = found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "no answer for 4.0 s")])
+    assert leak.cause is C.PREFILL_DIED
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     cause, records = CASES[name]

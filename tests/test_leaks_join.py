@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+import pytest
 
 from asynckv.diagnose.join import Service, base_name, join, start_of
 from asynckv.diagnose.records import Record
@@ -141,3 +144,19 @@ def test_ranks_of_one_request_are_together_and_short_failures_find_theirs() -> N
     first, second = service.requests
     assert sorted(first.leases) == ["prefill/tp0@8a5aabf2", "prefill/tp1@81111111"]
     assert second.pulls["x-2"].failed_in == "read"
+
+
+@pytest.mark.slow
+def test_one_key_that_is_used_again_and_again_costs_no_square() -> None:
+    number = 3_000
+    starts = [f"{i:08x}" + "8" * 24 for i in range(number)]
+    ours = [say(i, "lease_lent", x, "prefill/tp0", request_id="a", sequence=0) for i, x in enumerate(starts)]
+    told = [
+        pull(i + 0.5, f"{DECODE[:16]}-{i}", cause="timeout", peer_ranks=[f"prefill/tp0@{x[:8]}"])
+        for i, x in enumerate(starts)
+    ]
+    began = time.process_time()
+    service = join([*ours, *told])
+    assert time.process_time() - began < 5.0  # a square takes a minute
+    assert len(service.requests) == number
+    assert all(len(x.pulls) == len(x.leases) == 1 for x in service.requests)

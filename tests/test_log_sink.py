@@ -292,6 +292,23 @@ def test_nobody_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.Monkey
         os.close(writer)
 
 
+@pytest.mark.anyio
+async def test_who_has_no_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
+    reader, writer = os.pipe()
+    try:
+        side = sim.side("e", 1, log=LogConfig(file=f"/proc/self/fd/{writer}"))
+        await side.engine.start()
+        sink = FileSink._open[f"/proc/self/fd/{writer}"]
+        for _ in range(100):
+            sink.put("info", "x", {}, {"text": "y" * 4000})
+        began = time.perf_counter()
+        await side.engine.aclose(0.0)
+        assert time.perf_counter() - began < sinks.CLOSE_S / 2
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_file_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "fifo")

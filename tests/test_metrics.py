@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import shutil
+import socket
 import threading
 import time
 import urllib.error
@@ -20,6 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from asynckv import (
+    BackendError,
     ConfigError,
     EngineConfig,
     EnginePump,
@@ -27,11 +30,14 @@ from asynckv import (
     LocalProtocolError,
     Metrics,
     MetricsEndpoint,
+    NixlConfig,
     Observer,
     PrefillGroup,
     WrongThread,
 )
 from asynckv.core.pull import Pull as CorePull
+from asynckv.observe import endpoint as endpoints
+from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
 from tests.engines import Bench, memory, until
@@ -442,6 +448,53 @@ async def test_probes_say_how_an_engine_is_and_why(sim: Bench) -> None:
         endpoint.start()
 
 
+def test_clients_are_bounded_in_number_and_in_time(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(endpoints, "MOST_S", 0.4)
+    with MetricsEndpoint(Metrics(sim.side("e", 1).engine)) as endpoint, contextlib.ExitStack() as stack:
+        port = int(endpoint.url.rpartition(":")[2])
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
+        for each in slow:
+            each.sendall(b"GET ")
+        with socket.create_connection(("127.0.0.1", port), 5.0) as more:
+            assert more.recv(1) == b""
+        for each in slow:  # who says a letter now and then is not silent, and is hung up on all the same
+            each.settimeout(5.0)
+            each.sendall(b"/")
+            assert each.recv(1) == b""
+        status, until_s = 0, time.monotonic() + 5.0
+        while not status and time.monotonic() < until_s:
+            with contextlib.suppress(OSError):  # their threads have yet to end
+                status, _ = get(endpoint.url, "/readyz")
+        assert status == 503
+
+
+async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "LONG_S", 0.0)
+    async with sim.pair() as (prefill, _, group):
+        metrics = Metrics(prefill.engine)
+        shown = metrics._shown[0]
+        first = shown._read()
+        shown._fresh_until = time.monotonic() + 60
+        prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
+        assert shown._read() is first
+        shown._fresh_until = time.monotonic()
+        assert shown._read()[1].gauges["leases"] == 1
+
+
+def test_a_copy_of_a_tally_is_nobody_elses() -> None:
+    tally = Tally()
+    before = tally.copy()
+    for durations in (tally.phases["read"], tally.pulls["failed"], tally.leases["expired"], tally.lag):
+        durations.add(1.0)
+    tally.peer_bytes["p"] += 1
+    tally.posts += 1
+    assert sum(sum(d.counts) for d in (before.phases["read"], before.pulls["failed"], before.lag)) == 0
+    assert (sum(before.leases["expired"].counts), before.peer_bytes, before.posts) == (0, {}, 0)
+    after = tally.copy()
+    assert (after.lag.total_s, after.peer_bytes["p"], after.posts, after.phases["read"].total_s) == (1.0, 1, 1, 1.0)
+
+
 async def test_a_loop_that_does_not_answer_is_no_health(sim: Bench) -> None:
     async with sim.pair() as (_, decode, _):
         with MetricsEndpoint(Metrics(decode.engine, wait_s=0.01), wait_s=0.05) as endpoint:
@@ -482,6 +535,23 @@ def test_a_thread_is_probed_while_it_runs_and_the_endpoint_ends_with_it() -> Non
         assert serving is not None
     serving.join(5)
     assert not serving.is_alive()
+
+
+def test_an_endpoint_ends_with_an_engine_that_could_not_be_started() -> None:
+    """Else it would say for ever that all is well, and keep its port from the next attempt."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        registration, _arrays = memory(1)
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        nixl = NixlConfig(process="never", posting_threads=0)
+        thread = EngineThread(EngineConfig(engine_id="e", bind=bind, nixl=nixl), registration)
+        endpoint = MetricsEndpoint(Metrics(thread)).start()
+        with pytest.raises(BackendError):
+            thread.start()
+        thread.close()
+        endpoint_thread = endpoint._thread
+        assert endpoint_thread is not None
+        endpoint_thread.join(10.0)
+        assert not endpoint_thread.is_alive()
 
 
 # -- what happens to an engine -----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from asynckv import ConfigError, Endpoint, PrefillGroup, Tracing, trace_context
+from asynckv import ConfigError, Endpoint, Metrics, PrefillGroup, Tracing, trace_context
 from asynckv.core.types import MAX_TRACESTATE, decode_params
 from asynckv.observe import tracing
 from scripts import pd_traces
@@ -25,7 +25,7 @@ from scripts.pd_engines import Limits
 from scripts.pd_http import serving
 from scripts.pd_proxy import Router
 from tests.engines import Bench, Side, until
-from tests.observed import QUICK, end, story
+from tests.observed import QUICK, end, passing, story
 
 pytestmark = pytest.mark.anyio
 
@@ -98,6 +98,29 @@ async def test_one_trace_over_both_sides_with_right_parents_and_times(bench: Ben
         assert attributes(pull)["asynckv.bytes"] == len(decode.blocks([1]))
         assert attributes(pull)["asynckv.prefill_request_id"] == "r"
         assert attributes(lease)["asynckv.sequence"] == attributes(pull)["asynckv.sequence"]
+
+
+async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench, spans: Spans) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        assert decode.data is not None
+        Tracing(prefill.engine, provider=spans.provider)
+        metrics = Metrics(prefill.engine)
+        params = group.make_params("r", [(0, [1])], 16, trace={"traceparent": TRACEPARENT})
+        prefill.engine.lend(params)
+        decode.data.deferred = True
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [3])], params))
+        await until(lambda: prefill.engine.requests()[0].ranks[0].state == "granted")
+        await passing(sim, asyncio.create_task(prefill.engine.aclose(0.0)))
+        (lease,) = spans.of("asynckv.lease", "r")
+        assert (attributes(lease)["asynckv.lease.end"], lease.status.status_code) == ("closed", StatusCode.ERROR)
+        assert lease.start_time is not None
+        assert lease.end_time is not None
+        assert lease.start_time <= lease.end_time
+        assert prefill.engine.statistics().counters["leases.closed"] == 1
+        shown = {(x.name, x.labels.get("state")): x.value for family in metrics.collect() for x in family.samples}
+        assert shown["asynckv_leases_ended_total", "closed"] == shown["asynckv_lease_age_seconds_count", "closed"] == 1
+        await passing(sim, task)
+        decode.data.finish()
 
 
 async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans) -> None:

@@ -281,7 +281,7 @@ class Lease:
             case Renew():
                 answer = self._renew(message, sender, now)
         first = PullId(message.pull_id) if len(self.grants) > num_grants else None
-        if type(answer) is Refused:
+        if type(answer) is Refused and len(self.refused) < MAX_REFUSALS:
             self.turned_down(
                 Refusal(now, _WHAT[type(message)], answer.reason, self._who(message, sender), answer.detail)
             )

@@ -50,6 +50,10 @@ TOTAL_RATE, TOTAL_BURST, TOLD_PER_TOKEN = 16.0, 400, 64
 MAX_WAITING = 64
 """Questions that wait for their answer."""
 
+REPEAT_RATE, REPEAT_BURST = 64.0, 400
+"""Answers per second that were made for somebody else, and are only sent once more: for all together, too, since they
+wait to be sent for as long as whoever asked does not read."""
+
 LOOKED_PER_TOKEN = 8192
 """To find one request by its name all are looked at: so many cost as much as one question more."""
 
@@ -70,6 +74,9 @@ MAX_TEXT = 128 * 1024
 
 MAX_PEERS = 256
 """Peers in one account."""
+
+MAX_RANKS = 256
+"""Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
 
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of many and where it is wanted alone."""
@@ -138,7 +145,7 @@ class Survey:
         self._identity, self._config, self._ledger = identity, config, ledger
         self._prefill, self._decode, self._readers, self._inspector = prefill, decode, readers, inspector
         self._limits, self._total = Limiter(RATE, BURST), Limiter(TOTAL_RATE, TOTAL_BURST)
-        self._refusals = Limiter(RATE, BURST)
+        self._refusals, self._repeats = Limiter(RATE, BURST), Limiter(REPEAT_RATE, REPEAT_BURST)
         self._waiting: deque[_Question] = deque()
         self._working: Generator[None, float, Status] | None = None
         self._counts: _Counts | None = None
@@ -157,17 +164,14 @@ class Survey:
             refusal = Account(refused="what follows was asked for with a place that is none; begin anew")
         elif not self._limits.take(whose, now):
             refusal = Account(refused=f"asked more than {RATE:g} times a second", retry_s=2 / RATE)
+        elif (fresh := self._fresh(asked, now)) is not None and self._repeats.take(None, now):
+            answer(fresh)
+            return True
         elif len(self._waiting) >= MAX_WAITING or not self._total.take(None, now):
             refusal = Account(refused=f"all together ask for more than {TOTAL_RATE:g} answers a second", retry_s=0.5)
         else:
-            # What is told again costs no work, but room on the way to who does not take it.
-            self._total.charge(None, now, asked.most / TOLD_PER_TOKEN)
-            if (fresh := self._fresh(asked, now)) is not None:
-                answer(fresh)
-                return True
-            if asked.request_id:
-                looked = len(self._prefill.leases) + len(self._decode.pulls)
-                self._total.charge(None, now, looked / LOOKED_PER_TOKEN)
+            looked = len(self._prefill.leases) + len(self._decode.pulls) if asked.request_id else 0
+            self._total.charge(None, now, asked.most / TOLD_PER_TOKEN + looked / LOOKED_PER_TOKEN)
             self._waiting.append(_Question(asked, answer))
             self.next_at = now
             return True
@@ -313,13 +317,15 @@ class Survey:
                 began = request.history[0][0]
                 told_of = tuple((at - began, text[:MAX_EVENT]) for at, text in request.history[-MAX_HISTORY:])
                 status = replace(status, history=told_of)
-            requests.append(status)
-            if (
-                held := self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
-            ) is not None:
-                holds.append(held)
             work += 1 + len(status.ranks)
-            letters += 2 * (len(status.request_id) + len(status.prefill_request_id)) + 200 * len(status.ranks)
+            status = replace(status, ranks=status.ranks[:MAX_RANKS])
+            requests.append(status)
+            letters += _letters(status)
+            held = self._inspector.hold(request, MAX_IDS_OF_ONE if asked.request_id else MAX_IDS, now)
+            if held is not None:
+                held = replace(held, waits_for=held.waits_for[:MAX_RANKS])
+                holds.append(held)
+                letters += len(held.request_id) + sum(map(len, held.waits_for))
         return ""
 
     def _budgets(self) -> dict[str, tuple[int, int]]:
@@ -333,6 +339,13 @@ class Survey:
             "parked": (self._prefill.num_parked, self._config.lease.max_parked),
             "blocks_held": (held, self._ledger.num_blocks),
         }
+
+
+def _letters(status: RequestStatus) -> int:
+    """About how long it is: names are as long as others made them."""
+    said = sum(len(x.rank) + len(x.address) + 80 for x in status.ranks)
+    said += sum(len(who) + len(detail) for _, _, _, who, detail in status.refused)
+    return said + len(status.request_id) + 2 * len(status.prefill_request_id) + len(status.waits)
 
 
 def _unnumbered(asked: StatusRequest) -> StatusRequest:

@@ -77,8 +77,8 @@ class Offset:
     """How far a process's clock is ahead of its group's reference, at some moment.
 
     Attributes:
-        seconds: Subtract it to come to the reference's time.
-        within_s: How much more or less it may be.
+        seconds: Subtract it to come to the reference's time; nan if nothing is known.
+        within_s: How much more or less it may be; inf if nothing is known.
     """
 
     seconds: float
@@ -149,7 +149,8 @@ class _Course:
 
     def __init__(self, moments: Floats, low: Floats, high: Floats) -> None:
         self.low, self.high = low, high
-        self._shown = moments + (low + high) / 2
+        with np.errstate(invalid="ignore"):  # of what is not known at all
+            self._shown = moments + (low + high) / 2
         # What it may have shown between two moments, wherever in between it was set.
         passed, half = np.diff(moments), np.maximum(high - low, 0) / 2
         left, right, unsure = self._shown[:-1], self._shown[1:], np.maximum(half[:-1], half[1:])
@@ -172,7 +173,8 @@ class _Course:
             found = found or [(int(i := np.abs(self._shown - shown).argmin()), int(i))]
         spans = [self._between(one, other, shown) for one, other in found]
         low, high = min(x for x, _ in spans), max(x for _, x in spans)
-        return Offset((low + high) / 2, (high - low) / 2)
+        is_known = math.isfinite(low) and math.isfinite(high)
+        return Offset((low + high) / 2, (high - low) / 2) if is_known else Offset(math.nan, math.inf)
 
     def _between(self, one: int, other: int, shown: float) -> tuple[float, float]:
         gaps = abs(shown - self._shown[one]), abs(shown - self._shown[other])
@@ -250,9 +252,11 @@ class _Edge:
         return low, high
 
     def middle(self, run: int, moment: float) -> float:
-        """Return a rough value."""
-        low, high = self.runs[run].at(moment)
-        return (low + high) / 2 if math.isfinite(high - low) else low if math.isfinite(low) else high
+        """Return a rough value: of few bounds, all may contradict each other."""
+        found = self.runs[run]
+        sides = (float(np.median(x[:, 1])) if len(x) else math.nan for x in (found.lower, found.upper))
+        told = [x for x in found.at(moment) if math.isfinite(x)] or [x for x in sides if math.isfinite(x)]
+        return sum(told) / len(told)
 
 
 Row = tuple[float, float, bool]

@@ -12,12 +12,14 @@ it was asked for) is each process's own; `at` of a record is too, and only withi
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from asynckv.core.types import SHOWN_LETTERS
@@ -97,6 +99,14 @@ class Process:
             for record in self.records:
                 self._by_event.setdefault(record.event, []).append(record)
         return itertools.chain.from_iterable(self._by_event.get(x, ()) for x in events)
+
+    def since(self, event: str, at: float) -> Iterator[Record]:
+        """Go through what it said of itself and of peers from some moment on; nothing if that is not known."""
+        if math.isnan(at):
+            return iter(())
+        next(self.of(event), None)
+        found = self._by_event.get(event, [])
+        return itertools.islice(found, bisect.bisect_left(found, at, key=attrgetter("at")), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -629,7 +639,11 @@ class _Joiner:
         self._requests: list[Request] = []
         self._exact: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
         self._by_pull: dict[str, Request] = {}
-        self._by_sequence: dict[tuple[str, int], list[Request]] = defaultdict(list)
+        # Who lends it, and whoever its readers say they met; of requests that were lent, also without their names.
+        self._by_start: dict[tuple[tuple[str, int, str], str], Request] = {}
+        self._by_sequence: dict[tuple[str, int, str], list[Request]] = defaultdict(list)
+        self._by_nobody: dict[tuple[str, int, str], dict[int, Request]] = defaultdict(dict)
+        self._ranks: Counter[tuple[tuple[str, int, str], str]] = Counter()
         self._by_name: dict[str, list[Request]] = defaultdict(list)
         for lease in leases:
             self._add(lease)
@@ -641,10 +655,11 @@ class _Joiner:
         # First those that say most of what they belong to, so that those that failed in the same words find these.
         for pull in sorted(pulls.values(), key=lambda x: (x.sequence < 0, x.like is not None)):
             request = self._request_of(pull)
-            ours = not pull.prefill_request_id or not request.request_id
-            (request.pulls if ours or pull.prefill_request_id == request.request_id else request.others)[
-                pull.pull_id
-            ] = pull
+            if not pull.prefill_request_id or request.request_id in ("", pull.prefill_request_id):
+                request.pulls[pull.pull_id] = pull
+                self._note(request, pull.peer_ranks)
+            else:
+                request.others[pull.pull_id] = pull
             self._by_pull[pull.pull_id] = request
         for record in withdrawn:
             name, sequence = record.text("request_id"), record.integer("sequence")
@@ -653,18 +668,27 @@ class _Joiner:
         return self._requests
 
     def _add(self, lease: Lease) -> None:
-        engine_id = lease.process.engine_id
-        for request in self._exact[engine_id, lease.sequence, lease.request_id]:
-            if all(base_name(x) != lease.process.base for x in request.leases):
-                request.leases[lease.process.rank] = lease
-                return
-        self._new(engine_id, lease.sequence, lease.request_id).leases[lease.process.rank] = lease
+        key = lease.process.engine_id, lease.sequence, lease.request_id
+        # Another lease of a rank is of its next start: the first is of the first request, and so on.
+        found, before = self._exact[key], self._ranks[key, lease.process.base]
+        self._ranks[key, lease.process.base] += 1
+        request = found[before] if before < len(found) else self._new(*key)
+        request.leases[lease.process.rank] = lease
+        self._note(request, [lease.process.rank])
+        self._by_sequence[key[0], key[1], start_of(lease.process.rank)].append(request)
+
+    def _note(self, request: Request, ranks: Iterable[str]) -> None:
+        """A request has to do with some starts."""
+        key = request.engine_id, request.sequence, request.request_id
+        for start in filter(None, map(start_of, ranks)):
+            self._by_start.setdefault((key, start), request)
+            self._by_nobody[key].pop(id(request), None)
 
     def _new(self, engine_id: str, sequence: int, request_id: str) -> Request:
         request = Request(engine_id, sequence, request_id)
         self._requests.append(request)
         self._exact[engine_id, sequence, request_id].append(request)
-        self._by_sequence[engine_id, sequence].append(request)
+        self._by_nobody[engine_id, sequence, request_id][id(request)] = request
         self._by_name[request_id].append(request)
         return request
 
@@ -672,21 +696,20 @@ class _Joiner:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
         peer = pull.peer or next((base_name(x).rpartition("/tp")[0].split("/pp")[0] for x in pull.peer_ranks), "")
-        starts = {start_of(x) for x in pull.peer_ranks} - {""}
-        exact = self._exact.get((peer, pull.sequence, pull.prefill_request_id), [])
-        for request in exact:
-            lends = {start_of(x) for x in request.leases}
-            met = {start_of(x) for p in request.pulls.values() for x in p.peer_ranks}
-            if not starts or not (lends | met) - {""} or starts & (lends | met):
-                return request
+        starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
+        key = peer, pull.sequence, pull.prefill_request_id
+        if not starts and (exact := self._exact.get(key)):
+            return exact[0]
+        known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
+        if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
+            return known
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))
-            for request in self._by_sequence.get((peer, pull.sequence), []):
+            lent = (x for start in starts for x in self._by_sequence.get((peer, pull.sequence, start), []))
+            for request in lent:
                 wrong = (y.who for x in request.leases.values() for y in x.refused if y.reason == "wrong_request")
-                if starts & {start_of(x) for x in request.leases} and (
-                    ours or pull.process.start in map(start_of, wrong)
-                ):
+                if ours or pull.process.start in map(start_of, wrong):
                     return request
         elif (
             len(named := [x for x in self._by_name.get(pull.prefill_request_id, []) if peer in ("", x.engine_id)]) == 1

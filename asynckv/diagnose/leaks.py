@@ -8,7 +8,8 @@ several the most certain one counts, and among these the first.
 What follows from a log that *lacks* a line rests on what logs always have: expiries, failures, releases that nobody
 answered and orderly ends are never left out. So a reader that is owed, and whose log has no outcome of its pull, is
 dead, or its log is not whole. That a process died is believed if another start of it follows, if others lost it, or if
-the log of somebody else goes on to an orderly end and its own just stops; otherwise it may only have nothing to say.
+its own log just stops and somebody whose end it would have told of goes on to an orderly one; otherwise it may only
+have nothing to say.
 """
 
 from __future__ import annotations
@@ -181,6 +182,8 @@ def aligned(service: Service) -> When:
         if not name:
             return at - CLOCKS_S, at + CLOCKS_S
         offset = clocks.offset(name, at)
+        if not math.isfinite(offset.seconds):
+            return at - CLOCKS_S, at + CLOCKS_S
         within_s = min(offset.within_s + slack, CLOCKS_S)
         return at - offset.seconds - within_s, at - offset.seconds + within_s
 
@@ -256,8 +259,11 @@ class _Judge:
         self._service = service
         self._when = when
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
-        self._ends = [self._when(x.incarnation, x.stopped.at)[0] for x in service.processes.values() if x.stopped]
+        ends = [self._when(x.incarnation, x.stopped.at)[0] for x in service.processes.values() if x.stopped]
+        self._last_end = max(ends, default=-math.inf)
+        self._siblings: dict[str, list[Process]] = defaultdict(list)
         for process in service.processes.values():
+            self._siblings[process.engine_id].append(process)
             for record in process.of(EVENT.PEER_CHANGED):
                 if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
                     self._lost[record.text("peer_incarnation")].append((process, record))
@@ -270,6 +276,7 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        self._unknown: dict[str, tuple[str, ...]] = {}
 
     def _note_lapses(self, request: Request, lease: Lease) -> None:
         if lease.state != "expired":
@@ -296,20 +303,26 @@ class _Judge:
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return _Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
+        for other, record in self._lost.get(process.incarnation, ()):
+            detail = record.text("detail")
+            if detail.endswith("said goodbye"):  # and its own log's level leaves that out
+                return _Fate("stopped", f"{other.rank} heard at {moment(record.at)} that {detail}", low, high)
         if (after := process.successor) is not None:
             began = self._when(after.incarnation, after.first_at)[1]
-            return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
+            if began >= low:  # else both go by one name at once, and one says nothing of the other
+                return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
         for other, record in self._lost.get(process.incarnation, ()):
             at = self._when(other.incarnation, record.at)
-            if at[1] > low:
+            if at[1] > low and not record.text("detail").startswith("forgotten"):
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
             return _Fate("silent", why, low, math.inf, False)
         if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
-        if any(end > high for end in self._ends):
-            return _Fate("died", f"{ends}, and others went on to their end", low, math.inf, False)
+        for other in self._would_be_told_of(process):
+            if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
+                return _Fate("died", f"{ends}, and {other.rank} went on to its end", low, math.inf, False)
         return _Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def _tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
@@ -329,6 +342,17 @@ class _Judge:
         since = sum(self._when(pull.process.incarnation, told.at)) / 2
         return (low + high) / 2 >= since + longest + LATE_S
 
+    def _would_be_told_of(self, process: Process) -> Iterator[Process]:
+        """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
+
+        Of others it hears nothing, and it may have nothing to say when they end.
+        """
+        states = {x.text("peer_incarnation"): x.text("state") for x in process.of(EVENT.PEER_CHANGED)}
+        for incarnation, state in states.items():
+            if state != "gone" and (peer := self._service.processes.get(incarnation)) is not None:
+                yield peer
+        yield from (x for x in self._siblings[process.engine_id] if x.base != process.base)
+
     def _lives_until(self, process: Process, at: float) -> bool:
         """It surely lived at some moment of everybody's time."""
         fate = self.fate(process)
@@ -345,16 +369,21 @@ class _Judge:
 
     def _unknown_readers(self, process: Process) -> tuple[str, ...]:
         """Readers that shook hands with a prefill rank, and whose logs are not there."""
-        names = (x.text("reader") for x in process.of(EVENT.READER_MET))
-        return tuple(x for x in dict.fromkeys(names) if x and self._service.process_named(x) is None)
+        known = self._unknown.get(process.incarnation)
+        if known is None:
+            names = dict.fromkeys(x.text("reader") for x in process.of(EVENT.READER_MET))
+            known = tuple(x for x in names if x and self._service.process_named(x) is None)
+            self._unknown[process.incarnation] = known
+        return known
 
     def _away(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
         out = 0.0
-        for record in process.of(EVENT.LOOP_WAS_AWAY):
+        for record in process.since(EVENT.LOOP_WAS_AWAY, since):
             seconds = record.number("seconds", 0.0)
-            if record.at >= since and record.at - seconds <= until:
-                out = max(out, seconds)
+            if record.at - seconds > until:  # and so are those after it: a loop is away once at a time
+                break
+            out = max(out, seconds)
         return out
 
     def _span(self, lease: Lease) -> tuple[float, float]:
@@ -385,10 +414,19 @@ class _Judge:
         fate = self.fate(lease.process)
         if fate.kind == "stopped" or not self._is_open(lease):
             return ""  # closing ends all leases, and says so of those that do not end well
-        if fate.kind == "died":
+        if fate.kind == "died" or self._last_end > self._due(lease):
             return "died"
         overdue = lease.seconds > (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return "held" if lease.held or overdue else ""
+
+    def _due(self, lease: Lease) -> float:
+        """Until when, in everybody's time, an owner that lives has spoken of an open lease again."""
+        if lease.held:
+            record, entry = lease.held[-1]
+            due = record.at + number(entry.get("lent_s"), 0.0)
+        else:
+            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
+        return self._when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
     def _is_open(self, lease: Lease) -> bool:
         """It is held when the log ends. What ended well without a word was not sampled."""
@@ -447,7 +485,10 @@ class _Judge:
         """Say why a lease is late: one story for each reader that it waits for."""
         holder, fate = lease.process.rank, self.fate(lease.process)
         if state == "died":
-            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": fate.why, "gone": fate.gone}, lease.seconds)]
+            why = fate.why
+            if fate.kind != "died":
+                why = f"{why.partition(';')[0]}, nor a word of what it held, and others went on to their end"
+            return [_Story(C.PREFILL_DIED, {"holder": holder, "why": why, "gone": fate.gone}, lease.seconds)]
         if state == "closed":
             how = lease.ended.text("revoked_by") if lease.ended is not None else ""
             names = {
@@ -599,11 +640,13 @@ class _Judge:
 
     def _turned_away(self, process: Process, since: float, until: float) -> str:
         """Who was not let in by a process between two moments of its own clock."""
-        out = []
-        for record in process.of(EVENT.REFUSED, EVENT.READER_REFUSED):
-            if since <= record.at <= until:
+        out: dict[str, None] = {}
+        for event in (EVENT.REFUSED, EVENT.READER_REFUSED):
+            for record in process.since(event, since):
+                if record.at > until:
+                    break
                 who = record.text("who") or record.text("reader")
-                out.append(f"{who} was turned away ({record.text('cause')})")
+                out[f"{who} was turned away ({record.text('cause')})"] = None
         return _all(out)
 
     def _never_got_through(self, lease: Lease, pull: Pull) -> _Story:

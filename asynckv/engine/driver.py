@@ -210,6 +210,8 @@ class Driver:
             try:
                 getattr(observer, what.__name__)(*args)
             except Exception as exc:  # no request is to suffer for it
+                if not hasattr(self, "core"):  # it could not be started
+                    continue
                 self.core.outbox.counters["observers.failed"] += 1
                 failed = self.core.outbox.counters["observers.failed"]
                 if failed & (failed - 1) == 0:  # the first, the second, the fourth ...
@@ -246,7 +248,10 @@ class Driver:
         now = self.clock.now()
         for lease, ended in self.lent.items():
             ended.set()
+            self.core.outbox.counters["leases.closed"] += 1
             self.recorder.lease_ended(lease, now)
+            if self.observers:
+                self.tell(Observer.lease_ended, lease, now)
         self.waiting.clear()
         self.lent.clear()
         self._held.clear()

@@ -38,6 +38,9 @@ GRACE_S = 1.0
 PROMISED = frozenset(LeaseState)
 """Why blocks are held that a reader may still read by a promise."""
 
+LOG_S = 0.25
+"""How long the log's last lines are waited for when there is no more time; a disk takes milliseconds, or hangs."""
+
 MAX_NAMED = 64
 """Requests that the log names whose promises were cut short."""
 
@@ -63,6 +66,8 @@ class Ending:
         """What the last suspension did not wait for."""
         self.is_letting_go = False
         """A data plane is about to be closed."""
+        self._is_stopped = False
+        """Observers were told so."""
         self.door: LocalDoor | None = None
         """Where processes of this host ask."""
 
@@ -129,6 +134,12 @@ class Ending:
             if self._life.takes(LifeEvent.DESTROYED):
                 self._life.receive(LifeEvent.DESTROYED)
 
+    def tell_stopped(self) -> None:
+        """Tell observers, once, that nothing is told any more."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._driver.tell(Observer.engine_stopped)
+
     async def close_door(self) -> None:
         """Take the socket for processes of this host away."""
         if (door := self.door) is not None:
@@ -193,9 +204,8 @@ class Ending:
             driver.stop()
             driver.destroyed()
             self._recorder.event("info", EVENT.ENGINE_STOPPED, **self._how_it_ended(left))
-            if driver.observers:
-                driver.tell(Observer.engine_stopped)
-            await self._recorder.aclose()
+            self.tell_stopped()
+            await self._recorder.aclose(max(self._close_by - driver.clock.now(), LOG_S))
         return left
 
     def _how_it_ended(self, left: Sequence[HeldBlocks]) -> dict[str, Any]:

@@ -168,8 +168,11 @@ class Engine:
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._ending.close_planes()
-                await self._recorder.aclose()
+                try:
+                    await self._ending.close_planes()
+                finally:
+                    self._ending.tell_stopped()
+                    await self._recorder.aclose()
             raise
         self._recorder.event(
             "info",
@@ -629,7 +632,7 @@ class Engine:
             host=socket.gethostname(),
             pid=os.getpid(),
             life=self._life.state.value,
-            uptime_s=now - self._started_at,
+            uptime_s=max(now - self._started_at, 0.0),
             planes=self._planes,
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),

@@ -13,7 +13,9 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -35,6 +37,12 @@ Respond = Callable[..., Any]
 SILENT_S = 10.0
 """A client that says nothing for so long is hung up on."""
 
+MOST_S = 30.0
+"""How long a client may take in all: one that says a letter every few seconds is hung up on as well."""
+
+MAX_CLIENTS = 32
+"""Connections at a time, each of them a thread; more are closed at once."""
+
 POLL_S = 0.1
 """How long closing may take at most for want of a request."""
 
@@ -42,6 +50,38 @@ POLL_S = 0.1
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._until: dict[Any, float] = {}
+        """Clients, and for how long they may stay; entries are the acceptor's to make, and each thread's own to end."""
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client on a thread of its own, if there are not too many."""
+        if len(self._until) >= MAX_CLIENTS:
+            self.shutdown_request(request)
+            return
+        self._until[request] = time.monotonic() + MOST_S
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread is to be had
+            self._until.pop(request, None)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a client."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._until.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Hang up on who takes too long; called a few times a second."""
+        now = time.monotonic()
+        for request, until in tuple(self._until.items()):
+            if now > until:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
         """Bind, and look no name up, which may take long."""

@@ -150,14 +150,14 @@ class Recorder:
         """Lines that the log file has not got."""
         return self._sink.num_dropped if self._sink is not None else 0
 
-    async def aclose(self) -> None:
-        """Let what is still to be written be written, for a bounded time."""
+    async def aclose(self, timeout_s: float = math.inf) -> None:
+        """Let what is still to be written be written, for so long at most, and in any case for a bounded time."""
         if self._sink is not None and not self._is_closed:
             self._is_closed = True
             try:
-                closing = asyncio.get_running_loop().run_in_executor(None, self._sink.close)
+                closing = asyncio.get_running_loop().run_in_executor(None, self._sink.close, timeout_s)
             except RuntimeError:  # the interpreter exits: there are no threads to be had, and nobody else to wait
-                self._sink.close()
+                self._sink.close(timeout_s)
             else:
                 await closing
 

@@ -50,6 +50,12 @@ class Durations:
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.total_s += seconds
 
+    def copy(self) -> Durations:
+        """Return what was counted until now."""
+        other = Durations()
+        other.counts, other.total_s = self.counts.copy(), self.total_s
+        return other
+
 
 class Tally(Observer):
     """What one engine's observer has counted.
@@ -80,7 +86,13 @@ class Tally(Observer):
 
     def copy(self) -> Self:
         """Return what was counted until now, to be read by another thread."""
-        return copy.deepcopy(self)
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | Durations):
+                setattr(other, name, value.copy())
+        for durations in (other.phases, other.pulls, other.leases):
+            durations.update({name: each.copy() for name, each in durations.items()})
+        return other
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Count its phases but for its release, and what it moved."""
@@ -118,7 +130,7 @@ class Tally(Observer):
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Count how long it was lent."""
-        self.leases[lease.state].add(lease.ended_at - lease.lent_at)
+        self.leases[lease.state if lease.is_over else CLOSED].add(min(lease.ended_at, now) - lease.lent_at)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Count what it has become."""
@@ -132,4 +144,5 @@ class Tally(Observer):
 
 PHASES = ("announced", "handshake", "queue", "plan", "post", "read", "detect", "confirm", "drain", "release")
 OUTCOMES = ("complete", "cancelled", "failed")
-ENDS = ("released", "expired", "revoked")
+CLOSED = "closed"
+ENDS = ("released", "expired", "revoked", CLOSED)

@@ -46,7 +46,7 @@ class Observer:
         """A request was lent, as these params say."""
 
     def lease_ended(self, lease: Lease, now: float) -> None:
-        """A lease is over."""
+        """A lease is over; or the engine is before it, which cuts it short (`is_over` is false then)."""
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """A remote rank changed its state."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -31,6 +32,9 @@ __all__ = ["FileSink", "file_name"]
 
 MAX_WAITING = 16_384
 """Lines that wait to be written, at most."""
+
+MAX_BATCH = 1024
+"""Lines that are taken to be written at a time; when the disk does not answer they are held beside those that wait."""
 
 GATHER_S = 0.1
 """How long the first of them waits for more, unless there is a warning.
@@ -119,24 +123,24 @@ class FileSink:
     def flush(self) -> None:
         """Nothing: what is written is written soon."""
 
-    def close(self) -> None:
-        """Write what is still to be written, for `CLOSE_S` at most, once everybody has closed it."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Write what is still to be written, for `CLOSE_S` or so long at most, once everybody has closed it."""
         with self._lock:
             self._users -= 1
             if self._users > 0:
                 return
             self._open.pop(self.path, None)
-        self.end()
+        self.end(timeout_s)
 
-    def end(self) -> None:
-        """Write what is still to be written, for `CLOSE_S` at most; whoever writes after that begins anew."""
+    def end(self, timeout_s: float = math.inf) -> None:
+        """Write what is still to be written, for so long at most; whoever writes after that begins anew."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._writing.discard(self)
         self._hurry.set()
         self._waiting.put(None)
-        thread.join(CLOSE_S)
+        thread.join(min(timeout_s, CLOSE_S))
         if thread.is_alive():  # the disk does not answer
             self._not_taken += self._waiting.qsize()
 
@@ -152,28 +156,31 @@ class FileSink:
         """Whether a thread writes; one is started if none does."""
         if self._thread is not None:
             return True
-        with self._starting:
-            if self._thread is not None:
-                return True
-            hurry = threading.Event()
-            name = f"asynckv log {os.path.basename(self.path)}"
-            thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
-            try:
+        if not self._starting.acquire(blocking=False):  # somebody is at it, and nobody waits
+            return True
+        try:
+            if self._thread is None:
+                hurry = threading.Event()
+                name = f"asynckv log {os.path.basename(self.path)}"
+                thread = threading.Thread(target=self._work, args=(hurry,), name=name, daemon=True)
                 thread.start()
-            except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
-                return False
-            self._hurry, self._thread = hurry, thread
-            self._writing.add(self)
+                self._hurry, self._thread = hurry, thread
+                self._writing.add(self)
+        except RuntimeError:  # there are too many threads, or the interpreter exits: the next line tries again
+            return False
+        finally:
+            self._starting.release()
         return True
 
     def _work(self, hurry: threading.Event) -> None:
         """Write what is put, until told to end."""
         while True:
             batch = [self._waiting.get()]
-            hurry.wait(GATHER_S)
+            if self._waiting.qsize() < MAX_BATCH:
+                hurry.wait(GATHER_S)
             hurry.clear()  # before the queue is emptied: whoever hurries afterwards finds his line in it
             with contextlib.suppress(queue.Empty):
-                while len(batch) < MAX_WAITING:
+                while len(batch) < MAX_BATCH:
                     batch.append(self._waiting.get_nowait())
             is_last = None in batch
             lines = [line for line in batch if line is not None]

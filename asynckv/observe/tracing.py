@@ -141,21 +141,21 @@ class Tracing(Observer):
         span = self._span("asynckv.lease", "PRODUCER", parent, lease.lent_at)
         if span is None:
             return
-        lent = lease.lent
+        lent, end = lease.lent, lease.state.value if lease.is_over else "closed"
         span.set_attributes(
             {
                 "asynckv.request_id": lent.request_id[:MAX_TEXT],
                 "asynckv.sequence": lent.key.sequence,
                 "asynckv.tp_rank": lent.tp_rank,
                 "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
-                "asynckv.lease.end": lease.state.value,
+                "asynckv.lease.end": end,
                 "asynckv.lease.owed": lease.waits_for()[:MAX_NAMED],
             }
         )
         self._add_events(span, lease.history)
         if lease.state is not LeaseState.RELEASED:
-            self._fail(span, lease.state.value, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'nobody'}")
-        span.end(self._wall_ns(lease.ended_at))
+            self._fail(span, end, f"owed by {', '.join(lease.waits_for()[:MAX_NAMED]) or 'nobody'}")
+        span.end(self._wall_ns(min(lease.ended_at, now)))
 
     def pull_ended(self, pull: Pull, now: float) -> None:
         """Make the span of this attempt."""
