@@ -30,7 +30,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "leaks.md"
 C = CAUSE
 
 P, D, E = "aaaaaaaa" + "0" * 24, "bbbbbbbb" + "1" * 24, "cccccccc" + "2" * 24
-RANK = {P: "prefill/tp0@aaaaaaaa", D: "decode/tp0@bbbbbbbb", E: "decode/tp1@cccccccc"}
+OTHER = "eeeeeeee" + "3" * 24
+RANK = {P: "prefill/tp0@aaaaaaaa", D: "decode/tp0@bbbbbbbb", E: "decode/tp1@cccccccc", OTHER: "other/tp0@eeeeeeee"}
 PULL = f"{D[:16]}-1"
 NAMES = {
     "request_id": "gen-a",
@@ -94,6 +95,14 @@ RUNNING = [begun(P), begun(D), *met()]
 REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
 KEPT = {"held_transfers": 3, "failed_in": "read", "detail": "still reading"}
 DIED = [begun(P), begun(D), *met(), stopped(P)]
+
+READS_ELSEWHERE = {"peer_ranks": ["prefill/tp1@dddddddd", RANK[P]], "read_ranks": ["prefill/tp1@dddddddd"]}
+LAST = {**NAMES, "pull_id": f"{D[:16]}-2"}
+ANOTHER = [
+    say(7, EVENT.PULL_ENDED, D, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete", seconds=0.1),
+    say(200, EVENT.ENGINE_STOPPED, OTHER),
+]
+"""The reader that died had been asked for others before."""
 
 CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "release lost": (C.RELEASE_LOST, [*BOTH, expired(), pull_ended(15, "complete"), unanswered()]),
@@ -180,6 +189,86 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "read from the dead": (
         C.READ_FROM_THE_DEAD,
         [begun(P), begun(D), *met(), stopped(D), pull_ended(15, "peer_lost", **KEPT)],
+    ),
+    "data plane later": (
+        C.STUCK_TRANSFER,
+        [
+            *BOTH,
+            pull_ended(15, "timeout", **KEPT),
+            say(15.5, EVENT.DATA_PLANE_RESTARTED, D, cause="our agent has died", seconds=0.2),
+            say(16, EVENT.BLOCKS_RETURNED, D, **NAMES, seconds_after_failure=1.0),
+        ],
+    ),
+    "only released": (
+        C.CAME_TOO_LATE,
+        [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(43, "complete", **READS_ELSEWHERE)],
+    ),
+    "only released, of a hit": (C.CAME_TOO_LATE, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
+    "released before it was lent": (
+        C.RELEASE_TOO_EARLY,
+        [*BOTH, expired(False), pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)],
+    ),
+    "turned away for an earlier start": (
+        C.STALE_PARAMS,
+        [
+            begun(P),
+            begun(D),
+            *(stopped(x) for x in (P, D)),
+            expired(False),
+            pull_ended(16, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1),
+            say(16.1, EVENT.READER_REFUSED, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
+        ],
+    ),
+    "keys, in the detail alone": (
+        C.KEYS_REFUSED,
+        [*BOTH, expired(False), pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")],
+    ),
+    "a stranger is refused": (
+        C.RELEASE_LOST,
+        [
+            *BOTH,
+            expired(refused=[[3.0, "release", "foreign_pull", "decode/tp0@99999999", ""]]),
+            pull_ended(15, "complete"),
+            unanswered(),
+        ],
+    ),
+    "the last attempt's release is lost": (
+        C.RELEASE_LOST,
+        [
+            *BOTH,
+            expired(
+                history=[
+                    [0.1, f"granted to {RANK[D]}, pull {PULL}"],
+                    [2.0, f"released by {RANK[D]}, pull {PULL}: retry"],
+                ]
+            ),
+            pull_ended(12, "read_failed"),
+            pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
+            say(
+                44,
+                EVENT.RELEASE_UNANSWERED,
+                D,
+                **LAST,
+                cause="timeout",
+                ranks=[RANK[P]],
+                seconds=30.0,
+                outcome="failed",
+            ),
+        ],
+    ),
+    "looked at late": (
+        C.PREFILL_LOOP_AWAY,
+        [*BOTH, expired(False, late_s=6.0), pull_ended(15, "discharged", read_ranks=[], seconds=0.0), unanswered()],
+    ),
+    "one of two engines died": (
+        C.NEVER_CLAIMED,
+        [
+            *DIED,
+            say(5, EVENT.ENGINE_STARTED, OTHER, host="h"),
+            say(6, EVENT.PEER_CHANGED, OTHER),
+            *ANOTHER,
+            expired(False),
+        ],
     ),
     "owner died": (
         C.PREFILL_DIED,
@@ -395,7 +484,8 @@ def test_the_command(tmp_path: Path) -> None:
     run = CliRunner()
     told = run.invoke(app, ["leaks", str(RECORDED), "--details"])
     assert told.exit_code == 1
-    assert "died_before_claim" in told.stdout
+    assert "died_after_claim" in told.stdout
+    assert "whoever had them died" in told.stdout
     assert "what to do" in told.stdout
     told = run.invoke(app, ["leaks", str(RECORDED), "--json", str(tmp_path / "x.json"), "--request", "D-late"])
     assert told.exit_code == 1

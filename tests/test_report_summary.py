@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.report_text import unseen_text, verdict
 from asynckv.diagnose.summary import align, summarise
 from asynckv.diagnose.summary_model import Summary
 from asynckv.diagnose.summary_time import Windows, quantiles
@@ -312,6 +313,34 @@ def test_a_peer_has_its_states_pulls_and_failures() -> None:
     assert (second.peer, second.pulls, second.num_bytes) == ("prefill/tp1@bbbbbbbb", 1, 300)
 
 
+def test_what_a_process_does_not_say_is_known_from_the_prefill_side() -> None:
+    """One whose log is missing, one that was killed before it wrote, and one whose successes are sampled."""
+    killed, missing, alive = (f"decode/tp{i}@{x * 8}" for i, x in enumerate("bcd", 1))
+
+    def lease(number: int, at: float, reader: str, **fields: Any) -> Record:
+        return lease_ended(at, number, 1, 0.5, **{"readers": {reader: "complete"}, **fields})
+
+    summary = summed(
+        say(0.0, "peer_changed", killed, peer=PREFILL, state="loading"),
+        say(0.0, "engine_started", alive),
+        lease(1, 1.0, killed),
+        lease(2, 2.0, killed),
+        lease(3, 3.0, missing),
+        lease(4, 3.0, missing, cause="expired", readers={}, owed=[missing]),
+        lease(5, 3.0, alive),
+        say(9.0, "peer_changed", alive, peer=PREFILL, state="ready"),
+    )
+    assert summary.missing == [missing]
+    ends = {x.rank: (x.ends, x.released, x.owed) for x in summary.unseen}
+    assert ends == {killed: (START, {"complete": 2}, 0), missing: (None, {"complete": 1}, 1)}
+    pairs = {x.reader: x for x in summary.peers}
+    assert (pairs[killed].released, pairs[killed].last_good, pairs[killed].pulls) == ({"complete": 2}, START + 2, 0)
+    said, _ = verdict(summary)
+    assert "Prefill sides heard of 3 pulls that ended (3 complete), at least: by 2 processes whose logs" in said[0]
+    assert "one request that it never released" in unseen_text(summary.unseen[1])
+    assert "no pull" not in " ".join(said).lower()
+
+
 def test_loops_held_requests_and_warnings_are_listed() -> None:
     oldest = [{"request_id": "p-1", "lent_s": 10.0}]
     found = summed(
@@ -389,6 +418,8 @@ JUNK: list[Any] = [None, True, -1, 1 << 80, 1e308, math.nan, "text", [], {}, [1]
 
 
 @settings(max_examples=30)
+@example([(7, None, 1e308), (7, None, 1e308)])
+@example([(7, 10**400, 10**400), (8, 10**400, 10**400), (9, 10**400, 10**400)])
 @given(st.lists(st.tuples(st.integers(0, 100), st.sampled_from(JUNK), st.sampled_from(JUNK)), min_size=1))
 def test_fields_of_any_kind_raise_nothing(rows: list[tuple[int, Any, Any]]) -> None:
     events = [

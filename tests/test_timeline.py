@@ -22,7 +22,7 @@ from asynckv.diagnose.join import join
 from asynckv.diagnose.perfetto import trace
 from asynckv.diagnose.records import read_logs
 from asynckv.diagnose.timeline_json import report
-from asynckv.diagnose.timeline_model import COLORS, PHASES, Story, ground, stories
+from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Story, ground, stories
 from asynckv.diagnose.timeline_page import make
 from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, service
 
@@ -93,7 +93,9 @@ def test_a_duration_has_three_digits() -> None:
 def test_a_request_that_went_well(axis: Axis) -> None:
     story = named(axis, "chat-2")
     assert (story.outcome, story.level, story.others) == ("complete", "info", ("gen-2",))
-    assert story.seconds == pytest.approx(0.007, abs=1e-5)
+    assert story.seconds == pytest.approx(0.009, abs=1e-5)
+    assert story.took == "lease"
+    assert story.ended == "lease released, pull complete"
     assert [x.process.rank for x in story.lanes] == [P, D[0]]
     assert bars(story, P) == [("lent", 0.0, 0.003), ("granted", 0.0, 0.006)]
     names = [(phase, seconds) for phase, _, seconds in bars(story, D[0])]
@@ -156,6 +158,52 @@ def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> No
     assert abs(away.end - BEGIN - 2.2) <= by_rank[D[1]].within_s
     assert [x.text for x in by_rank[P].marks] == ["engine started", f"met {D[0]}", f"met {D[1]}"]
     assert any(x.text == "engine stopped" for x in by_rank[D[0]].marks)
+
+
+def test_a_reader_whose_log_ends_has_a_lane_of_what_the_prefill_side_knows(tmp_path: Path) -> None:
+    """Killed, its last lines never written: before the claim, in the middle, or its log is not there."""
+    for last, says in (
+        (4.0, "log ended 1.00 s before this, at "),
+        (5.5, "log ends, without a goodbye"),
+        (9.0, "goes on"),
+    ):
+        written = Written()
+        written.begin()
+        steps = [[0.0, "lent"], [1.0, f"granted to {D[1]}, pull {'c' * 16}-9"], [2.0, "expired"]]
+        why: dict[str, Any] = {"cause": "expired", "owed": [D[1]], "readers": {}, "history": steps}
+        written.line("lease_ended", 6.0, P, "warning", request_id="chat-9", sequence=9, seconds=2.0, blocks=1, **why)
+        written.line("peer_changed", last, D[1], peer=P, before="loading", state="ready")
+        axis = axis_of(written, tmp_path)
+        (story,) = stories(axis)
+        (lane,) = (x for x in story.lanes if x.side == "decode")
+        assert bars(story, D[1]) == [("unlogged", 1.0, 1.0)]
+        assert lane.process.rank == D[1]
+        assert story.pull_ids == (f"{'c' * 16}-9",)
+        assert [x.text for x in story.marks if x.process is lane.process if says in x.text], last
+        assert (story.lease, story.pull, story.took) == ("expired", "", "lease")
+        check_outputs(axis, [story])
+    written.lines = [(at, text) for at, text in written.lines if f'"rank": "{D[1]}' not in text]
+    (story,) = stories(axis_of(written, tmp_path))
+    assert f"no log of {D[1]} is given" in [x.text for x in story.marks]
+
+
+def test_the_slowest_are_slow_on_either_side(axis: Axis) -> None:
+    found = stories(axis)
+    console = Console(file=io.StringIO(), width=80)
+    timeline_text.show_slowest(axis, found, 3, console)
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.findall("chat-[0-9]+", out) == ["chat-20", "chat-21", "chat-8"]
+    assert "lent 30.0 s; lease expired" in out
+    assert "read 180 ms; pull complete" in out or "pause 500 ms; pull complete" in out
+    assert "ranked by what took longest on any side (" in out
+
+
+def test_a_bar_with_fewer_cells_than_phases_is_of_the_longest() -> None:
+    bars_ = [Bar("queue", 0.0, 2.6), Bar("plan", 2.6, 2.9), Bar("read", 2.9, 3.0), Bar("confirm", 3.0, 4.1)]
+    for width in (80, 120):
+        assert timeline_text.bar_line(bars_, 0.0, 2000.0, width, is_plain=True).plain.strip() == "q"
+    assert timeline_text.bar_line(bars_, 0.0, 4.1, 3, is_plain=True).plain == "qqq"
+    assert set(timeline_text.bar_line(bars_, 0.0, 4.1, 80, is_plain=True).plain) == set("qpRc")
 
 
 def test_half_of_the_logs_is_enough(tmp_path: Path) -> None:
@@ -294,7 +342,7 @@ def test_the_trace_has_arrows_counters_and_clocks(axis: Axis) -> None:
 
 
 def test_one_request_on_a_narrow_screen(axis: Axis) -> None:
-    console = Console(file=io.StringIO(), width=80)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, no_color=True, color_system=None)
     timeline_text.show_one(axis, named(axis, "chat-8"), ground(axis), console)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(len(x) <= 80 for x in out.splitlines())
@@ -385,7 +433,7 @@ def test_a_request_has_many_names(
 ) -> None:
     code, out, _ = run([log, "--request", name], monkeypatch, capsys)
     assert code == 0
-    assert out.startswith("chat-3 (decode: gen-3)  complete")
+    assert out.startswith("chat-3 (decode: gen-3)  lease released, pull complete")
 
 
 def test_an_id_that_only_one_side_knows_finds_its_request(
@@ -409,7 +457,8 @@ def test_an_id_that_only_one_side_knows_finds_its_request(
         assert (code, err) == (0, "")
         assert out.startswith(r"P:4,\n (decode: gen-30)"), out
         assert f"release refused by {P}: wrong_request" in out
-        assert "lent, 1 blocks" not in out
+        assert "speaks of it under another prefill request id: 30\n" in out
+        assert "lent, 1 block\n" in out
     for name in ("chat-40", "c" * 16 + "-41", "c" * 16 + "-42"):
         code, out, err = run([log, "--request", name], monkeypatch, capsys)
         assert (code, err) == (0, "")
@@ -476,13 +525,38 @@ def test_files_and_stdout(
     check_trace(json.loads(drawn.read_text()))
 
 
-def test_all_is_what_is_done_if_nothing_is_chosen(
+def test_all_are_counted_for_each_side_or_listed_in_lines(
     log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = run([log], monkeypatch, capsys)
     assert code == 0
     assert out.startswith("11 requests in ")
-    assert out == run([log, "--all"], monkeypatch, capsys)[1]
+    assert "  prefill side: 9 released, 1 expired, 1 not in these logs\n" in out
+    assert "  decode side: 9 complete, 1 announced, 1 not in these logs\n" in out
+    code, out, _ = run([log, "--all"], monkeypatch, capsys)
+    assert code == 0
+    assert sum("chat-" in line for line in out.splitlines()) == 11
+    assert "  30.0 s  chat-20  lease expired\n" in out
+    monkeypatch.setattr(timeline_text, "MAX_LISTED", 3)
+    out = run([log, "--all"], monkeypatch, capsys)[1]
+    assert [x in out for x in ("chat-8 ", "chat-20 ", "chat-21 ")] == [True] * 3
+    assert "... and 8 more" in out
+
+
+def test_what_else_was_read_and_what_is_missing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = service()
+    written.lines = [(at, text) for at, text in written.lines if f'"rank": "{D[1]}' not in text]
+    (tmp_path / "other.log").write_text("hello\n")
+    written.write(tmp_path, "a.log")
+    written.write(tmp_path, "b.log")
+    code, out, _ = run([str(tmp_path)], monkeypatch, capsys)
+    assert code == 0
+    number = len(written.lines)
+    assert f"{2 * number + 1} lines of 3 files; 1 line of other programs; {number} lines there twice\n" in out
+    assert f"no log of {D[1]}, which others name\n" in out
+    assert not any(x != x.rstrip() for x in out.splitlines())
 
 
 def test_of_too_many_those_that_went_wrong_are_kept(

@@ -15,20 +15,31 @@ no wall clock. Of several lines that say when something began the earliest is ri
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from asynckv.diagnose.clocks import DRIFT, STEP_S, Clocks, Offset, Pair, align
-from asynckv.diagnose.join import Lease, Process, Pull, Request, Service, start_of
+from asynckv.diagnose.join import GRANTED, RELEASED, Lease, Process, Pull, Request, Service, history, start_of
 from asynckv.diagnose.records import Record, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Axis", "Step", "counted", "exchanges", "granted_in", "is_time", "lease_steps", "make_axis", "pull_steps"]
+__all__ = [
+    "Axis",
+    "Step",
+    "clock_time",
+    "counted",
+    "exchanges",
+    "granted_in",
+    "is_time",
+    "lease_steps",
+    "make_axis",
+    "pull_steps",
+]
 
-_GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
-_RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
 _ANSWERED = re.compile(r"(?P<name>.+) granted [0-9.e+-]+ s\Z", re.DOTALL)
 _SETTLED = re.compile(r"release (?P<name>.+): acknowledged\Z", re.DOTALL)
 SURE_S = 0.25
@@ -70,13 +81,8 @@ def _worked_out(lines: Iterable[Told], text: str = "") -> Step:
 
 
 def _history(record: Record | None) -> list[tuple[float, str]]:
-    value = record.fields.get("history") if record is not None else None
-    return [
-        (at, entry[1])
-        for entry in (value[:MAX_STEPS] if isinstance(value, list) else ())
-        if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
-        if math.isfinite(at := number(entry[0]))
-    ]
+    told = itertools.islice(history(record), MAX_STEPS) if record is not None else ()
+    return [(at, text) for at, text in told if math.isfinite(at)]
 
 
 def _transitions(records: Sequence[Record]) -> list[tuple[float, str]]:
@@ -98,20 +104,20 @@ def _steps(told: Sequence[tuple[float, str]], lines: Sequence[Told]) -> list[Ste
 
 def pull_steps(pull: Pull) -> list[Step]:
     """Return a pull's life, as far as it is told step by step."""
-    told, history = _transitions(pull.transitions), _history(pull.ended)
+    told, lived = _transitions(pull.transitions), _history(pull.ended)
     lines = [(x.at, x.number("at_s")) for x in pull.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
-    if pull.ended is not None and history:
+    if pull.ended is not None and lived:
         # Its end is logged at once, so the last entry is of then.
-        lines.append((pull.ended.at, history[-1][0]))
+        lines.append((pull.ended.at, lived[-1][0]))
     # At level debug it is told on after its end, which the history there is not.
-    return _steps(told if len(told) >= len(history) else history, lines)
+    return _steps(told if len(told) >= len(lived) else lived, lines)
 
 
 def lease_steps(lease: Lease) -> list[Step]:
     """Return a lease's life, as far as it is told step by step."""
-    told, history = _transitions(lease.transitions), _history(lease.ended)
+    told, lived = _transitions(lease.transitions), _history(lease.ended)
     lines = [(x.at, x.number("at_s")) for x in lease.transitions[:MAX_STEPS] if math.isfinite(x.number("at_s"))]
-    return _steps(told if len(told) >= len(history) else history, [*lines, *_lines(lease)])
+    return _steps(told if len(told) >= len(lived) else lived, [*lines, *_lines(lease)])
 
 
 def _lines(lease: Lease) -> list[Told]:
@@ -133,7 +139,7 @@ def granted_in(steps: Iterable[Step]) -> Iterator[tuple[str, str, float]]:
     """Go through the promises in a lease's life: which pull, whose, and when it got the first."""
     seen: set[str] = set()
     for step in steps:
-        if (found := _GRANTED.match(step.text)) and found["pull"] not in seen:
+        if (found := GRANTED.match(step.text)) and found["pull"] not in seen:
             seen.add(found["pull"])
             yield found["pull"], found["name"], step.at
 
@@ -180,9 +186,9 @@ def _of_request(service: Service, request: Request) -> Iterator[Pair]:
             granted[record.text("pull_id")] = _worked_out(told)
         released: dict[str, Step] = {}
         for step in lease_steps(lease):
-            if found := _GRANTED.match(step.text):
+            if found := GRANTED.match(step.text):
                 granted.setdefault(found["pull"], step)
-            elif found := _RELEASED.match(step.text):
+            elif found := RELEASED.match(step.text):
                 released.setdefault(found["pull"], step)
         for pull in request.all_pulls:
             ranks = {start_of(x) for x in pull.peer_ranks}
@@ -305,6 +311,14 @@ def shown_offset(offset: Offset) -> str:
 def counted(number: int, what: str) -> str:
     """Write how many there are of something."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def clock_time(at: float) -> str:
+    """Write a moment of the axis."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
+    except (OverflowError, ValueError, OSError):
+        return f"{at:.6f}"
 
 
 def shown_seconds(seconds: float) -> str:

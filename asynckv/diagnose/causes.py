@@ -135,7 +135,8 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "the reader died before its claim",
         "nobody claimed it; {reader} {gone} meanwhile ({why})",
         "expired, and this reader is owed without a claim",
-        "its process ended without a goodbye while the request was lent, and no other speaks of the request",
+        "its process ended without a goodbye while the request was lent, no other speaks of it, and it can have "
+        "been for no other decode engine (else it is `never_claimed`)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),
@@ -151,9 +152,10 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.CAME_TOO_LATE: Entry(
         "it was asked for when its lease was over",
-        "{reader} asked for it only when its lease of {lease_s} s was over: {why}",
+        "{reader} first spoke of it to {holder} when its lease of {lease_s} s was over: {why}",
         "expired, and nobody claimed",
-        "its pull or announcement was refused with `expired` (or `unknown_key`) at once",
+        "its pull or announcement was refused with `expired` (or `unknown_key`) at once; or it read nothing of this "
+        "rank, and was done when the lease was over",
         _SAID_BY_PREFILL,
         "Params travelled, or waited in the decode engine's scheduler, for longer than the lease: announce requests as "
         "they arrive, or lend for longer.",
@@ -270,9 +272,9 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     ),
     C.RELEASE_TOO_EARLY: Entry(
         "its release came so long before it was lent that it was forgotten",
-        "{reader} released it before it was lent, and that was kept for parked_s only: {why}",
+        "{reader} released it before it was lent, and that was forgotten until then: {why}",
         "a release was given up as parked for too long",
-        "",
+        "or: its pull had ended before it was lent, and its release was answered",
         "the same",
         "Withdraw requests that are lent long after their params left, or raise `lease.parked_s`.",
     ),

@@ -37,6 +37,7 @@ OTHERS = {
     "quarantine": Colour("#a3262a", "#ff5a5f"),
     "pause": Colour("#d8c9a8", "#6f6448"),
     "pull": Colour("#6b6ecf", "#8a8df0"),
+    "unlogged": Colour("#b3a98c", "#8a8266"),
 }
 """What else a request goes through, on a timeline: its lease, and what comes between attempts or after a failure."""
 

@@ -26,7 +26,21 @@ from asynckv.core.types import SHOWN_LETTERS
 from asynckv.diagnose.records import Logs, Record, integer, number
 from asynckv.observe.events import EVENT
 
-__all__ = ["Claim", "Lease", "Process", "Pull", "Refusal", "Request", "Service", "base_name", "join", "start_of"]
+__all__ = [
+    "GRANTED",
+    "RELEASED",
+    "Claim",
+    "Lease",
+    "Process",
+    "Pull",
+    "Refusal",
+    "Request",
+    "Service",
+    "base_name",
+    "history",
+    "join",
+    "start_of",
+]
 
 PULL_PREFIX = 16
 """Letters of the reader's incarnation in a pull id."""
@@ -232,8 +246,8 @@ class Lease:
                     claimed = known.claimed_s
                 out[name] = Claim(name, pull_id, claimed, heard)
         if self.ended is not None:
-            for at_s, text in _history(self.ended):
-                if found := _GRANTED.match(text):
+            for at_s, text in history(self.ended):
+                if found := GRANTED.match(text):
                     known = out.get(found["name"])
                     heard = known.heard_s if known is not None and known.pull_id == found["pull"] else at_s
                     out[found["name"]] = Claim(found["name"], found["pull"], at_s, heard)
@@ -251,10 +265,10 @@ class Lease:
         """Readers that released for now, and said that they would try again."""
         last: dict[str, bool] = {}
         if self.ended is not None:
-            for _, text in _history(self.ended):
-                if found := _GRANTED.match(text):
+            for _, text in history(self.ended):
+                if found := GRANTED.match(text):
                     last[found["name"]] = False
-                elif found := _RELEASED.match(text):
+                elif found := RELEASED.match(text):
                     last[found["name"]] = found["outcome"] == "retry"
         return frozenset(name for name, retries in last.items() if retries)
 
@@ -278,8 +292,8 @@ class Lease:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
 
 
-_GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
-_RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
+GRANTED = re.compile(r"granted to (?P<name>.+), pull (?P<pull>[^ ,]+)\Z", re.DOTALL)
+RELEASED = re.compile(r"released by (?P<name>.+), pull (?P<pull>[^ ,]+): (?P<outcome>[a-z]+)\Z", re.DOTALL)
 
 
 def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -289,7 +303,7 @@ def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 yield str(name), inner
 
 
-def _history(record: Record) -> Iterator[tuple[float, str]]:
+def history(record: Record) -> Iterator[tuple[float, str]]:
     """Go through what a request's end says of its life."""
     value = record.fields.get("history")
     for x in value if isinstance(value, list) else ():
@@ -354,7 +368,7 @@ class Pull:
         """When it was asked for or announced, by its process's clock."""
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
             # An announcement's time is in the history only: its pull counts from when it was asked for.
-            return self.ended.at - max([seconds, *(at for at, _ in _history(self.ended))])
+            return self.ended.at - max([seconds, *(at for at, _ in history(self.ended))])
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("age_s"), number(entry.get("state_s")))):
                 return record.at - seconds
@@ -388,7 +402,7 @@ class Pull:
     def was_granted_by(self, rank: str) -> bool:
         """A prefill rank promised it its blocks, as its own history has it."""
         ours = (f"{base_name(rank)} granted ", f"{rank} granted ")
-        return self.ended is not None and any(text.startswith(ours) for _, text in _history(self.ended))
+        return self.ended is not None and any(text.startswith(ours) for _, text in history(self.ended))
 
     @property
     def held_transfers(self) -> int:
@@ -709,6 +723,9 @@ class _Joiner:
         known = next((x for start in starts if (x := self._by_start.get((key, start))) is not None), None)
         if (known := known or next(iter(self._by_nobody[key].values()), None)) is not None:
             return known
+        exact = self._exact.get(key, [])
+        if len(exact) == 1 and {base_name(x) for x in pull.peer_ranks} & {base_name(x) for x in exact[0].leases}:
+            return exact[0]  # its params name earlier starts of the ranks that lent it
         if pull.sequence >= 0:
             # Two schedulers may count alike. That it is the same key is sure if its other id was turned down for it.
             ours = "wrong_request" in (pull.cause, *(x.text("cause") for x in pull.refused))

@@ -43,6 +43,9 @@ DEFAULT_LEASE_S = 30.0
 LATE_S = 1.0
 """That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
+AT_ONCE_S = 0.01
+"""Things that one process tells of within this time happened at the same moment."""
+
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
 
@@ -276,6 +279,13 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        leases = [x for request in service.requests for x in request.leases.values()]
+        claims = [claim for lease in leases for claim in lease.claims.values()]
+        self._asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
+        """Starts of readers that have claimed or released anything."""
+        self._asked |= {x.process.start for request in service.requests for x in request.all_pulls}
+        self._is_ahead = any(x.claimed_s <= 0.0 for x in claims)
+        """Params leave before their requests are lent: claims wait for them."""
         self._unknown: dict[str, tuple[str, ...]] = {}
 
     def _note_lapses(self, request: Request, lease: Lease) -> None:
@@ -534,6 +544,7 @@ class _Judge:
         """What was turned down is why a reader is owed, whatever became of it."""
         reader = self._reader(name, pulls)
         found = [x for x in lease.refused if name == "*" or base_name(x.who) == base_name(name) or not base_name(x.who)]
+        found = [x for x in found if not self._is_stranger(x.who, name)]
         for pull in pulls:  # what the prefill side has not said, or could not
             for record in pull.refused:
                 ranks = _ranks_of(record)
@@ -561,6 +572,13 @@ class _Judge:
                 case _:
                     pass
         return None
+
+    def _is_stranger(self, who: str, name: str) -> bool:
+        """Somebody who bears a reader's name, and of whose start neither side has ever heard."""
+        start = start_of(who)
+        if not start or start == start_of(name) or start in self._met or self._service.process_named(who) is not None:
+            return False
+        return bool(start_of(name) or self._met)
 
     def _reader(self, name: str, pulls: Sequence[Pull]) -> str:
         if name == "*" or not start_of(name):
@@ -601,6 +619,19 @@ class _Judge:
             died = [x for x in died if x.engine_id in gone]
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
+        if name == "*" and not spoke and lease.state != "lent" and not unknown:
+            lost = self._lost_about(readers, since, until)
+            is_meant = len({x.engine_id for x in readers}) == 1
+            # Who shook hands here, and never came to speak of anything else, did so for this request.
+            is_meant = is_meant or any(x.start in met - self._asked for x in died)
+            if lost and not (died and is_meant):
+                # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
+                lost = died or lost
+                why = (
+                    "; no log of the decode side speaks of it: its params never arrived, or whoever had them died, as "
+                    f"{_all(x.rank for x in lost)} did about then ({self.fate(lost[0]).why})"
+                )
+                return _Story(C.NEVER_CLAIMED, {"why": why})
         if died and lease.state != "lent":
             gone_as = self.fate(died[0])
             who = _all(x.rank for x in died)
@@ -621,6 +652,17 @@ class _Judge:
             {"why": self._circumstances(lease, readers, silent, unknown)},
             missing=unknown or (("the decode side",) if not readers else tuple(x.rank for x in silent)),
         )
+
+    def _lost_about(self, readers: Sequence[Process], since: float, until: float) -> list[Process]:
+        """Who died about when a request was lent, and may have known of it: params arrive early, and late."""
+        out = []
+        for reader in readers:
+            fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
+            began = self._when(reader.incarnation, reader.first_at)[0]
+            early_s = waits_s if self._is_ahead else 0.0
+            if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
+                out += [reader] if began <= until + waits_s else []
+        return out
 
     def _circumstances(
         self, lease: Lease, readers: Sequence[Process], silent: Sequence[Process], unknown: Sequence[str]
@@ -672,6 +714,8 @@ class _Judge:
             return _Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
         if self._when(pull.process.incarnation, pull.begun_at)[0] > self._span(lease)[1]:
             return _Story(C.CAME_TOO_LATE, names)
+        if self._was_forgotten(lease, pull):
+            return _Story(C.RELEASE_TOO_EARLY, names)
         if cause == "wrong_target":
             return _Story(C.WRONG_TARGET, names)
         if cause in STALE:
@@ -684,6 +728,11 @@ class _Judge:
             return _Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
         if keys := self._keys(pull, lease):
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
+        if self._is_only_released(pull, lease) and not self._is_unanswered(pull, lease):
+            # Nothing is said to a rank that nothing is read of, before the pull is done.
+            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
+        if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
+            return _Story(C.STALE_PARAMS, names | {"why": stale})
         if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
             others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
@@ -697,6 +746,28 @@ class _Judge:
             return _Story(C.READER_CLOSED, names)
         # Whatever it said at last was answered, so it came as the lease was over.
         return _Story(C.EXPIRED_WHILE_QUEUED, names)
+
+    def _is_only_released(self, pull: Pull, lease: Lease) -> bool:
+        """A pull had its outcome, and nothing of it was to be read from this rank."""
+        if pull.ended is None or pull.cause == "peer_unreachable" or not pull.peer_ranks:
+            return False
+        read = pull.ended.texts("read_ranks")
+        is_planned = bool(read) or pull.cause in ("complete", "discharged")
+        return is_planned and all(base_name(x) != lease.process.base for x in read)
+
+    def _was_forgotten(self, lease: Lease, pull: Pull) -> bool:
+        """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
+        if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)[1]
+        return ended_at < self._when(lease.process.incarnation, lease.lent_at)[0]
+
+    def _stale_at(self, lease: Lease, pull: Pull) -> str:
+        """How the rank that lends turned its reader away, for it asked for an earlier start."""
+        for record in lease.process.of(EVENT.READER_REFUSED):
+            if record.text("reader") == pull.process.rank and record.text("cause") in STALE:
+                return f"{record.text('cause')}, {record.text('detail')}"
+        return ""
 
     def _shook_hands(self, reader: Process, lease: Lease) -> bool:
         """One of both has said that they met before it was over."""
@@ -717,7 +788,7 @@ class _Judge:
     def _keys(self, pull: Pull, lease: Lease) -> str:
         """How keys kept them apart; empty if they did not."""
         if self._shook_hands(pull.process, lease):
-            return ""
+            return pull.detail if pull.cause == "peer_unreachable" and _speaks_of_keys(pull.detail) else ""
         address = lease.process.started.text("address") if lease.process.started is not None else ""
         return self._turned_away_at(pull, lease.process.rank, address)
 
@@ -729,7 +800,7 @@ class _Judge:
             who = record.text("who")
             if record.at <= pull.last_at + 1.0 and any(x in who or who in x for x in known):
                 return f"{record.text('cause')}: {who}"
-        return pull.detail if any(word in pull.detail for word in (" key", "turned away", "turn our")) else ""
+        return pull.detail if _speaks_of_keys(pull.detail) else ""
 
     # -- ... that was claimed --------------------------------------------------------------------------------------
 
@@ -752,7 +823,9 @@ class _Judge:
         if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
             return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
-            cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying else C.READER_SILENT
+            # That a claim of it was turned down since is another attempt.
+            followed = any(x.message == "claim" and base_name(x.who) == base_name(name) for x in lease.refused)
+            cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying and not followed else C.READER_SILENT
             why = "its last word; it may have died"
             return _Story(cause, names | {"why": why}, heard_s, (name,))
         fate = self.fate(process)
@@ -773,6 +846,8 @@ class _Judge:
             return away
         if process.stopped is not None and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
+        if (last := self._last_lost(lease, pulls)) is not None and last is not pull:
+            return _Story(C.RELEASE_LOST, names | {"why": self._how_unanswered(last)}, heard_s)
         if name in lease.retrying or (pull.ended is not None and self._retries(pull, pulls)):
             if fate.kind == "died":
                 return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
@@ -828,6 +903,14 @@ class _Judge:
             return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its log goes on"}, heard_s)
         return _Story(C.UNEXPLAINED, names | {"why": "its log goes on, and does not speak of it"}, heard_s)
 
+    def _last_lost(self, lease: Lease, pulls: Sequence[Pull]) -> Pull | None:
+        """The attempt that said that it was the last, and was never heard."""
+        for pull in reversed(pulls):
+            outcomes = {x.text("outcome") for x in pull.unanswered if lease.process.rank in x.texts("ranks")}
+            if outcomes - {"", "retry"}:
+                return pull
+        return None
+
     def _retries(self, pull: Pull, pulls: Sequence[Pull]) -> bool:
         """Its release said that another attempt would follow, and none did."""
         said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
@@ -841,6 +924,7 @@ class _Judge:
         ends = [x.at for x in (pull.ended, *pull.unanswered) if x is not None]
         here = self._away(pull.process, pull.begun_at, max(ends, default=pull.last_at))
         there = self._away(lease.process, lease.lent_at, lease.lent_at + lease.seconds + 1.0)
+        there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
         if max(here, there) < long:
             return None
         if here >= there:
@@ -952,6 +1036,8 @@ class _Judge:
         names = {"reader": pull.process.rank, "holder": rank, "why": self._how_unanswered(pull)}
         owner = self._service.process_named(rank)
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
+        if owner is None and self._was_away_meanwhile(pull, rank):
+            return None
         unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
         if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
@@ -968,6 +1054,15 @@ class _Judge:
         if fate.kind == "died" and pull.was_granted_by(rank):
             return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
+
+    def _was_away_meanwhile(self, pull: Pull, rank: str) -> bool:
+        """The reader's own loop was away while the answer was due: it may lie in its socket."""
+        for record in pull.unanswered:
+            if rank in record.texts("ranks") and record.text("cause") == "timeout":
+                waited_s = record.number("seconds", 0.0)
+                away_s = self._away(pull.process, record.at - waited_s, record.at)
+                return away_s > 0.0 and waited_s - away_s < pull.process.durations.get("release_timeout_s", 30.0) / 2
+        return False
 
     def _is_gone(self, reader: Process, rank: str) -> bool:
         """A prefill rank has ended, by its reader's log: with it, or by its word, went what it had lent."""
@@ -1042,10 +1137,12 @@ class _Judge:
         low = self._when(pull.process.incarnation, since)[0]
         high = self._when(pull.process.incarnation, until)[1]
         broken = (EVENT.DATA_PLANE_RESTARTED, EVENT.DATA_PLANE_BROKEN)
+        failed = self._when(pull.process.incarnation, pull.ended.at)[1] if pull.ended is not None else high
         for owner in (pull.process, *owners):
             for record in owner.of(*broken):
-                at = self._when(owner.incarnation, record.at)
-                if at[1] >= low and at[0] <= high + 1.0:
+                # It is told of when another runs. What died when the pull had failed is not why it did.
+                at = self._when(owner.incarnation, record.at - record.number("seconds", 0.0))
+                if at[1] >= low and at[0] <= failed + AT_ONCE_S:
                     return _Story(C.DATA_PLANE_DIED, names | {"holder": owner.rank, "why": record.text("cause")})
         for owner in owners:
             fate = self.fate(owner)
@@ -1176,6 +1273,10 @@ def _ranks_of(record: Record) -> tuple[str, ...]:
 def _engine_of(rank: str) -> str:
     """The engine, or cohort, that a rank's name begins with."""
     return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
+
+
+def _speaks_of_keys(detail: str) -> bool:
+    return any(word in detail for word in (" key", "turned away", "turn our"))
 
 
 def _is_last_word(pull: Pull) -> bool:

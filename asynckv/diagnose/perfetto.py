@@ -122,7 +122,7 @@ class _Writer:
             start, end = lane.start, lane.end
             about = {
                 **lane.fields,
-                "prefill_request_id": story.name,
+                "prefill_request_id": lane.fields.get("prefill_request_id") or story.name,
                 "sequence": story.sequence,
                 "outcome": story.outcome,
                 "uncertainty_us": round(min(lane.within_s, 1e9) * 1e6),

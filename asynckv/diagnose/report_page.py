@@ -8,7 +8,18 @@ from html import escape
 from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
-from asynckv.diagnose.report_text import Card, bytes_text, count_text, duration, number, safe, share, time_text, verdict
+from asynckv.diagnose.report_text import (
+    Card,
+    bytes_text,
+    count_text,
+    duration,
+    number,
+    safe,
+    share,
+    time_text,
+    unseen_text,
+    verdict,
+)
 from asynckv.diagnose.summary_model import Engine, Pair, Summary
 from asynckv.tools import frame
 
@@ -19,6 +30,9 @@ MOST_ROWS = 100
 
 MOST_LATE = 10
 """Requests with late blocks that are told one by one."""
+
+MOST_UNSEEN, MOST_NAMED = 4, 8
+"""Processes with missing logs that are told one by one, and that are named."""
 
 UNKNOWN = "–"
 WORDS = {"lease": "lent", "pull": "pulled"}
@@ -39,8 +53,8 @@ def _hint(summary: Summary) -> str:
     if not summary.engines and summary.bench:
         return f"{number(len(summary.bench), 'report', 'reports').capitalize()} of asynckv bench."
     read = summary.read
-    hint = f"{read.events:,} events of {number(len(summary.engines), 'process', 'processes')} in "
-    hint += number(read.files, "log", "logs")
+    events, processes = number(read.events, "event", "events"), number(len(summary.engines), "process", "processes")
+    hint = f"{events.capitalize()} of {processes} in {number(read.files, 'log', 'logs')}"
     if summary.engines:
         hint += f", {time_text(summary.first, with_day=True)} to {time_text(summary.last, with_day=True)} UTC"
     return f"{hint}."
@@ -101,7 +115,13 @@ def _notes(summary: Summary) -> Iterable[str]:
         )
     if read.skipped:
         lines = sum(x["lines"] for x in read.skipped)
-        yield f"{lines:,} lines could not be read; the last section has the reasons."
+        yield f"{number(lines, 'line', 'lines').capitalize()} could not be read; the last section has the reasons."
+    yield from map(unseen_text, summary.unseen[:MOST_UNSEEN])
+    told = {x.rank for x in summary.unseen[:MOST_UNSEEN]}
+    if missing := [x for x in summary.missing if x not in told]:
+        named = ", ".join(safe(x, 80) for x in missing[:MOST_NAMED])
+        more = f" and {len(missing) - MOST_NAMED:,} more" if len(missing) > MOST_NAMED else ""
+        yield f"There is no log of {named}{more}, which others name."
     yield from (safe(x, 400) for x in summary.clocks)
 
 
@@ -142,7 +162,10 @@ NO_PULLS = (
     "No pull ended in these logs: there is no log of a process that pulls among them, or its level leaves out what "
     "went well (info has it)."
 )
-NO_SUCCESS = "No pull that completed is in these logs: nothing went well, or their level is above info."
+NO_SUCCESS = (
+    "No pull that completed is in these logs: there is no log of a process that pulls, nothing went well, or their "
+    "level is above info."
+)
 
 
 def _pulls(summary: Summary) -> str:
@@ -278,13 +301,25 @@ def _peers(summary: Summary) -> str:
         if drawn
         else _empty("No change of a peer's state is in these logs: their level is above info, or they begin later.")
     )
-    rows = [_peer(x) for x in summary.peers[:MOST_ROWS]]
-    heads = ["peer", "seen by", "pulls", "bytes", "failed", "causes", "state", "lost for", "last went well"]
-    table = frame.table(heads, rows, label="Peers", texts=("seen by", "causes", "state"))
+    logged = {x.rank for x in summary.engines}
+    rows = [_peer(x, x.reader in logged) for x in summary.peers[:MOST_ROWS]]
+    heads = [
+        "peer",
+        "seen by",
+        "pulls",
+        "bytes",
+        "failed",
+        "causes",
+        "released, by the peer's log",
+        "state",
+        "lost for",
+        "last went well",
+    ]
+    table = frame.table(heads, rows, label="Peers", texts=("seen by", "causes", "released, by the peer's log", "state"))
     return figure + table + _more(summary.peers)
 
 
-def _peer(pair: Pair) -> list[str]:
+def _peer(pair: Pair, is_logged: bool) -> list[str]:
     state = UNKNOWN
     if pair.states:
         name, since, until = pair.states[-1]
@@ -292,10 +327,11 @@ def _peer(pair: Pair) -> list[str]:
     return [
         safe(pair.peer, 80),
         safe(pair.reader, 80),
-        count_text(pair.pulls),
-        bytes_text(pair.num_bytes),
-        f"{sum(pair.failures.values()):,}",
+        count_text(pair.pulls) if is_logged else "no log",
+        bytes_text(pair.num_bytes) if is_logged else UNKNOWN,
+        f"{sum(pair.failures.values()):,}" if is_logged else UNKNOWN,
         ", ".join(f"{safe(k, 40)} {n:,}" for k, n in pair.failures.items()) or UNKNOWN,
+        ", ".join(f"{n:,} {safe(k, 40)}" for k, n in pair.released.items()) or UNKNOWN,
         state,
         duration(pair.not_ready_s) if pair.not_ready_s else UNKNOWN,
         time_text(pair.last_good) if pair.last_good is not None else "never",
@@ -347,8 +383,9 @@ def _process(engine: Engine, last: float) -> list[str]:
 
 def _read(summary: Summary) -> str:
     read = summary.read
-    text = f"{read.lines:,} lines of {number(read.files, 'file', 'files')}: {read.events:,} events of asynckv's, "
-    text += f"{read.others:,} lines of others, {read.repeated:,} that were there twice."
+    text = f"{number(read.lines, 'line', 'lines').capitalize()} of {number(read.files, 'file', 'files')}: "
+    text += f"{number(read.events, 'event', 'events')} of asynckv's, {number(read.others, 'line', 'lines')} of other "
+    text += f"programs, {read.repeated:,} that {'was' if read.repeated == 1 else 'were'} there twice."
     if not read.skipped:
         return _empty(f"{text} Nothing was skipped.")
     rows = [[safe(x["reason"]), f"{x['lines']:,}", safe(x["where"], 100), safe(x["first"])] for x in read.skipped]

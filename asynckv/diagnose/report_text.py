@@ -6,10 +6,21 @@ import math
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from asynckv.diagnose.summary_model import Summary
+from asynckv.diagnose.summary_model import Summary, Unseen
 from asynckv.observe.console import without_control
 
-__all__ = ["Card", "bytes_text", "count_text", "duration", "number", "safe", "share", "time_text", "verdict"]
+__all__ = [
+    "Card",
+    "bytes_text",
+    "count_text",
+    "duration",
+    "number",
+    "safe",
+    "share",
+    "time_text",
+    "unseen_text",
+    "verdict",
+]
 
 MOST_LETTERS = 200
 GAP = "\u00a0"
@@ -99,8 +110,9 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
             f"{number(asked, 'pull', 'pulls').capitalize()} ended within {span}; {failed}{_causes(summary, 'pull')}."
         )
         is_good = not pulls.failed
-    else:
+    elif not any(x.released for x in summary.unseen):
         said.append(f"No pull ended within {span}.")
+    said += [_unseen(summary, pulls.ended)] if summary.unseen else []
     late = summary.late
     if late.requests:
         is_good = False
@@ -115,10 +127,14 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
             f"{_causes(summary, 'lease')}."
         )
     elif leases.lent:
-        said.append(f"All of {count_text(leases.lent - leases.open)} leases that ended were released.")
-    if summary.quarantine.retired:
+        over = leases.lent - leases.open
+        all_ = (
+            "The one lease that ended was" if round(over) == 1 else f"All of {count_text(over)} leases that ended were"
+        )
+        said.append(f"{all_} released.")
+    if retired := summary.quarantine.retired:
         is_good = False
-        said.append(f"{summary.quarantine.retired:,} pulls gave up their blocks: a transfer did not end.")
+        said.append(f"{number(retired, 'pull', 'pulls').capitalize()} gave up blocks: a transfer did not end.")
     if pulls.latency_s is not None:
         said.append(
             f"Of those that completed the p99 took {duration(pulls.latency_s.p99)}, the slowest in the logs "
@@ -130,8 +146,37 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
     errors = sum(x.errors for x in engines)
     if errors:
         is_good = False
-        said.append(f"There are {errors:,} events of level error.")
+        said.append(f"There {'is' if errors == 1 else 'are'} {number(errors, 'event', 'events')} of level error.")
     return said, is_good
+
+
+def _unseen(summary: Summary, ended: float) -> str:
+    """Say what is known of pulls from the prefill side alone."""
+    released: dict[str, int] = {}
+    for x in summary.unseen:
+        for how, n in x.released.items():
+            released[how] = released.get(how, 0) + n
+    readers = number(len(summary.unseen), "process", "processes")
+    whose = f"{readers} whose {'log is' if len(summary.unseen) == 1 else 'logs are'} missing or cut short"
+    more = "more " if ended else ""
+    if not released:
+        return f"What became of the pulls of {whose} is not known."
+    how = ", ".join(f"{n:,} {safe(k, 40)}" for k, n in sorted(released.items(), key=lambda x: -x[1])[:4])
+    count = sum(released.values())
+    pulls = f"{count:,} {more}{'pull' if count == 1 else 'pulls'}"
+    return f"Prefill sides heard of {pulls} that ended ({how}), at least: by {whose}."
+
+
+def unseen_text(unseen: Unseen) -> str:
+    """Say what is known of one process from other logs."""
+    if unseen.ends is None:
+        said = f"There is no log of {safe(unseen.rank, 80)}, which others name"
+    else:
+        said = f"The log of {safe(unseen.rank, 80)} ends at {time_text(unseen.ends)} without a goodbye"
+    known = [f"{n:,} {'pull' if n == 1 else 'pulls'} {safe(how, 40)}" for how, n in unseen.released.items()]
+    known += [f"{number(unseen.owed, 'request', 'requests')} that it never released"] if unseen.owed else []
+    since = " since then" if unseen.ends is not None else ""
+    return f"{said}. What prefill sides know of it{since}: {', '.join(known)}."
 
 
 def _causes(summary: Summary, side: str) -> str:

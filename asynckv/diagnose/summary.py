@@ -23,7 +23,7 @@ from asynckv.diagnose.join import Process, Service, join
 from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
-from asynckv.diagnose.summary_samples import Tally, lease_key, tally
+from asynckv.diagnose.summary_samples import Tally, bounded, lease_key, tally
 from asynckv.diagnose.summary_time import Windows, quantiles
 from asynckv.observe.events import EVENT
 
@@ -105,6 +105,8 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
         clocks=list(by_one.clocks),
         late=rest.late(logs, service, by_one.moved, since, until),
         peers=rest.peers(by_process, weights),
+        missing=service.missing(),
+        unseen=rest.unseen(service, by_one.moved, since, until),
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
@@ -138,10 +140,10 @@ def align(logs: Logs) -> Aligned:
 
 def _add_pulls(found: Tally, weights: Mapping[int, float], windows: Windows, pulls: Pulls) -> None:
     """Add one process's pulls that went well."""
-    mean = _mean([(r.number("bytes", 0.0), weights[id(r)]) for rows in found.sampled for r in rows])
+    mean = _mean([(bounded(r.number("bytes", 0.0)), weights[id(r)]) for rows in found.sampled for r in rows])
     for i, (rows, missing) in enumerate(zip(found.sampled, found.missing, strict=True)):
         pulls.ended_per_s[i] += (len(rows) + missing) / windows.seconds
-        moved = math.fsum(r.number("bytes", 0.0) for r in rows)
+        moved = math.fsum(bounded(r.number("bytes", 0.0)) for r in rows)
         of_missing = moved / len(rows) if rows else mean
         pulls.bytes_per_s[i] += (moved + missing * of_missing) / windows.seconds
     pulls.ended += found.number
@@ -193,7 +195,7 @@ def _sum_pulls(
         pulls.logged += 1
         if id(record) not in weights:
             pulls.ended_per_s[i] += 1 / windows.seconds
-            pulls.bytes_per_s[i] += record.number("bytes", 0.0) / windows.seconds
+            pulls.bytes_per_s[i] += bounded(record.number("bytes", 0.0)) / windows.seconds
         if cause not in GOOD:
             if (record.rank, record.text("pull_id")) in retried:
                 pulls.retried += 1
@@ -206,13 +208,13 @@ def _sum_pulls(
         seconds = record.number("seconds")
         if cause != "complete" or not seconds >= 0:
             continue
-        took[i].append((seconds, weight))
+        took[i].append((bounded(seconds), weight))
         if seconds > pulls.slowest.get("seconds", -1.0):
             pulls.slowest = {"seconds": seconds, "request_id": record.text("request_id"), "rank": record.rank}
         named = record.mapping("phases")
         for name in (*PHASES, *WITHIN):
             if (value := number(named.get(name))) >= 0:
-                phases[name][i].append((value, weight))
+                phases[name][i].append((bounded(value), weight))
     pulls.num_bytes = math.fsum(pulls.bytes_per_s) * windows.seconds
     everything = [row for rows in took for row in rows]
     pulls.latency_s = _kind(everything) if everything else None
@@ -248,7 +250,7 @@ def _sum_leases(
                 continue
             begun = lent.pop(key, None)
             since = record.at - max(record.number("seconds", 0.0), 0.0)
-            blocks, is_good = max(record.integer("blocks", 0), 0), record.text("cause") == "released"
+            blocks, is_good = bounded(record.integer("blocks", 0)), record.text("cause") == "released"
             if begun is None:  # failed, and not among the samples; or its beginning is not in the logs
                 leases.logged += 1
             weight = weights.get(id(begun), 1.0) if begun and is_good else 1.0
@@ -259,7 +261,7 @@ def _sum_leases(
                 windows.hold(leases.blocks_badly, since, record.at, blocks)
         leases.open += len(lent)
         for begun in lent.values():
-            blocks = max(begun.integer("blocks", 0), 0)
+            blocks = bounded(begun.integer("blocks", 0))
             windows.hold(leases.blocks, begun.at, records[-1].at, blocks * weights.get(id(begun), 1.0))
             windows.hold(leases.blocks_logged, begun.at, records[-1].at, blocks)
 

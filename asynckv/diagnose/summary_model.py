@@ -24,6 +24,7 @@ __all__ = [
     "Quarantine",
     "Read",
     "Summary",
+    "Unseen",
     "Warned",
 ]
 
@@ -144,7 +145,8 @@ class Pair(Struct, kw_only=True):
         num_bytes: Of a pull from several ranks an equal part for each.
         states: `[state, since, until]`.
         not_ready_s: Seconds in which it was not ready after it had been once.
-        last_good: When something last went well: a pull, or it became ready.
+        last_good: When something last went well: a pull, by either side's log, or it became ready.
+        released: By outcome, leases that the peer's own log says this process released.
     """
 
     peer: str
@@ -155,6 +157,23 @@ class Pair(Struct, kw_only=True):
     states: list[tuple[str, float, float]] = field(default_factory=list)
     not_ready_s: float = 0.0
     last_good: float | None = None
+    released: dict[str, int] = field(default_factory=dict)
+
+
+class Unseen(Struct, kw_only=True):
+    """A process that pulls, of which other logs say more than its own.
+
+    Attributes:
+        ends: When its log ends, without a goodbye; None if there is no log of it.
+        released: By outcome, requests that prefill sides say it released, and whose end is not in its log: at least so
+            many, for successes are sampled.
+        owed: Requests whose leases ended badly without its release, that it does not speak of.
+    """
+
+    rank: str
+    ends: float | None
+    released: dict[str, int]
+    owed: int = 0
 
 
 class Away(Struct, kw_only=True):
@@ -260,6 +279,8 @@ class Summary(Struct, kw_only=True):
         first: Of the events that count, seconds since 1970, as all times.
         windows: Beginnings of the windows.
         clocks: What must be known about the clocks of several hosts.
+        missing: Processes that others name, and of which no log was given.
+        unseen: What is known from others of processes whose logs are missing, or end.
     """
 
     schema: str = SCHEMA
@@ -275,6 +296,8 @@ class Summary(Struct, kw_only=True):
     clocks: list[str] = field(default_factory=list)
     late: Late = field(default_factory=Late)
     peers: list[Pair] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unseen: list[Unseen] = field(default_factory=list)
     away: list[Away] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
     warned: list[Warned] = field(default_factory=list)

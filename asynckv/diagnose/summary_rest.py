@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from asynckv.diagnose import leaks_page
-from asynckv.diagnose.join import Service
+from asynckv.diagnose.join import Lease, Request, Service, start_of
 from asynckv.diagnose.leaks import Leak, find_leaks
 from asynckv.diagnose.records import Logs, Record, number
-from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Warned
+from asynckv.diagnose.summary_model import Away, Engine, Held, Late, Pair, Unseen, Warned
+from asynckv.diagnose.summary_samples import bounded
 from asynckv.observe.events import EVENT
 
-__all__ = ["GOOD", "MAX_CAUSES", "MAX_TEXT", "away", "engine", "held", "late", "peers", "warned"]
+__all__ = ["GOOD", "MAX_CAUSES", "MAX_TEXT", "away", "engine", "held", "late", "peers", "unseen", "warned"]
 
 GOOD = ("complete", "cancelled", "discharged")
 """How a pull ends that nobody has to look at."""
@@ -63,7 +64,7 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
                 if len(seen.states) < MAX_STATES:
                     seen.states.append((state, record.at, record.at))
                 if state == "ready":
-                    seen.last_good = record.at
+                    seen.last_good = max(seen.last_good or record.at, record.at)
             elif record.event == EVENT.PULL_ENDED:
                 full = said.get(record.text("same_as"), record)
                 ranks = full.texts("read_ranks") or full.texts("peer_ranks") or (full.text("peer"),)
@@ -71,17 +72,62 @@ def peers(by_process: Mapping[str, Sequence[Record]], weights: Mapping[int, floa
                 for peer in filter(None, ranks):
                     seen = pair(peer, reader)
                     seen.pulls += weight
-                    seen.num_bytes += record.number("bytes", 0.0) * weight / len(ranks)
+                    seen.num_bytes += bounded(record.number("bytes", 0.0)) * weight / len(ranks)
                     if cause == "complete":
-                        seen.last_good = record.at
+                        seen.last_good = max(seen.last_good or record.at, record.at)
                     elif cause not in GOOD:
                         seen.failures[cause] = seen.failures.get(cause, 0) + 1
+            elif record.event == EVENT.LEASE_ENDED:
+                # What the prefill side heard, whether or not the reader's log is there; seen from the reader.
+                for name, how in record.mapping("readers").items():
+                    if isinstance(how, str) and start_of(name):
+                        heard = pair(reader, name)
+                        heard.released[how[:40]] = heard.released.get(how[:40], 0) + 1
+                        if how == "complete":
+                            heard.last_good = max(heard.last_good or record.at, record.at)
     for seen in pairs.values():
         if seen.states:
             state, since, _ = seen.states[-1]
             seen.states[-1] = state, since, by_process[seen.reader][-1].at
             seen.not_ready_s = _not_ready(seen.states)
     return sorted(pairs.values(), key=lambda x: (-sum(x.failures.values()), -x.not_ready_s, x.peer, x.reader))
+
+
+def unseen(service: Service, moved: Callable[[str, float], float], since: float, until: float) -> list[Unseen]:
+    """Say what prefill sides know of processes that pull, and their own logs do not: missing, or cut short."""
+    found: dict[str, Unseen] = {}
+
+    def of(name: str) -> Unseen | None:
+        process = service.process_named(name)
+        if process is not None and process.stopped is not None:
+            return None
+        ends = moved(process.rank, process.last_at) if process is not None else None
+        return found.setdefault(name, Unseen(rank=name, ends=ends, released={}))
+
+    for request in service.requests:
+        known = {x.process.start for x in request.all_pulls if x.ended is not None}
+        for name, (lease, how) in _heard(request).items():
+            if start_of(name) in known or lease.ended is None:
+                continue
+            ended = moved(lease.process.rank, lease.ended.at)
+            if not since <= ended <= until or (seen := of(name)) is None:
+                continue
+            if seen.ends is not None and seen.ends > ended:
+                continue  # its log goes on: successes are sampled
+            if how:
+                seen.released[how] = seen.released.get(how, 0) + 1
+            else:
+                seen.owed += 1
+    return sorted((x for x in found.values() if x.released or x.owed), key=lambda x: x.rank)
+
+
+def _heard(request: Request) -> dict[str, tuple[Lease, str]]:
+    """Return the readers of a request that its prefill side names, and how they released; empty if they did not."""
+    out: dict[str, tuple[Lease, str]] = {}
+    for lease in request.leases.values():
+        out |= {name: (lease, "") for name in lease.owed if start_of(name) and name not in out}
+        out |= {name: (lease, how[:40]) for name, how in lease.released.items() if start_of(name)}
+    return out
 
 
 def _not_ready(states: Sequence[tuple[str, float, float]]) -> float:

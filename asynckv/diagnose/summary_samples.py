@@ -15,7 +15,7 @@ from asynckv.diagnose.records import Record
 from asynckv.diagnose.summary_time import Windows
 from asynckv.observe.events import EVENT
 
-__all__ = ["Tally", "lease_key", "tally"]
+__all__ = ["Tally", "bounded", "lease_key", "tally"]
 
 COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
 """What says how many successes were left out since the one before."""
@@ -55,6 +55,11 @@ class Tally:
         for i, amount in carried.items():
             for record in self.sampled[i]:
                 weights[id(record)] = 1 + amount / len(self.sampled[i])
+
+
+def bounded(value: float) -> float:
+    """Return a number of bytes or seconds that can be summed: a log may say anything."""
+    return min(max(value, 0.0), float(MOST))
 
 
 def lease_key(record: Record) -> tuple[str, int]:

@@ -25,7 +25,7 @@ EPILOG = """
 
   asynckv timeline prefill.log decode.log.gz --slowest 20
 
-  asynckv timeline logs/ --all --html timeline.html --perfetto timeline.json
+  asynckv timeline logs/ --html timeline.html --perfetto timeline.json
 
   kubectl logs -l app=vllm --tail=-1 | asynckv timeline - --request cmpl-5 --json - | jq .requests
 
@@ -46,10 +46,11 @@ def timeline(
         typer.Option(help="One: by either side's id, a pull id, or a sequence.", rich_help_panel=CHOOSE, metavar="ID"),
     ] = None,
     slowest: Annotated[
-        int | None, typer.Option(help="So many that took longest.", rich_help_panel=CHOOSE, metavar="N")
+        int | None, typer.Option(help="So many that took longest, on any side.", rich_help_panel=CHOOSE, metavar="N")
     ] = None,
     all: Annotated[
-        bool, typer.Option("--all", help="All, which is what is done if none is chosen.", rich_help_panel=CHOOSE)
+        bool,
+        typer.Option("--all", help="All, one line each; without any of these, all in numbers.", rich_help_panel=CHOOSE),
     ] = False,
     html: Annotated[
         str | None,
@@ -72,10 +73,11 @@ def timeline(
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     from asynckv.diagnose import timeline_text
-    from asynckv.diagnose.axis import make_axis
+    from asynckv.diagnose.axis import counted, make_axis
     from asynckv.diagnose.join import join
     from asynckv.diagnose.records import read_logs
     from asynckv.diagnose.timeline_model import families, ground, stories
+    from asynckv.observe.console import without_control
     from asynckv.observe.output import check_writable, write, write_json
 
     if sum((request is not None, slowest is not None, all)) > 1:
@@ -95,7 +97,8 @@ def timeline(
     if found.nothing:
         raise ConfigError(found.nothing)
     for skipped in found.skipped[:8]:
-        errors.print(f"left out: {skipped.lines:,} lines, {skipped.reason} (first {skipped.where})", markup=False)
+        said = f"left out: {counted(skipped.lines, 'line')}, {skipped.reason} (first {skipped.where})"
+        errors.print(without_control(said), markup=False, highlight=False, soft_wrap=not errors.is_terminal)
     service = join(found)
     axis = make_axis(service)
     console = Console(stderr=bool(piped))
@@ -118,7 +121,11 @@ def timeline(
         timeline_text.show_slowest(axis, every, slowest, console)
     else:
         chosen = every
-        timeline_text.show_all(axis, every, ground(axis), console)
+        if all:
+            timeline_text.show_list(axis, every, console)
+        else:
+            timeline_text.show_all(axis, every, ground(axis), console)
+    timeline_text.show_read(found, service, console)
     if any(outputs.values()):
         shown = _most(chosen, errors)
         if json is not None:

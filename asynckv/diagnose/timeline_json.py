@@ -31,6 +31,7 @@ def report(axis: Axis, stories: Sequence[Story], grounds: Sequence[Ground]) -> d
             ],
         },
         "processes": [_process(axis, x) for x in grounds],
+        "missing": axis.service.missing(),
         "requests": [_request(x) for x in stories],
     }
 
@@ -64,11 +65,14 @@ def _request(story: Story) -> Mapping[str, Any]:
         "sequence": story.sequence,
         "pull_ids": list(story.pull_ids),
         "outcome": story.outcome,
+        "lease": story.lease,
+        "pull": story.pull,
         "level": story.level,
         "group": story.group,
         "start": _finite(story.start),
         "end": _finite(story.end),
         "seconds": _finite(story.seconds),
+        "took": story.took,
         "lanes": [_lane(x) for x in story.lanes],
         "events": [_mark(x) for x in story.marks],
     }

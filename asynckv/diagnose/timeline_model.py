@@ -21,6 +21,7 @@ from asynckv.diagnose import colours
 from asynckv.diagnose.axis import (
     Axis,
     Step,
+    clock_time,
     counted,
     granted_in,
     is_time,
@@ -65,6 +66,7 @@ PHASES: Mapping[str, str] = {
     "quarantine": "failed, and its blocks may still be written",
     "pause": "between two attempts",
     "pull": "a pull of which the log says no more",
+    "unlogged": "claimed, as the prefill side has it; the log of this rank does not have it",
 }
 """What bars are called, in the order of the protocol."""
 
@@ -180,9 +182,12 @@ class Story:
         name: The prefill side's id, if that is known.
         others: The decode side's ids.
         outcome: How it ended: of its last attempt, or of its lease if no attempt is known.
+        lease: How it ended on the prefill side; empty if no log says so.
+        pull: On the decode side.
         level: `info`, or `warning` if something went wrong.
         group: Which axis it is on.
-        seconds: What it is ranked by: from the call to the outcome over all attempts, else how long it was lent.
+        seconds: How long it took on the side where that was longest; it is ranked by this.
+        took: What took so long: the `lease`, the `pull` (all attempts), its `announcement`, its `quarantine`.
     """
 
     number: int
@@ -192,9 +197,12 @@ class Story:
     sequence: int
     pull_ids: tuple[str, ...]
     outcome: str
+    lease: str
+    pull: str
     level: str
     group: int
     seconds: float
+    took: str
     lanes: list[Lane]
     marks: list[Mark]
 
@@ -207,6 +215,12 @@ class Story:
     def end(self) -> float:
         """Where its last one ends."""
         return max([b.end for x in self.lanes for b in x.bars] + [m.at for m in self.marks], default=0.0)
+
+    @property
+    def ended(self) -> str:
+        """How it ended on each side that says so."""
+        sides = (("lease", self.lease), ("pull", self.pull))
+        return ", ".join(f"{side} {how}" for side, how in sides if how) or self.outcome
 
     def lane_of(self, mark: Mark) -> int:
         """Return the lane that a mark lies on; -1 if its process has none."""
@@ -318,6 +332,13 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
         lanes.append(_pull_lane(axis, pull, max((x for x in ends if math.isfinite(x)), default=math.nan)))
         marks += _pull_marks(axis, pull)
     for request in requests:
+        for pull in request.others.values():
+            at, said = axis.at(pull.process, pull.begun_at), pull.prefill_request_id
+            marks.append(Mark(at, pull.process, f"speaks of it under another prefill request id: {said}", "warning"))
+    found = list(_unlogged(axis, leases, {p.pull_id for p in pulls}))
+    lanes += [lane for lane, _ in found if lane is not None]
+    marks += [mark for _, mark in found]
+    for request in requests:
         for record in request.withdrawn:
             if (process := axis.service.processes.get(record.incarnation)) is not None:
                 marks.append(Mark(axis.at(process, record.at), process, "withdrawn: it will never be lent"))
@@ -330,18 +351,25 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     bad = [x for x in causes if x not in ("complete", "discharged", "cancelled")]
     states = [x.state for x in leases]
     late = [x for x in states if x in ("expired", "revoked")]
-    outcome = (bad or causes or [x for x in (p.state for p in pulls) if x] or late or states or ["withdrawn"])[0]
+    pull_ = (bad or causes or [x for x in (p.state for p in pulls) if x] or [""])[0]
+    lease_ = (late or [x for x in states if x != "released"] or states or [""])[0]
+    withdrawn = "withdrawn" if any(r.withdrawn for r in requests) else ""
+    seconds, took = _took(lanes)
+    claimed = [x.fields["pull_id"] for x, _ in found if x is not None]
     return Story(
         number=0,
         name=first.name,
         others=tuple(dict.fromkeys(p.request_id for p in pulls if p.request_id)),
         engine_id=first.engine_id,
         sequence=first.sequence if first.sequence < 1 << 53 else -1,
-        pull_ids=tuple(p.pull_id for p in pulls),
-        outcome=outcome,
+        pull_ids=tuple(dict.fromkeys((*(p.pull_id for p in pulls), *claimed))),
+        outcome=pull_ or lease_ or withdrawn or "?",
+        lease=lease_ or withdrawn,
+        pull=pull_,
         level="warning" if bad or late or any(_is_bad(p) for p in pulls) else "info",
         group=axis.group(processes[0]) if processes else 0,
-        seconds=_seconds(lanes),
+        seconds=seconds,
+        took=took,
         lanes=lanes,
         marks=marks[:MAX_MARKS],
     )
@@ -353,13 +381,57 @@ def _is_bad(pull: Pull) -> bool:
     return is_stuck or bool(pull.returned or pull.retired or pull.unanswered)
 
 
-def _seconds(lanes: Iterable[Lane]) -> float:
-    """From the call to the outcome, else as long as it was lent."""
-    bars = [
-        b for x in lanes if x.side == "decode" for b in x.bars if b.phase not in ("release", "quarantine", "announced")
-    ]
-    bars = bars or [b for x in lanes for b in x.bars]
-    return max((b.end for b in bars), default=0.0) - min((b.start for b in bars), default=0.0)
+def _took(lanes: Sequence[Lane]) -> tuple[float, str]:
+    """Return for how long it was under way on the side where that was longest, and what was."""
+    bars = [b for x in lanes if x.side == "decode" for b in x.bars]
+    pull = [b for b in bars if b.phase not in ("release", "quarantine", "announced", "unlogged")]
+    took = {
+        "pull": max((b.end for b in pull), default=0.0) - min((b.start for b in pull), default=0.0),
+        "lease": max((x.end - x.start for x in lanes if x.side == "prefill"), default=0.0),
+        "announcement": max((b.seconds for b in bars if b.phase == "announced"), default=0.0),
+        "quarantine": max((b.seconds for b in bars if b.phase == "quarantine"), default=0.0),
+    }
+    what = max(took, key=lambda x: took[x])
+    return took[what], what if took[what] else ""
+
+
+def _unlogged(axis: Axis, leases: Sequence[Lease], known: set[str]) -> Iterator[tuple[Lane | None, Mark]]:
+    """Go through claims of readers whose logs do not have the pull: it was killed, or the log is not given."""
+    seen = set(known)
+    for lease in leases:
+        start = lent_at(lease)
+        end = start + lease.seconds
+        place = _placing(axis, lease.process, start, end)
+        steps = lease_steps(lease)
+        for pull_id, (name, at) in _grants(lease, start, steps).items():
+            if pull_id in seen or not is_time(end):
+                continue
+            seen.add(pull_id)
+            process = axis.service.process_named(name)
+            if process is None:
+                yield None, Mark(place(at), lease.process, f"no log of {name} is given", "warning")
+                continue
+            over = next((s.at for s in steps if s.at > at and f"pull {pull_id}" in s.text), max(end, at))
+            bar = Bar("unlogged", place(at), place(over), "by the prefill side's clock", is_open=lease.ended is None)
+            fields = {"pull_id": pull_id, "log": f"its last line is of {clock_time(axis.at(process, process.last_at))}"}
+            within = axis.offset(lease.process, at).within_s
+            mark = _log_ends(axis, process, bar)
+            if axis.group(process) != axis.group(lease.process):
+                mark = Mark(bar.start, process, "its log, whose clock is not comparable, does not have this pull")
+            yield Lane(process, "decode", "pull", [bar], fields, within), mark
+
+
+def _log_ends(axis: Axis, process: Process, bar: Bar) -> Mark:
+    """Say why a process's log does not have what another process says of it."""
+    at = axis.at(process, process.last_at)
+    if process.stopped is not None or at > bar.end:
+        return Mark(bar.start, process, "this pull is not in its log, which goes on: successes are sampled")
+    if at >= bar.start:
+        return Mark(at, process, "log ends, without a goodbye", "warning")
+    before = shown_seconds(bar.start - at)
+    return Mark(
+        bar.start, process, f"log ended {before} before this, at {clock_time(at)}, without a goodbye", "warning"
+    )
 
 
 # -- the prefill side --------------------------------------------------------------------------------
@@ -446,6 +518,8 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
         owed = f", owed by {', '.join(lease.owed)}" if lease.owed else ""
         seconds = lease.ended.number("seconds", 0.0)
         yield mark(start + seconds, f"{lease.state} after {shown_seconds(seconds)}{owed}", lease.ended.level)
+    elif process.stopped is None:
+        yield mark(process.last_at, "log ends; what became of the lease is not told", "warning")
 
 
 def _released_at(axis: Axis, lease: Lease, pull: Pull) -> float:
@@ -465,7 +539,7 @@ def _released_at(axis: Axis, lease: Lease, pull: Pull) -> float:
 
 def _pull_lane(axis: Axis, pull: Pull, heard_at: float) -> Lane:
     bars = list(_pull_bars(pull))
-    fields = {"request_id": pull.request_id, "pull_id": pull.pull_id}
+    fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
         for name in ("failed_in", "bytes", "descriptors", "posts", "rereads"):
@@ -568,6 +642,8 @@ def _pull_marks(axis: Axis, pull: Pull) -> Iterator[Mark]:
         )
     for record, _ in pull.held:
         yield mark(record.at, f"held for long: {record.text('waits')}", record.level)
+    if pull.ended is None and process.stopped is None:
+        yield mark(process.last_at, "log ends; what became of the pull is not told", "warning")
     for record, text in _said(pull):
         yield mark(record.at, text, record.level)
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 
-from asynckv.diagnose.axis import Axis, shown_seconds
+from asynckv.diagnose.axis import Axis, clock_time, shown_seconds
 from asynckv.diagnose.timeline_model import COLORS, PHASES, SUMS, Ground, Lane, Mark, Story
-from asynckv.diagnose.timeline_text import clock_time
 from asynckv.observe.console import without_control
 
 __all__ = ["make"]
@@ -60,7 +59,7 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
         return "No requests."
     start, end = min(x.start for x in stories), max(x.end for x in stories)
     wrong = sum(x.level != "info" for x in stories)
-    requests = "one request" if len(stories) == 1 else f"{len(stories):,} requests"
+    requests = "One request" if len(stories) == 1 else f"{len(stories):,} requests"
     said = f"{requests} in {shown_seconds(end - start)} from {clock_time(start)}"
     if wrong:
         said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
@@ -72,7 +71,7 @@ def _table(stories: Sequence[Story]) -> str:
     rows = []
     for x in sorted(stories, key=lambda x: -x.seconds)[:IN_TABLE]:
         phases = ", ".join(f"{name} {shown_seconds(s)}" for name, s in x.phases().items())
-        cells = (x.name or "?", x.outcome, shown_seconds(x.seconds), clock_time(x.start), phases)
+        cells = (x.name or "?", x.ended, shown_seconds(x.seconds), clock_time(x.start), phases)
         rows.append("<tr>" + "".join(f"<td>{escape(without_control(c))}</td>" for c in cells) + "</tr>")
     return "".join(rows)
 
@@ -129,7 +128,7 @@ class _Writer:
         return [
             without_control(story.name or "?"),
             without_control(", ".join(x for x in story.others if x != story.name)),
-            self._text(story.outcome),
+            self._text(story.ended),
             0 if story.level == "info" else 1,
             round(story.seconds * 1e6),
             [self._lane(x) for x in story.lanes],

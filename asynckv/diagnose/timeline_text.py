@@ -6,22 +6,23 @@ of its own. Texts of logs are shown with their control characters escaped.
 
 from __future__ import annotations
 
+import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from asynckv.diagnose.axis import Axis, counted, shown_seconds
+from asynckv.diagnose.axis import Axis, clock_time, counted, shown_seconds
+from asynckv.diagnose.join import Service
+from asynckv.diagnose.records import Logs
 from asynckv.diagnose.timeline_model import COLORS, PHASES, Bar, Ground, Lane, Mark, Story
 from asynckv.observe.console import without_control
 
-__all__ = ["clock_time", "show_all", "show_matches", "show_one", "show_slowest"]
+__all__ = ["show_all", "show_list", "show_matches", "show_one", "show_read", "show_slowest"]
 
 LETTERS: Mapping[str, str] = {
     "lent": "-",
@@ -38,21 +39,18 @@ LETTERS: Mapping[str, str] = {
     "quarantine": "X",
     "pause": ".",
     "pull": "#",
+    "unlogged": "?",
 }
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES = 64, 60, 8, 32
-
-
-def clock_time(at: float) -> str:
-    """Write a moment of the axis."""
-    try:
-        return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="microseconds").replace("+00:00", "Z")
-    except (OverflowError, ValueError, OSError):
-        return f"{at:.6f}"
+MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
+MAX_LISTED = 1000
+"""Requests that are listed one by one."""
+MOST_WIDE = 4096
+"""Letters of a line in a file or pipe."""
 
 
 def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool) -> Text:
-    """Draw bars side by side; the shortest is still seen."""
+    """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
     units = width * 8
     scale = units / (end - start) if end > start else 0.0
     cells = [""] * units
@@ -61,6 +59,10 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
         last = min(max(round((bar.end - start) * scale), first + 1), units)
         for i in range(first, last):
             cells[i] = bar.phase
+    used = [i for i in range(width) if any(cells[8 * i : 8 * i + 8])]
+    if len(used) < len({x.phase for x in bars if x.seconds > 0}):
+        # Which of them is drawn would be chance.
+        cells = [x and _dominant(bars)[0] for x in cells]
     out = Text(no_wrap=True, overflow="crop")
     for i in range(width):
         eighth = cells[8 * i : 8 * i + 8]
@@ -81,6 +83,14 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
     return out
 
 
+def _dominant(bars: Iterable[Bar]) -> tuple[str, float]:
+    """Return the phase that took longest, and how long."""
+    sums: dict[str, float] = {}
+    for bar in bars:
+        sums[bar.phase] = sums.get(bar.phase, 0.0) + bar.seconds
+    return max(sums.items(), key=lambda x: x[1], default=("", 0.0))
+
+
 def _color(phase: str) -> str | None:
     """Terminals are dark, mostly."""
     return COLORS[phase].dark if phase in COLORS else None
@@ -97,10 +107,6 @@ def _legend(bars: Iterable[Bar], width: int, is_plain: bool) -> Text:
         out.append(f" {phase}   "[: left - 1])
         left -= len(phase) + 5
     return out
-
-
-def _safe(text: str) -> str:
-    return escape(without_control(text))
 
 
 def _label(lane: Lane) -> str:
@@ -121,22 +127,18 @@ def show_one(axis: Axis, story: Story, grounds: Sequence[Ground], console: Conso
     """Show one request, with what befell its processes meanwhile."""
     is_plain = not console.is_terminal or console.no_color
     names = f" (decode: {', '.join(story.others)})" if story.others and story.others != (story.name,) else ""
-    console.print(f"[bold]{_safe(story.name or '?')}[/bold]{_safe(names)}  {_safe(story.outcome)}", highlight=False)
+    _line(console, f"{story.name or '?'}{names}  {story.ended}", "bold", is_whole=True)
     engine = f"prefill engine {story.engine_id}, " if story.engine_id else ""
     sequence = f"sequence {story.sequence}, " if story.sequence >= 0 else ""
-    console.print(
-        f"{_safe(engine)}{sequence}from {clock_time(story.start)}, {shown_seconds(story.end - story.start)}",
-        highlight=False,
-    )
+    _line(console, f"{engine}{sequence}from {clock_time(story.start)}, {shown_seconds(story.end - story.start)}")
     for text in _clock_lines(axis, story):
-        console.print(Text(without_control(text), style="dim"))
+        _line(console, text, "dim")
     console.print()
-    console.print(_gantt(story, console.width, is_plain))
-    console.print(_legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
+    _show(console, _gantt(story, console.width, is_plain))
+    _show(console, _legend((b for x in story.lanes for b in x.bars), console.width, is_plain))
     console.print()
-    console.print(_events(story, grounds))
-    for note in axis.notes():
-        console.print(Text(f"Clocks: {without_control(note)}.", style="yellow"))
+    _show(console, _events(story, grounds), is_whole=True)
+    _notes(axis, console)
 
 
 def _clock_lines(axis: Axis, story: Story) -> list[str]:
@@ -156,7 +158,7 @@ def _clock_lines(axis: Axis, story: Story) -> list[str]:
 def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
     lanes = story.lanes[:MAX_LANES]
     start, end = story.start, story.end
-    room = min(max((len(_label(x)) for x in lanes), default=0), 44 if width > 120 else 30)
+    room = min(max((len(_label(x)) for x in lanes), default=0), max(width // 2, 30))
     across = max(width - room - 12, 16)
     table = Table.grid(padding=(0, 1))
     table.add_column(width=room, no_wrap=True, overflow="ellipsis")
@@ -169,7 +171,9 @@ def _gantt(story: Story, width: int, is_plain: bool) -> RenderableType:
         mark = ("> " if is_plain else "… ") if is_open else ""
         line = bar_line(lane.bars, start, end, across, is_plain)
         table.add_row(Text(_label(lane)), line, Text(mark + shown_seconds(took)))
-        if len(lanes) <= TOLD_LANES:
+        if len(lanes) > TOLD_LANES:
+            mark += f"{_dominant(lane.bars)[0]} "
+        else:
             told = ", ".join(f"{b.phase} {shown_seconds(b.seconds)}{_parts(b)}" for b in lane.bars)
             table.add_row("", Text(told, style="dim", overflow="fold"), "")
     if len(story.lanes) > len(lanes):
@@ -198,7 +202,7 @@ def _meanwhile(story: Story, grounds: Sequence[Ground]) -> list[Mark]:
 def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=26)
+    table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     told: dict[tuple[str, str], list[Mark]] = {}
     for mark in sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at):
@@ -223,58 +227,101 @@ def _since(seconds: float) -> str:
 
 
 def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Console) -> None:
-    """Show those that took longest."""
+    """Show those that took longest on any side, with what they did on each."""
     is_plain = not console.is_terminal or console.no_color
     slowest = sorted(found, key=lambda x: -x.seconds)[:number]
-    longest = max((x.seconds for x in slowest), default=0.0)
-    across = max(min(console.width - 52, 80), 12)
+    rows = [(x, [y for y in (_longest(x, "prefill"), _longest(x, "decode")) if y is not None]) for x in slowest]
+    longest = max((max(x.end for x in y) - min(x.start for x in y) for _, y in rows if y), default=0.0)
+    room = max((len(without_control(x.name)) for x in slowest), default=0)
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    across = max(min(console.width - room - 52, 80), 12)
     table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("request", no_wrap=True, overflow="ellipsis", max_width=22)
-    table.add_column("outcome", no_wrap=True, overflow="ellipsis", max_width=14)
-    table.add_column("where the time went", width=across, no_wrap=True)
-    for story in slowest:
-        lane = _longest(story)
+    table.add_column("request", no_wrap=True)
+    table.add_column("where the time went", width=max(across, 19), no_wrap=True)
+    table.add_column("longest, and how it ended", overflow="fold")
+    for story, lanes in rows:
         style = "yellow" if story.level == "warning" else ""
-        line = Text()
-        if lane is not None:
-            first = lane.start
+        name = without_control(story.name or "?")
+        # One axis for both sides: a pull that began late is seen to.
+        first = min((x.start for x in lanes), default=0.0)
+        for lane in lanes:
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
-            line = bar_line(bars, first, first + longest, across, is_plain)
-        table.add_row(
-            shown_seconds(story.seconds),
-            Text(without_control(story.name or "?")),
-            Text(without_control(story.outcome), style=style),
-            line,
-        )
-    console.print(table)
-    console.print(
-        _legend(
-            (b for x in slowest if (y := _longest(x)) for b in y.bars if b.phase != "release"), console.width, is_plain
-        )
+            line = bar_line(bars, first, first + longest, max(across, 19), is_plain)
+            phase, seconds = _dominant(bars)
+            how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
+            took = shown_seconds(max(b.end for b in bars) - lane.start)
+            said = Text(without_control(f"{phase} {shown_seconds(seconds)}; {how}"), style=style)
+            table.add_row(took, Text(name), line, said)
+            name = ""
+    _show(console, table, is_whole=True)
+    _show(
+        console,
+        _legend((b for _, x in rows for y in x for b in y.bars if b.phase != "release"), console.width, is_plain),
     )
-    console.print(Text(f"{len(slowest)} of {len(found):,} requests; --request ID shows one", style="dim"))
+    why = Counter(x.took for x in slowest if x.took).most_common()
+    ranked = (
+        f", ranked by what took longest on any side ({', '.join(f'{what} {n:,}' for what, n in why)})" if why else ""
+    )
+    _line(console, f"{len(slowest):,} of {counted(len(found), 'request')}{ranked}; --request ID shows one", "dim")
     _notes(axis, console)
 
 
-def _longest(story: Story) -> Lane | None:
-    """Return the lane that says best where a request's time went."""
-    decode = [x for x in story.lanes if x.side == "decode"]
-    return max(decode or story.lanes, key=lambda x: x.end - x.start, default=None)
+def _longest(story: Story, side: str) -> Lane | None:
+    """Return the lane of a side that says best where a request's time went."""
+    lanes = [x for x in story.lanes if x.side == side]
+    return max(lanes, key=lambda x: x.end - x.start, default=None)
+
+
+def show_list(axis: Axis, found: Sequence[Story], console: Console) -> None:
+    """Show all requests, one line each; of too many those that went wrong, or took longest."""
+    kept = sorted(found, key=lambda x: (x.level == "info", -x.seconds))[:MAX_LISTED]
+    room = min(max((len(without_control(x.name)) for x in kept), default=0), 60)
+    for x in sorted(kept, key=lambda x: x.number):
+        name = without_control(x.name or "?").ljust(room)
+        style = "yellow" if x.level == "warning" else ""
+        text = f"{clock_time(x.start)[11:]}  {shown_seconds(x.seconds):>7}  {name}  {x.ended}"
+        _line(console, text, style, is_whole=True)
+    console.print()
+    if len(found) > len(kept):
+        _line(
+            console, f"... and {len(found) - len(kept):,} more, which went well and took less; --json has more", "dim"
+        )
+    _outcomes(found, console)
+    _notes(axis, console)
 
 
 def show_all(axis: Axis, found: Sequence[Story], grounds: Sequence[Ground], console: Console) -> None:
     """Show all requests in numbers."""
-    outcomes = Counter(x.outcome for x in found)
-    start, end = min((x.start for x in found), default=0.0), max((x.end for x in found), default=0.0)
-    said = ", ".join(f"{n:,} {without_control(name)}" for name, n in outcomes.most_common(12))
-    console.print(
-        f"{len(found):,} requests in {shown_seconds(end - start)} from {clock_time(start)}: {_safe(said)}",
-        highlight=False,
-    )
+    _outcomes(found, console)
     console.print()
-    console.print(Group(_processes(found, grounds), "", _phases(found)))
+    _show(console, Group(_processes(found, grounds), "", _phases(found)), is_whole=True)
     _notes(axis, console)
+
+
+def _outcomes(found: Sequence[Story], console: Console) -> None:
+    """Say how many there are, and how they ended on each side."""
+    start, end = min((x.start for x in found), default=0.0), max((x.end for x in found), default=0.0)
+    span = f" in {shown_seconds(end - start)} from {clock_time(start)}" if found else ""
+    _line(console, f"{counted(len(found), 'request')}{span}")
+    for side, outcomes in (("prefill", [x.lease for x in found]), ("decode", [x.pull for x in found])):
+        said = [f"{n:,} {how}" for how, n in Counter(x for x in outcomes if x).most_common(12)]
+        if missing := outcomes.count(""):
+            said.append(f"{missing:,} not in these logs")
+        _line(console, f"  {side} side: {', '.join(said)}")
+
+
+def show_read(logs: Logs, service: Service, console: Console) -> None:
+    """Say what was read, what of it did not count, and whose logs are missing."""
+    lines, files = counted(logs.num_lines, "line"), counted(len(logs.sources), "file")
+    said = f"read {counted(len(logs.records), 'event')} in {lines} of {files}"
+    if logs.num_others:
+        said += f"; {counted(logs.num_others, 'line')} of other programs"
+    if logs.num_repeated:
+        said += f"; {counted(logs.num_repeated, 'line')} there twice"
+    _line(console, said, "dim")
+    if missing := service.missing():
+        more = f" and {len(missing) - MAX_NAMES:,} more" if len(missing) > MAX_NAMES else ""
+        _line(console, f"no log of {', '.join(missing[:MAX_NAMES])}{more}, which others name", "yellow")
 
 
 def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
@@ -282,7 +329,7 @@ def _processes(found: Sequence[Story], grounds: Sequence[Ground]) -> Table:
     for story in found:
         parts.update({x.process.incarnation for x in story.lanes})
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    table.add_column("process", no_wrap=True, overflow="ellipsis", max_width=30)
+    table.add_column("process", no_wrap=True)
     table.add_column("requests", justify="right")
     table.add_column("away", justify="right")
     table.add_column("clock", overflow="fold")
@@ -316,7 +363,7 @@ def _phases(found: Sequence[Story]) -> Table:
 
 def _notes(axis: Axis, console: Console) -> None:
     for note in axis.notes():
-        console.print(Text(f"Clocks: {without_control(note)}.", style="yellow"))
+        _line(console, f"Clocks: {note}.", "yellow")
 
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
@@ -324,7 +371,7 @@ def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
     _line(console, f"{counted(len(found), 'request')} match {without_control(wanted)}; a pull id is nobody else's")
     for x in found[:MAX_MATCHES]:
         sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
-        _line(console, f"{x.name or '?'}{sequence}  {x.outcome}  from {clock_time(x.start)}", "bold", is_whole=True)
+        _line(console, f"{x.name or '?'}{sequence}  {x.ended}  from {clock_time(x.start)}", "bold", is_whole=True)
         for what, named in (("decode", [y for y in x.others if y != x.name]), ("pull", x.pull_ids)):
             if named:
                 _line(console, f"  {what} {', '.join(named[:4])}", is_whole=True)
@@ -336,3 +383,15 @@ def _line(console: Console, text: str, style: str = "", *, is_whole: bool = Fals
     """Print a line; it is wrapped on a terminal only, and there not inside what is to be copied."""
     shown = Text(without_control(text), style=style)
     console.print(shown, highlight=False, soft_wrap=is_whole or not console.is_terminal)
+
+
+def _show(console: Console, what: RenderableType, *, is_whole: bool = False) -> None:
+    """Print a table; elsewhere than on a terminal without spaces at the ends, and what is whole is not folded."""
+    if console.is_terminal:
+        console.print(what, highlight=False)
+        return
+    drawn = Console(file=io.StringIO(), width=MOST_WIDE if is_whole else console.width, color_system=None)
+    with drawn.capture() as captured:
+        drawn.print(what, highlight=False)
+    for line in captured.get().removesuffix("\n").split("\n"):
+        console.print(Text(line.rstrip()), highlight=False, soft_wrap=True)

@@ -635,7 +635,7 @@ class Witness:
         if (releases and not final and not died) or (retried and not any(s.at > max(retried) for s in claims)):
             whys.add("retry_never")
         pulls = [p for p in self._pulled.values() if p.process is process and p.pull.params.key.token == token]
-        if attempt.called == "pulled" and not any(p.ended_at <= end for p in pulls):
+        if attempt.called == "pulled" and not any(p.ended_at <= end - AT_ONCE_S for p in pulls):
             whys.add("still_pulling")
         if any(p.pull.reason is Reason.COMPLETE for p in pulls):
             whys.add("completed")
