@@ -12,7 +12,6 @@ from asynckv.observe.events import problems
 from asynckv.observe.log import Recorder
 from tests.engines import Bench
 
-
 COMPUTES = ("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "simulation")
 """Modules whose slow tests only compute: they run beside all others, of which one runs at a time, because those have
 processes and deadlines of their own."""

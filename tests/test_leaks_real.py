@@ -68,9 +68,13 @@ def named(leaks: list[Leak]) -> dict[str, str]:
 
 
 async def written(folder: Path, name: str, text: str) -> None:
-    """Wait until a log says something: what a process is killed with in its last tenth of a second is not in its log."""
+    """Wait until a log says something: what a process logs in its last tenth of a second dies with it."""
+
+    def is_there() -> bool:
+        return any(text in path.read_text() for path in folder.glob(name))
+
     async with asyncio.timeout(10.0):
-        while not any(text in path.read_text() for path in folder.glob(name)):  # noqa: ASYNC110 - a file has no event
+        while not is_there():  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(0.01)
 
 
