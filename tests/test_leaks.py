@@ -317,6 +317,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
+    assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
     report = leaks_page.report([leak], join(records), Logs(records))
     assert json.loads(json.dumps(report))["leaked"] == 1
 
