@@ -405,7 +405,11 @@ class _Judge:
 
     def leaks(self, request: Request) -> Iterator[Leak]:
         """Find what was late of one request."""
-        late = {lease: state for lease in request.leases.values() if (state := self._late(lease))}
+        late = {
+            lease: state
+            for lease in request.leases.values()
+            if (state := self._late(lease)) and not (state == "held" and self._was_read_since(request, lease))
+        }
         forgotten = [x for x in request.all_pulls if self._is_forgotten(x)]
         if late:
             yield self._of_leases(request, late)
@@ -416,6 +420,17 @@ class _Judge:
         kept = [x for x in request.all_pulls if self._is_kept(x)]
         if kept:
             yield self._of_blocks(request, kept)
+
+    def _was_read_since(self, request: Request, lease: Lease) -> bool:
+        """All that it waits for have read it, and told it, by their own logs: its log ends before it could say so."""
+
+        def has_read(pull: Pull) -> bool:
+            return pull.cause == "complete" and not pull.refused and not self._is_unanswered(pull, lease)
+
+        owed = lease.owed
+        return bool(owed) and all(
+            start_of(name) and any(has_read(x) for x in self._pulls_of(request, lease, name)) for name in owed
+        )
 
     def _late(self, lease: Lease) -> str:
         """How a lease's blocks came back late, or did not; empty if they are not."""
