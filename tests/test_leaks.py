@@ -306,8 +306,25 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
-    [leak] = found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "no answer for 4.0 s")])
+    lost = [begun(D), *met(), begun(P), lent(20.0), gone(25.0, "it was silent for 4.0 s")]
+    [leak] = found([*lost, say(30.0, "of_later", D)])
     assert leak.cause is C.PREFILL_DIED
+    # It was silent, and so is everybody else soon after: its loop may be away.
+    assert all(x.cause is not C.PREFILL_DIED for x in found(lost))
+    assert not found([*lost[:-1], say(30.0, "of_later", D), gone(19.0, "failed")])
+
+
+def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
+    """A process whose loop is away says nothing either, and the logs end before it can say so."""
+    [leak] = found([*RUNNING, expired(), say(42, "of_later")])
+    assert leak.cause is C.READER_SILENT
+    [leak] = found([*RUNNING, expired(), say(60, "of_later")])
+    assert leak.cause is C.DIED_AFTER_CLAIM
+    [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
+    assert leak.cause is C.NEVER_CLAIMED
+    # Its release may still be answered, or given up.
+    [leak] = found([*RUNNING, expired(), pull_ended(15, "complete"), say(42, "of_later", D)])
+    assert leak.cause is C.READER_SILENT
 
 
 @pytest.mark.parametrize("name", CASES)

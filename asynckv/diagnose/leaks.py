@@ -43,6 +43,9 @@ DEFAULT_LEASE_S = 30.0
 LATE_S = 1.0
 """That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
+SILENCE_S = 5.0
+"""A loop is seldom away for longer: who is lost, while logs of others go on for so long, is dead or hangs for good."""
+
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
 
@@ -279,6 +282,8 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        self._last = max((self._when(x.incarnation, x.last_at)[0] for x in service.processes.values()), default=0.0)
+        """Until when logs go on, at least."""
         leases = [x for request in service.requests for x in request.leases.values()]
         claims = [claim for lease in leases for claim in lease.claims.values()]
         self._asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
@@ -322,13 +327,16 @@ class _Judge:
             if began >= low:  # else both go by one name at once, and one says nothing of the other
                 return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
         for other, record in self._lost.get(process.incarnation, ()):
-            at = self._when(other.incarnation, record.at)
-            if at[1] > low and not record.text("detail").startswith("forgotten"):
+            at, detail = self._when(other.incarnation, record.at), record.text("detail")
+            if detail == "failed" and at[0] <= low:
+                continue  # a transfer has failed, and the process may have said more since
+            if at[1] > low and not detail.startswith("forgotten") and self._last >= at[1] + SILENCE_S / 2:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
             return _Fate("silent", why, low, math.inf, False)
-        if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
+        gone_by = self._lapsed.get(process.incarnation, -math.inf)
+        if gone_by >= low and self._last >= gone_by + SILENCE_S:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         for other in self._would_be_told_of(process):
             if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
@@ -658,7 +666,8 @@ class _Judge:
             why = f"{_all(others)}{reserve}" if others else f"nobody did yet{reserve}"
             named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
             return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
-        if readers and not unknown and lease.state != "lent":
+        is_cut = len(silent) == len(readers) and self._last < until + SILENCE_S
+        if readers and not unknown and lease.state != "lent" and not is_cut:
             gone_too = _all(x.rank for x in silent)
             reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
             return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
@@ -748,6 +757,12 @@ class _Judge:
             return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
         if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
             return _Story(C.STALE_PARAMS, names | {"why": stale})
+        if pull.ended is None and any(
+            base_name(x) == lease.process.base and state == "only_released"
+            for _, entry in pull.held
+            for x, state in (entry["ranks"].items() if isinstance(entry.get("ranks"), dict) else ())
+        ):
+            return _Story(C.EXPIRED_WHILE_QUEUED, names)  # it says nothing to this rank before it is done
         if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
             others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
@@ -879,6 +894,9 @@ class _Judge:
             return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
+        waits_s = process.durations.get("release_timeout_s", 30.0)
+        if self._last < self._when(process.incarnation, pull.ended.at)[0] + waits_s:
+            return _Story(C.READER_SILENT, names, heard_s)  # it would not have said yet that nobody answers
         # Whatever it said was answered, so it came as the lease was over.
         return _Story(C.LEASE_TOO_SHORT, names, heard_s)
 
@@ -903,6 +921,8 @@ class _Judge:
             # A process that lives renews, and says how it ended: silence is its end, whatever else is known of it.
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
+            if fate.kind != "died" and self._last < ended + SILENCE_S and name not in lease.retrying:
+                return _Story(C.READER_SILENT, names, heard_s)  # the logs were cut, and its loop may be away
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
             if fate.after < heard[0]:
                 why += f"; what it did after {moment(process.last_at)} is not in its log"
