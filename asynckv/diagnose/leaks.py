@@ -1073,6 +1073,8 @@ class _Judge:
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None and self._was_away_meanwhile(pull, rank):
             return None
+        if owner is not None and (fate := self.fate(owner)).kind == "died" and pull.was_granted_by(rank):
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
         if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
@@ -1085,9 +1087,6 @@ class _Judge:
                 cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
                 return _Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
-        fate = self.fate(owner)
-        if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
 
     def _was_away_meanwhile(self, pull: Pull, rank: str) -> bool:
