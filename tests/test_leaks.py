@@ -334,6 +334,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
+    assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
     report = leaks_page.report([leak], join(records), Logs(records))
     assert json.loads(json.dumps(report))["leaked"] == 1
 
@@ -464,6 +465,17 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
         assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
     entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
     assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
+
+
+def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 9.9, "heard_s": 9.9}}
+    entry = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": claims}
+    held = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+    done = pull_ended(20.1, "complete", seconds=0.2)
+    assert not found([*RUNNING, held, done])
+    assert [x.state for x in found([*RUNNING, held])] == ["held"]
+    for more in (unanswered(50), say(20.2, EVENT.RELEASE_REFUSED, D, **NAMES, cause="x", ranks=[RANK[P]])):
+        assert found([*RUNNING, held, done, more])
 
 
 def test_two_at_once_are_both_named() -> None:

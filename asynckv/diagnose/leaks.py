@@ -413,7 +413,11 @@ class _Judge:
 
     def leaks(self, request: Request) -> Iterator[Leak]:
         """Find what was late of one request."""
-        late = {lease: state for lease in request.leases.values() if (state := self._late(lease))}
+        late = {
+            lease: state
+            for lease in request.leases.values()
+            if (state := self._late(lease)) and not (state == "held" and self._was_read_since(request, lease))
+        }
         forgotten = [x for x in request.all_pulls if self._is_forgotten(x)]
         if late:
             yield self._of_leases(request, late)
@@ -424,6 +428,17 @@ class _Judge:
         kept = [x for x in request.all_pulls if self._is_kept(x)]
         if kept:
             yield self._of_blocks(request, kept)
+
+    def _was_read_since(self, request: Request, lease: Lease) -> bool:
+        """All that it waits for have read it, and told it, by their own logs: its log ends before it could say so."""
+
+        def has_read(pull: Pull) -> bool:
+            return pull.cause == "complete" and not pull.refused and not self._is_unanswered(pull, lease)
+
+        owed = lease.owed
+        return bool(owed) and all(
+            start_of(name) and any(has_read(x) for x in self._pulls_of(request, lease, name)) for name in owed
+        )
 
     def _late(self, lease: Lease) -> str:
         """How a lease's blocks came back late, or did not; empty if they are not."""
@@ -1058,6 +1073,8 @@ class _Judge:
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None and self._was_away_meanwhile(pull, rank):
             return None
+        if owner is not None and (fate := self.fate(owner)).kind == "died" and pull.was_granted_by(rank):
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
         if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
@@ -1070,9 +1087,6 @@ class _Judge:
                 cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
                 return _Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
-        fate = self.fate(owner)
-        if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
 
     def _was_away_meanwhile(self, pull: Pull, rank: str) -> bool:
