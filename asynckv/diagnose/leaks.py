@@ -417,7 +417,7 @@ class _Judge:
         forgotten = [x for x in request.all_pulls if self._is_forgotten(x)]
         if late:
             yield self._of_leases(request, late)
-        elif forgotten:
+        elif any(map(_is_overdue, forgotten)):
             yield self._of_announcement(request, forgotten)
         elif (unheard := self._of_releases(request)) is not None:
             yield unheard
@@ -1293,6 +1293,14 @@ def _ranks_of(record: Record) -> tuple[str, ...]:
 def _engine_of(rank: str) -> str:
     """The engine, or cohort, that a rank's name begins with."""
     return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
+
+
+def _is_overdue(pull: Pull) -> bool:
+    """An announcement's time was up before its process's log ends."""
+    if pull.ended is not None or not pull.held:
+        return True
+    record, entry = pull.held[-1]
+    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
 
 
 def _speaks_of_keys(detail: str) -> bool:
