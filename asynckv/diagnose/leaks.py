@@ -46,6 +46,9 @@ LATE_S = 1.0
 SILENCE_S = 5.0
 """A loop is seldom away for longer: who is lost, while logs of others go on for so long, is dead or hangs for good."""
 
+UNDER_WAY_S = 0.25
+"""No message is on its way for longer."""
+
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
 
@@ -774,8 +777,10 @@ class _Judge:
         """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
         if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
             return False
-        ended_at = self._when(pull.process.incarnation, pull.ended.at)[1]
-        return ended_at < self._when(lease.process.incarnation, lease.lent_at)[0]
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)
+        if self._last < ended_at[0] + pull.process.durations.get("release_timeout_s", 0.0):
+            return False  # it would not have said yet that nobody answers
+        return ended_at[1] < self._when(lease.process.incarnation, lease.lent_at)[0]
 
     def _stale_at(self, lease: Lease, pull: Pull) -> str:
         """How the rank that lends turned its reader away, for it asked for an earlier start."""
@@ -838,8 +843,9 @@ class _Judge:
         if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
             return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
-            # That a claim of it was turned down since is another attempt.
-            followed = any(x.message == "claim" and base_name(x.who) == base_name(name) for x in lease.refused)
+            # That a claim of it was turned down since is another attempt, and no claim that was on its way.
+            theirs = (x for x in lease.refused if x.message == "claim" and base_name(x.who) == base_name(name))
+            followed = any(x.after_s > heard_s + UNDER_WAY_S for x in theirs)
             cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying and not followed else C.READER_SILENT
             why = "its last word; it may have died"
             return _Story(cause, names | {"why": why}, heard_s, (name,))
