@@ -607,6 +607,20 @@ def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
     assert "\n  what to do: " in text
 
 
+def test_blocks_that_may_still_be_written_are_counted() -> None:
+    failed = pull_ended(15, "timeout", **KEPT, blocks=4)
+    back = {**NAMES, "seconds_after_failure": 10.0}
+    for records in (
+        [*BOTH, failed, say(25, EVENT.BLOCKS_RETURNED, D, **back)],
+        [*BOTH, pull_ended(15, "timeout", **KEPT), say(25, EVENT.BLOCKS_RETURNED, D, **back, blocks=4)],
+        [begun(D), failed],
+    ):
+        [leak] = [x for x in found(records) if x.side == "decode"]
+        assert leak.blocks == 4
+    [leak] = found(CASES["stuck, returned"][1])
+    assert leak.blocks == -1
+
+
 def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
     text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
     assert f"held: blocks of {RANK[P]}, since " in text

@@ -149,7 +149,7 @@ def test_ranks_of_one_request_are_together_and_short_failures_find_theirs() -> N
 @pytest.mark.slow
 def test_one_key_that_is_used_again_and_again_costs_no_square() -> None:
     number = 3_000
-    starts = [f"{i:08x}" + "8" * 24 for i in range(number)]
+    starts = [f"8{i:07x}" + "8" * 24 for i in range(number)]
     ours = [say(i, "lease_lent", x, "prefill/tp0", request_id="a", sequence=0) for i, x in enumerate(starts)]
     told = [
         pull(i + 0.5, f"{DECODE[:16]}-{i}", cause="timeout", peer_ranks=[f"prefill/tp0@{x[:8]}"])

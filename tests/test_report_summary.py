@@ -369,6 +369,16 @@ def test_events_outside_the_time_asked_for_do_not_count() -> None:
     assert (found.first, found.last) == (START + 3, START + 6)
 
 
+@pytest.mark.parametrize(
+    ("since", "until"), [(0, 3600), (3000, 3600), (3300, 3590), (3530, 3600), (1830, 1890), (5, 70)]
+)
+def test_what_was_left_out_beyond_the_edges_does_not_count(since: float, until: float) -> None:
+    """Ten pulls in a second, of which one in a minute is in the log."""
+    logged = [ended(60.0 * i, successes_not_logged=599) for i in range(1, 61)]
+    found = summarise(Logs([say(0.0, "engine_started"), *logged]), START + since, START + until)
+    assert found.pulls.ended == pytest.approx(10 * (until - since), abs=2)
+
+
 def test_a_time_before_the_end_is_by_the_clock_of_the_report() -> None:
     ahead = 3600.0
     named = {"peer": PREFILL, "peer_incarnation": "aaaaaaaa" * 4, "address": "tcp://h1:1"}

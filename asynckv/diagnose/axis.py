@@ -176,6 +176,10 @@ def _handshakes(service: Service, decode: Process, met: set[tuple[str, str]]) ->
 
 
 def _of_request(service: Service, request: Request) -> Iterator[Pair]:
+    pulls: dict[str, list[Pull]] = {}
+    for pull in request.all_pulls:
+        for start in {start_of(x) for x in pull.peer_ranks}:
+            pulls.setdefault(start, []).append(pull)
     for lease in request.leases.values():
         lines = _lines(lease)
         lent = _worked_out(lines)
@@ -190,9 +194,8 @@ def _of_request(service: Service, request: Request) -> Iterator[Pair]:
                 granted.setdefault(found["pull"], step)
             elif found := RELEASED.match(step.text):
                 released.setdefault(found["pull"], step)
-        for pull in request.all_pulls:
-            ranks = {start_of(x) for x in pull.peer_ranks}
-            if pull.process is not lease.process and lease.process.start in ranks:
+        for pull in pulls.get(lease.process.start, ()):
+            if pull.process is not lease.process:
                 yield from _of_pull(lease, pull, lent, granted.get(pull.pull_id), released.get(pull.pull_id))
 
 

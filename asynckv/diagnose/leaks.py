@@ -446,7 +446,7 @@ class _Judge:
             record, entry = lease.held[-1]
             due = record.at + number(entry.get("lent_s"), 0.0)
         else:
-            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return self._when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
     def _is_open(self, lease: Lease) -> bool:
@@ -1121,14 +1121,14 @@ class _Judge:
             elif pull.returned is None and state != "retired":
                 state = "quarantined"
             seconds = max(seconds, self._kept_s(pull))
-        blocks = [x.retired.integer("blocks") for x in pulls if x.retired is not None]
+        blocks = [x.held_blocks for x in pulls]
         return self._leak(
             request,
             stories[0],
             side="decode",
             state=state,
             holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
-            blocks=sum(blocks) if blocks and len(blocks) == len(pulls) else -1,
+            blocks=sum(blocks) if all(x >= 0 for x in blocks) else -1,
             seconds=seconds,
             since=min((x.ended.at if x.ended is not None else x.begun_at) for x in pulls),
             also=tuple(dict.fromkeys(x.sentence for x in stories[1:] if x.cause is not stories[0].cause)),

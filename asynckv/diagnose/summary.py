@@ -23,7 +23,7 @@ from asynckv.diagnose.join import Process, Service, join
 from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
-from asynckv.diagnose.summary_samples import Tally, bounded, lease_key, tally
+from asynckv.diagnose.summary_samples import Edges, Tally, bounded, edges, lease_key, tally
 from asynckv.diagnose.summary_time import Windows, quantiles
 from asynckv.observe.events import EVENT
 
@@ -59,7 +59,9 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
     """
     by_one = aligned or align(logs)
     service, records = by_one.service, by_one.records
+    outside: dict[str, Edges] = {}
     if since > -math.inf or until < math.inf:
+        outside = edges(records, since, until)
         records = [x for x in records if since <= x.at <= until]
     read = Read(
         files=len(logs.sources),
@@ -80,7 +82,7 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
     engines = [rest.engine(rank, found) for rank, found in by_process.items()]
     exact = set()
     for engine, found in zip(engines, by_process.values(), strict=True):
-        of_pulls, of_leases = tally(found, windows)
+        of_pulls, of_leases = tally(found, windows, outside.get(engine.rank))
         of_pulls.weigh(weights)
         of_leases.weigh(weights)
         _add_pulls(of_pulls, weights, windows, pulls)

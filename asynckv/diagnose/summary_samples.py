@@ -10,18 +10,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from asynckv.diagnose.records import Record
 from asynckv.diagnose.summary_time import Windows
 from asynckv.observe.events import EVENT
 
-__all__ = ["Tally", "bounded", "lease_key", "tally"]
+__all__ = ["Edges", "Tally", "bounded", "edges", "lease_key", "tally"]
 
 COUNTING = {EVENT.PULL_ENDED, EVENT.LEASE_LENT, EVENT.LEASE_ENDED}
 """What says how many successes were left out since the one before."""
 
 NO_ENDS = ("pulls.started", "pulls.overloaded")
 MOST = 1 << 53
+
+
+class Edges(NamedTuple):
+    """What one process said just outside the time that counts: its numbers are of both sides of the edge.
+
+    Attributes:
+        since: Where the time begins.
+        before: When it last said a number before that, or anything at first; nan if it did not.
+        until: Where it ends.
+        after: When it said the next number after that; nan if it did not.
+        number: Which one.
+    """
+
+    since: float = math.nan
+    before: float = math.nan
+    until: float = math.nan
+    after: float = math.nan
+    number: int = 0
+
+
+def edges(records: Iterable[Record], since: float, until: float) -> dict[str, Edges]:
+    """Find what processes, by their ranks, said just outside the time that counts; records are in order."""
+    before: dict[str, float] = {}
+    after: dict[str, tuple[float, int]] = {}
+    for record in records:
+        if record.at < since:
+            if record.event in COUNTING or record.rank not in before:
+                before[record.rank] = record.at
+        elif record.at > until and record.event in COUNTING:
+            after.setdefault(record.rank, (record.at, record.integer("successes_not_logged", 0)))
+    return {
+        rank: Edges(since, before.get(rank, math.nan), until, *after.get(rank, (math.nan, 0)))
+        for rank in {*before, *after}
+    }
 
 
 @dataclass(slots=True)
@@ -67,9 +102,11 @@ def lease_key(record: Record) -> tuple[str, int]:
     return record.text("request_id"), record.integer("sequence")
 
 
-def tally(records: Sequence[Record], windows: Windows) -> tuple[Tally, Tally]:
+def tally(records: Sequence[Record], windows: Windows, edges: Edges | None = None) -> tuple[Tally, Tally]:
     """Count one process's pulls and leases."""
+    edges = edges or Edges()
     left_out, before = windows.zeros(), records[0].at
+    outside = edges.before
     pulls: list[list[Record]] = [[] for _ in left_out]
     leases: list[list[Record]] = [[] for _ in left_out]
     num_failed = num_bad = num_unknown = 0
@@ -78,8 +115,12 @@ def tally(records: Sequence[Record], windows: Windows) -> tuple[Tally, Tally]:
         if record.event not in COUNTING:
             continue
         if (number := record.integer("successes_not_logged", 0)) > 0:
-            windows.spread(left_out, before, record.at, min(number, MOST))
-        before = record.at
+            # Some of the first were before the time that counts.
+            before, part = (
+                (before, 1.0) if math.isnan(outside) else (edges.since, _part(outside, edges.since, record.at))
+            )
+            windows.spread(left_out, before, record.at, min(number, MOST) * part)
+        before, outside = record.at, math.nan
         if record.event == EVENT.LEASE_LENT:
             leases[windows.index(record.at)].append(record)
             lent.add(lease_key(record))
@@ -91,6 +132,12 @@ def tally(records: Sequence[Record], windows: Windows) -> tuple[Tally, Tally]:
             pulls[windows.index(record.at)].append(record)
         else:  # failed, or slow: all of these are logged
             num_failed += 1
+    if edges.number > 0 and edges.after > before:
+        # ... and some of the first that are told of after it were in it.
+        begun = edges.since if outside < edges.since else before
+        whole = outside if outside < edges.since else before
+        part = max(edges.until - begun, 0.0) / (edges.after - whole)
+        windows.spread(left_out, begun, edges.until, min(edges.number, MOST) * part)
     totals, end = _totals(records)
     num_pulls, num_leases = sum(map(len, pulls)), sum(map(len, leases))
     if totals:
@@ -109,6 +156,11 @@ def tally(records: Sequence[Record], windows: Windows) -> tuple[Tally, Tally]:
         Tally(pulls, missing[0], num_failed, {k: n for k, n in totals.items() if k.startswith("pulls.")}),
         Tally(leases, missing[1], num_bad + num_unknown, {}),
     )
+
+
+def _part(before: float, since: float, at: float) -> float:
+    """Return which part of a span is after some moment in it."""
+    return (at - since) / (at - before) if before < since <= at else 1.0
 
 
 def _shaped(

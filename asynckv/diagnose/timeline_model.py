@@ -327,8 +327,10 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     for lease in sorted(leases, key=lambda x: x.process.rank):
         lanes += _lease_lanes(axis, lease)
         marks += _lease_marks(axis, lease)
+    heard = [_heard(axis, lease) for lease in leases]
     for pull in sorted(pulls, key=lambda p: (p.attempt, p.process.rank)):
-        ends = [_released_at(axis, lease, pull) for lease in leases]
+        start = pull.process.start
+        ends = [told.get(pull.pull_id, over.get(start, math.nan)) for told, over in heard]
         lanes.append(_pull_lane(axis, pull, max((x for x in ends if math.isfinite(x)), default=math.nan)))
         marks += _pull_marks(axis, pull)
     for request in requests:
@@ -347,7 +349,8 @@ def _story(axis: Axis, requests: Sequence[Request]) -> Story:
     processes = [x.process for x in lanes] + [x.process for x in marks]
     first = requests[0]
     ended = [p for p in pulls if p.ended is not None]
-    causes = [p.cause for p in ended if p.attempt == max(x.attempt for x in ended)]
+    last = max((x.attempt for x in ended), default=0)
+    causes = [p.cause for p in ended if p.attempt == last]
     bad = [x for x in causes if x not in ("complete", "discharged", "cancelled")]
     states = [x.state for x in leases]
     late = [x for x in states if x in ("expired", "revoked")]
@@ -522,16 +525,17 @@ def _lease_marks(axis: Axis, lease: Lease) -> Iterator[Mark]:
         yield mark(process.last_at, "log ends; what became of the lease is not told", "warning")
 
 
-def _released_at(axis: Axis, lease: Lease, pull: Pull) -> float:
-    """Return when a lease heard that a pull was over, on the axis; not a number if that is not known."""
+def _heard(axis: Axis, lease: Lease) -> tuple[dict[str, float], dict[str, float]]:
+    """Return when a lease heard that pulls were over, on the axis: by pull id, and by their process's start."""
+    told: dict[str, float] = {}
     for step in lease_steps(lease):
-        if step.text.startswith("released by") and f"pull {pull.pull_id}:" in step.text:
-            return axis.at(lease.process, step.at)
+        if step.text.startswith("released by"):
+            pull_id = step.text.rpartition(", pull ")[2].partition(":")[0]
+            told.setdefault(pull_id, axis.at(lease.process, step.at))
     if lease.ended is None or lease.ended.text("cause") != "released":
-        return math.nan
-    if all(start_of(name) != pull.process.start for name in lease.released):
-        return math.nan
-    return axis.at(lease.process, lent_at(lease) + lease.ended.number("seconds"))
+        return told, {}
+    over = axis.at(lease.process, lent_at(lease) + lease.ended.number("seconds"))
+    return told, dict.fromkeys(map(start_of, lease.released), over)
 
 
 # -- the decode side ---------------------------------------------------------------------------------
