@@ -390,10 +390,9 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     retried = only(P, CASES["retry"][1])
     assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
     # Another attempt was turned down.
-    ended = next(x for x in retried if x.event == EVENT.LEASE_ENDED)
-    ended.fields["refused"] = [[4.0, "claim", "released_already", RANK[D], ""]]  # type: ignore[index]
-    assert {x.cause for x in found(retried)} == {C.READER_SILENT}
-    del ended.fields["refused"]  # type: ignore[attr-defined]
+    refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
+    again = [replace(x, fields={**x.fields, **refused}) if x.event == EVENT.LEASE_ENDED else x for x in retried]
+    assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
     assert not found(only(D, CASES["died after claim"][1]))

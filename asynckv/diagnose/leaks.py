@@ -742,7 +742,8 @@ class _Judge:
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
         if self._is_only_released(pull, lease) and not self._is_unanswered(pull, lease):
             # Nothing is said to a rank that nothing is read of, before the pull is done.
-            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
+            is_told = self._would_be_given_up(pull)
+            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE if is_told else C.EXPIRED_WHILE_QUEUED, names)
         if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
             return _Story(C.STALE_PARAMS, names | {"why": stale})
         if pull.ended is None and any(
@@ -777,10 +778,17 @@ class _Judge:
         """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
         if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
             return False
+        if not self._would_be_given_up(pull):
+            return False
         ended_at = self._when(pull.process.incarnation, pull.ended.at)
-        if self._last < ended_at[0] + pull.process.durations.get("release_timeout_s", 0.0):
-            return False  # it would not have said yet that nobody answers
         return ended_at[1] < self._when(lease.process.incarnation, lease.lent_at)[0]
+
+    def _would_be_given_up(self, pull: Pull) -> bool:
+        """Logs go on for long enough that a release which nobody answered would have been told of."""
+        if pull.ended is None:
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)[0]
+        return self._last >= ended_at + pull.process.durations.get("release_timeout_s", 0.0)
 
     def _stale_at(self, lease: Lease, pull: Pull) -> str:
         """How the rank that lends turned its reader away, for it asked for an earlier start."""
