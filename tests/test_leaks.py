@@ -314,6 +314,14 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     assert not found([*lost[:-1], say(30.0, "of_later", D), gone(19.0, "failed")])
 
 
+def test_an_announcement_is_forgotten_when_its_time_is_up() -> None:
+    announced = {**NAMES, "state_s": 2.0, "left_s": 5.0, "ranks": {RANK[P]: "granted"}}
+    held = say(20.0, EVENT.PULL_HELD, D, state="announced", waits="", requests=1, oldest=[announced])
+    assert not found([*RUNNING, held, say(21, "of_later", D)])
+    [leak] = found([*RUNNING, held, say(25.5, "of_later", D)])
+    assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
+
+
 def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     """A process whose loop is away says nothing either, and the logs end before it can say so."""
     [leak] = found([*RUNNING, expired(), say(42, "of_later")])
@@ -380,6 +388,12 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
 
     assert {x.cause for x in found(only(P, CASES["died after claim"][1]))} == {C.READER_SILENT}
     assert {x.cause for x in found(only(P, CASES["never heard of"][1]))} == {C.NEVER_CLAIMED}
+    retried = only(P, CASES["retry"][1])
+    assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
+    # Another attempt was turned down.
+    refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
+    again = [replace(x, fields={**x.fields, **refused}) if x.event == EVENT.LEASE_ENDED else x for x in retried]
+    assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
     assert not found(only(D, CASES["died after claim"][1]))

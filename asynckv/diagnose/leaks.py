@@ -46,6 +46,9 @@ LATE_S = 1.0
 SILENCE_S = 5.0
 """A loop is seldom away for longer: who is lost, while logs of others go on for so long, is dead or hangs for good."""
 
+UNDER_WAY_S = 0.25
+"""No message is on its way for longer."""
+
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
 
@@ -421,7 +424,7 @@ class _Judge:
         forgotten = [x for x in request.all_pulls if self._is_forgotten(x)]
         if late:
             yield self._of_leases(request, late)
-        elif forgotten:
+        elif any(map(_is_overdue, forgotten)):
             yield self._of_announcement(request, forgotten)
         elif (unheard := self._of_releases(request)) is not None:
             yield unheard
@@ -754,7 +757,8 @@ class _Judge:
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
         if self._is_only_released(pull, lease) and not self._is_unanswered(pull, lease):
             # Nothing is said to a rank that nothing is read of, before the pull is done.
-            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
+            is_told = self._would_be_given_up(pull)
+            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE if is_told else C.EXPIRED_WHILE_QUEUED, names)
         if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
             return _Story(C.STALE_PARAMS, names | {"why": stale})
         if pull.ended is None and any(
@@ -789,8 +793,17 @@ class _Judge:
         """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
         if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
             return False
-        ended_at = self._when(pull.process.incarnation, pull.ended.at)[1]
-        return ended_at < self._when(lease.process.incarnation, lease.lent_at)[0]
+        if not self._would_be_given_up(pull):
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)
+        return ended_at[1] < self._when(lease.process.incarnation, lease.lent_at)[0]
+
+    def _would_be_given_up(self, pull: Pull) -> bool:
+        """Logs go on for long enough that a release which nobody answered would have been told of."""
+        if pull.ended is None:
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)[0]
+        return self._last >= ended_at + pull.process.durations.get("release_timeout_s", 0.0)
 
     def _stale_at(self, lease: Lease, pull: Pull) -> str:
         """How the rank that lends turned its reader away, for it asked for an earlier start."""
@@ -853,8 +866,9 @@ class _Judge:
         if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
             return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
-            # That a claim of it was turned down since is another attempt.
-            followed = any(x.message == "claim" and base_name(x.who) == base_name(name) for x in lease.refused)
+            # That a claim of it was turned down since is another attempt, and no claim that was on its way.
+            theirs = (x for x in lease.refused if x.message == "claim" and base_name(x.who) == base_name(name))
+            followed = any(x.after_s > heard_s + UNDER_WAY_S for x in theirs)
             cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying and not followed else C.READER_SILENT
             why = "its last word; it may have died"
             return _Story(cause, names | {"why": why}, heard_s, (name,))
@@ -1307,6 +1321,14 @@ def _ranks_of(record: Record) -> tuple[str, ...]:
 def _engine_of(rank: str) -> str:
     """The engine, or cohort, that a rank's name begins with."""
     return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
+
+
+def _is_overdue(pull: Pull) -> bool:
+    """An announcement's time was up before its process's log ends."""
+    if pull.ended is not None or not pull.held:
+        return True
+    record, entry = pull.held[-1]
+    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
 
 
 def _speaks_of_keys(detail: str) -> bool:
