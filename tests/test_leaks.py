@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from asynckv.cli import app
+from asynckv.core.account import Account, Facts
+from asynckv.core.inspect import RequestStatus
 from asynckv.diagnose import causes, leaks_page
+from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
+from asynckv.diagnose.leaks_live import records_of
 from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
@@ -335,6 +340,25 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     assert leak.cause is C.READER_SILENT
 
 
+def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
+    ended = [stopped(P, 2000.0)]
+    [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
+    [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert f"{RANK[D]} had died before it was lent" in leak.sentence
+    # Another decode engine lives: it is asked, and the dead one is not named.
+    lives = [say(5, EVENT.ENGINE_STARTED, OTHER, host="h"), say(6, EVENT.PEER_CHANGED, OTHER), *ANOTHER[1:]]
+    other = say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")
+    [leak] = found([*RUNNING, *lives, other, say(1500, EVENT.ENGINE_STOPPED, OTHER), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert RANK[D] not in leak.sentence
+    # One that is restarted late is known to be dead only then.
+    again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
+    [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     cause, records = CASES[name]
@@ -646,6 +670,54 @@ def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> N
     assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
     assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
     assert "of 2 files, 0 requests, " in text
+
+
+def test_one_sides_logs_are_told_to_be_that(tmp_path: Path) -> None:
+    theirs = [begun(D), *met()[::2], stopped(D), pull_ended(15, "complete")]
+    assert "Nothing was late, as far as the decode side says." in shown(theirs)
+    mine = [begun(P), stopped(P), expired(cause="released", owed=[])]
+    assert "Nothing was late, as far as the prefill side says." in shown(mine)
+    log = tmp_path / "x.log"
+    log.write_text("".join(json.dumps(line(x)) + "\n" for x in theirs))
+    text = shown(theirs, logs=read_logs([log]))
+    assert "Nothing was late, as far as the decode side's logs say." in text
+    assert "Nothing was late." in shown([*theirs, *mine])
+
+
+def test_who_answers_lives_and_who_does_not_makes_it_unsure(tmp_path: Path) -> None:
+    well = tmp_path / "well.log"
+    well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
+    left = tmp_path / "prefill.pp0.tp0.aaaaaaaa.sock"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(left))
+    told = CliRunner().invoke(app, ["leaks", str(well), str(left)])
+    assert (told.exit_code, "Nothing was late" in told.stdout) == (2, False)
+    assert f"Cannot say: {left} did not answer; of the others nothing was late." in told.stdout
+    # Of a directory logs are read, and sockets asked; one of a process that has ended was not asked for.
+    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
+    assert (told.exit_code, "Nothing was late." in told.stdout) == (0, True)
+    well.unlink()
+    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
+    assert isinstance(told.exception, ConfigError)
+    assert "its process has ended" in str(told.exception)
+
+
+def answering(start: str, counters: dict[str, int], *requests: RequestStatus) -> Answer:
+    facts = Facts(uptime_s=100.0, counters=counters)
+    account = Account(rank=RANK[start], incarnation=start, requests=requests, facts=facts)
+    return Answer(address=f"/run/{start}.sock", engine_id=RANK[start].partition("/")[0], account=account)
+
+
+def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> None:
+    held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", (), sequence=0)
+    prefill, decode = answering(P, {"leases.lent": 3}, held), answering(D, {"pulls.started": 2})
+    other = answering(OTHER, {"leases.lent": 1})
+    [leak] = find_leaks(join(records_of([prefill, decode, other], 1e9)))
+    assert leak.cause is C.NEVER_CLAIMED
+    assert f"{RANK[D]} answers and knows nothing of it" in leak.sentence
+    assert "died" not in leak.sentence
+    assert RANK[OTHER] not in leak.sentence
+    assert not leak.missing
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ UNDER_WAY_S = 0.25
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
 
+QUIET = 10.0
+"""A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
+
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
 
@@ -224,7 +227,7 @@ def early_ends(service: Service, when: When) -> list[Early]:
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if process.stopped is None and process.successor is None and before_s > bound:
+        if process.stopped is None and process.successor is None and not process.answers and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
     return sorted(out, key=lambda x: -x.before_s)
 
@@ -246,8 +249,8 @@ def _all(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known; a death that is not proved may be a log that was cut off."""
+    """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
+    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
@@ -318,6 +321,8 @@ class _Judge:
     def _fate(self, process: Process) -> _Fate:
         low, high = self._when(process.incarnation, process.last_at)
         ends = f"its log ends at {moment(process.last_at)} without a goodbye"
+        if process.answers:
+            return _Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return _Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
@@ -362,6 +367,19 @@ class _Judge:
         low, high = self._when(process.incarnation, process.last_at)
         since = sum(self._when(pull.process.incarnation, told.at)) / 2
         return (low + high) / 2 >= since + longest + LATE_S
+
+    def _gone_by(self, process: Process) -> float:
+        """By when, in everybody's time, a process no longer lived, as far as can be told.
+
+        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
+        """
+        fate = self.fate(process)
+        if fate.kind != "died" or fate.is_proved:
+            return fate.before
+        pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
+        known = (process.durations.get(x, 0.0) for x in ("lease_s", "timeout_s"))
+        quiet_s = max(DEFAULT_LEASE_S, QUIET * pause_s, *known)
+        return min(fate.before, self._when(process.incarnation, process.last_at)[1] + quiet_s)
 
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
@@ -486,7 +504,7 @@ class _Judge:
         """An announcement that nobody pulled, for as long as it may last."""
         if pull.ended is not None:
             return pull.cause == "timeout" and pull.failed_in == "announced"
-        return pull.state == "announced" and self.fate(pull.process).kind == "silent" and _is_last_word(pull)
+        return pull.state == "announced" and self.fate(pull.process).kind in ("silent", "alive") and _is_last_word(pull)
 
     def _is_kept(self, pull: Pull) -> bool:
         """Its blocks were not free when it had its outcome."""
@@ -630,9 +648,11 @@ class _Judge:
             readers = [x for x in readers if x.engine_id in engines and x not in spoke]
         unknown = self._unknown_readers(lease.process)
         died, silent = [], []
+        gone = [x for x in readers if self._gone_by(x) < since]
+        readers = [x for x in readers if x not in gone] or gone
         for reader in readers:
             fate = self.fate(reader)
-            if fate.before < since or self._when(reader.incarnation, reader.first_at)[0] > until:
+            if self._gone_by(reader) < since or self._when(reader.incarnation, reader.first_at)[0] > until:
                 continue
             if fate.kind == "died" and fate.after <= until:
                 died.append(reader)
@@ -641,8 +661,8 @@ class _Judge:
         if not spoke and name == "*":
             # Other ranks of the same engine live: they would have spoken of a request that it had.
             ranks = {x.base for x in died} | {x.base for x in silent}
-            gone = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
-            died = [x for x in died if x.engine_id in gone]
+            whole = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
+            died = [x for x in died if x.engine_id in whole]
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
         if name == "*" and not spoke and lease.state != "lent" and not unknown:
@@ -673,6 +693,8 @@ class _Judge:
         if readers and not unknown and lease.state != "lent" and not is_cut:
             gone_too = _all(x.rank for x in silent)
             reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
+            if readers == gone:
+                reserve = f"; {_all(x.rank for x in gone)} had died before it was lent"
             return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
         return _Story(
             C.NEVER_CLAIMED,
@@ -687,7 +709,7 @@ class _Judge:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self._when(reader.incarnation, reader.first_at)[0]
             early_s = waits_s if self._is_ahead else 0.0
-            if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
+            if fate.kind == "died" and self._gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
 
@@ -698,6 +720,11 @@ class _Judge:
         out = []
         if silent:
             out.append(f"no log of the decode side speaks of it, and {_all(x.rank for x in silent)} may have died")
+        elif readers and all(x.answers for x in readers):
+            out.append(
+                f"{_all(x.rank for x in readers)} "
+                + ("answers and knows nothing of it" if len(readers) == 1 else "answer and know nothing of it")
+            )
         elif readers:
             out.append("no log of the decode side that is given speaks of it")
         if unknown:
