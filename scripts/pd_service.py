@@ -1,13 +1,19 @@
 """Prefill and decode apart, all on this host: `python -m scripts.pd_service`.
 
 Starts tiny engines (`scripts.tiny_engine`) as processes of their own and the router (`scripts.pd_proxy`) before them,
-and says what to try. Ctrl-C ends everything.
+and says what to try. Each engine writes its log into one directory and listens there for questions, so that `asynckv
+inspect DIR` and `asynckv leaks DIR` are one copy away. Ctrl-C ends everything; the logs stay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import shlex
 import sys
+import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,13 +35,15 @@ Try
   curl {url}/v1/completions -d '{{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
   curl {url}/health/ready
   curl {url}/metrics
+  asynckv inspect {directory}      # who holds which blocks
   kill -9 PROCESS   # of an engine, as listed above
+  asynckv leaks {directory}        # what came of it; timeline and report take it as well
 
-Its weights are random, and so is what it says. Ctrl-C ends all.
+Its weights are random, and so is what it says. Ctrl-C ends all; the logs in {directory} stay.
 """
 
 
-async def serve(prefill: int, decode: int, host: str, port: int) -> None:
+async def serve(prefill: int, decode: int, host: str, port: int, directory: Path) -> None:
     """Start it all, and serve until told to stop."""
     async with serving(web.Application(), host, port, GRACE_S):
         pass  # else one would hear that the port is taken only when all engines have started
@@ -52,7 +60,12 @@ async def serve(prefill: int, decode: int, host: str, port: int) -> None:
     async with Fleet() as fleet:
         try:
             started = [
-                await fleet.start(name, "scripts.tiny_engine:TinyEngine", role=name.rstrip("0123456789"))
+                await fleet.start(
+                    name,
+                    "scripts.tiny_engine:TinyEngine",
+                    role=name.rstrip("0123456789"),
+                    directory=os.fspath(directory),
+                )
                 for name in names
             ]
             urls = await asyncio.gather(*map(address, names, started))
@@ -60,11 +73,16 @@ async def serve(prefill: int, decode: int, host: str, port: int) -> None:
             raise Failure("\n".join([str(exc), *fleet.last_words()])) from exc
         router = Router(urls[:prefill], urls[prefill:], drain_s=DRAIN_S)
         async with serving(router.app(), host, port, GRACE_S) as url:
-            print(TRY.format(prefill=prefill, decode=decode, url=url), flush=True)
+            where = shlex.quote(os.fspath(directory))
+            print(TRY.format(prefill=prefill, decode=decode, url=url, directory=where), flush=True)
             await until_told()
             count = router.num_in_flight
             print(f"stopping: {count} requests under way, with {DRAIN_S:g} s to end", file=sys.stderr, flush=True)
-        print(f"ending {len(started)} engines, which takes some seconds", file=sys.stderr, flush=True)
+        print(
+            f"ending {len(started)} engines, which takes some seconds; their logs stay in {directory}",
+            file=sys.stderr,
+            flush=True,
+        )
         await asyncio.gather(*(process.end() for process in started), return_exceptions=True)
 
 
@@ -73,17 +91,26 @@ def service(
     decode: Annotated[int, typer.Option(help="Decode engines.")] = 1,
     host: Annotated[str, typer.Option(help="Where the router listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Of the router; 0: one that the system chooses.")] = 0,
+    dir: Annotated[
+        Path | None,
+        typer.Option(help="For the engines' logs and sockets; a new one, which stays, if not given.", metavar="DIR"),
+    ] = None,
 ) -> int:
     """Start tiny prefill and decode engines on this host with a router before them, and say how to try it."""
     for name, value in (("--prefill", prefill), ("--decode", decode)):
         command.check(1 <= value <= 16, f"{name} {value} is outside 1 ... 16")
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     log_as_json()
+    directory = Path(tempfile.mkdtemp(prefix="asynckv-service-")) if dir is None else dir.resolve()
     try:
-        asyncio.run(serve(prefill, decode, host, port))
+        asyncio.run(serve(prefill, decode, host, port, directory))
     except Failure as exc:
         print(f"pd_service: {exc}", file=sys.stderr)
         return 1
+    finally:
+        if dir is None:
+            with contextlib.suppress(OSError):  # it stays if anything was written
+                directory.rmdir()
     return 0
 
 

@@ -33,7 +33,18 @@ import torch
 import typer
 from aiohttp import web
 
-from asynckv import Engine, EngineConfig, Metrics, PrefillGroup, PullConfig, Tracing, configure_logging, trace_context
+from asynckv import (
+    Engine,
+    EngineConfig,
+    InspectConfig,
+    LogConfig,
+    Metrics,
+    PrefillGroup,
+    PullConfig,
+    Tracing,
+    configure_logging,
+    trace_context,
+)
 from asynckv.errors import AsyncKVError, BlocksRetired, PullError
 from scripts import command, tiny_request
 from scripts.disagg_generate import Pages, Subject, gather, load, store
@@ -100,6 +111,7 @@ class TinyEngine:
     Args:
         role: Names the engine, and says how its memory is laid out.
         step_ms: Wait so long before every step, as a larger model would.
+        directory: Where it writes its log, and listens for `asynckv inspect`; nowhere if empty.
     """
 
     def __init__(
@@ -111,6 +123,7 @@ class TinyEngine:
         blocks: int = 1024,
         step_ms: float = 0,
         seed: int = 0,
+        directory: str = "",
     ) -> None:
         torch.set_num_threads(1)
         configure_logging("error")
@@ -121,7 +134,11 @@ class TinyEngine:
         self._blocks = Blocks(blocks)
         # A router can ask another engine within seconds, so a lost one need not be waited for.
         pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
-        self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull), self._pages.registration)
+        told = {}
+        if directory:
+            log = LogConfig(file=os.path.join(directory, "{engine_id}.jsonl"))
+            told = {"log": log, "inspect": InspectConfig(directory=directory)}
+        self._engine = Engine(EngineConfig(engine_id=self.name, pull=pull, **told), self._pages.registration)
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(Metrics(self._engine))
         with contextlib.suppress(ImportError):  # OpenTelemetry is an extra
@@ -333,13 +350,16 @@ def engine(
     blocks: Annotated[int, typer.Option(help="Of KV cache.")] = 1024,
     step_ms: Annotated[float, typer.Option(help="Wait before every step, as a larger model would.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the weights; the same for all engines.")] = 0,
+    dir: Annotated[
+        str, typer.Option(help="For its log and a socket: asynckv leaks DIR, asynckv inspect DIR.", metavar="DIR")
+    ] = "",
 ) -> int:
     """Serve a tiny transformer with random weights through OpenAI's API, as prefill or decode engine of `pd_proxy`."""
     command.check(0 <= port < 65536, f"--port {port} is outside 0 ... 65535")
     command.check(1 <= blocks <= 100_000, f"--blocks {blocks} is outside 1 ... 100000")
     command.check(0 <= step_ms <= 60_000, f"--step-ms {step_ms} is outside 0 ... 60000")
     load()
-    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed))
+    asyncio.run(_run(role=role, host=host, port=port, blocks=blocks, step_ms=step_ms, seed=seed, directory=dir))
     return 0
 
 

@@ -314,8 +314,33 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
-    [leak] = found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "no answer for 4.0 s")])
+    lost = [begun(D), *met(), begun(P), lent(20.0), gone(25.0, "it was silent for 4.0 s")]
+    [leak] = found([*lost, say(30.0, "of_later", D)])
     assert leak.cause is C.PREFILL_DIED
+    # It was silent, and so is everybody else soon after: its loop may be away.
+    assert all(x.cause is not C.PREFILL_DIED for x in found(lost))
+    assert not found([*lost[:-1], say(30.0, "of_later", D), gone(19.0, "failed")])
+
+
+def test_an_announcement_is_forgotten_when_its_time_is_up() -> None:
+    announced = {**NAMES, "state_s": 2.0, "left_s": 5.0, "ranks": {RANK[P]: "granted"}}
+    held = say(20.0, EVENT.PULL_HELD, D, state="announced", waits="", requests=1, oldest=[announced])
+    assert not found([*RUNNING, held, say(21, "of_later", D)])
+    [leak] = found([*RUNNING, held, say(25.5, "of_later", D)])
+    assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
+
+
+def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
+    """A process whose loop is away says nothing either, and the logs end before it can say so."""
+    [leak] = found([*RUNNING, expired(), say(42, "of_later")])
+    assert leak.cause is C.READER_SILENT
+    [leak] = found([*RUNNING, expired(), say(60, "of_later")])
+    assert leak.cause is C.DIED_AFTER_CLAIM
+    [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
+    assert leak.cause is C.NEVER_CLAIMED
+    # Its release may still be answered, or given up.
+    [leak] = found([*RUNNING, expired(), pull_ended(15, "complete"), say(42, "of_later", D)])
+    assert leak.cause is C.READER_SILENT
 
 
 def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
@@ -344,6 +369,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
+    assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
     report = leaks_page.report([leak], join(records), Logs(records))
     assert json.loads(json.dumps(report))["leaked"] == 1
 
@@ -389,6 +415,12 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
 
     assert {x.cause for x in found(only(P, CASES["died after claim"][1]))} == {C.READER_SILENT}
     assert {x.cause for x in found(only(P, CASES["never heard of"][1]))} == {C.NEVER_CLAIMED}
+    retried = only(P, CASES["retry"][1])
+    assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
+    # Another attempt was turned down.
+    refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
+    again = [replace(x, fields={**x.fields, **refused}) if x.event == EVENT.LEASE_ENDED else x for x in retried]
+    assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
     assert not found(only(D, CASES["died after claim"][1]))
@@ -474,6 +506,17 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
         assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
     entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
     assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
+
+
+def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 9.9, "heard_s": 9.9}}
+    entry = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": claims}
+    held = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+    done = pull_ended(20.1, "complete", seconds=0.2)
+    assert not found([*RUNNING, held, done])
+    assert [x.state for x in found([*RUNNING, held])] == ["held"]
+    for more in (unanswered(50), say(20.2, EVENT.RELEASE_REFUSED, D, **NAMES, cause="x", ranks=[RANK[P]])):
+        assert found([*RUNNING, held, done, more])
 
 
 def test_two_at_once_are_both_named() -> None:
@@ -610,6 +653,20 @@ def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", shown(records, width=80))
     assert max(len(x.rstrip()) for x in text.splitlines()) <= 80
     assert "\n  what to do: " in text
+
+
+def test_blocks_that_may_still_be_written_are_counted() -> None:
+    failed = pull_ended(15, "timeout", **KEPT, blocks=4)
+    back = {**NAMES, "seconds_after_failure": 10.0}
+    for records in (
+        [*BOTH, failed, say(25, EVENT.BLOCKS_RETURNED, D, **back)],
+        [*BOTH, pull_ended(15, "timeout", **KEPT), say(25, EVENT.BLOCKS_RETURNED, D, **back, blocks=4)],
+        [begun(D), failed],
+    ):
+        [leak] = [x for x in found(records) if x.side == "decode"]
+        assert leak.blocks == 4
+    [leak] = found(CASES["stuck, returned"][1])
+    assert leak.blocks == -1
 
 
 def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:

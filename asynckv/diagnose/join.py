@@ -411,6 +411,12 @@ class Pull:
         """Transfers that might still write its blocks when its outcome was told."""
         return max(self.ended.integer("held_transfers", 0), 0) if self.ended is not None else 0
 
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that were not free when its outcome was told; -1 if nothing says how many."""
+        records = (self.returned, self.retired, self.ended)
+        return next((n for x in records if x is not None and (n := x.integer("blocks")) >= 0), -1)
+
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -259,7 +259,7 @@ def _counted(number: int, noun: str) -> str:
 _STATE = {
     "expired": "its lease expired",
     "closed": "its engine was closed",
-    "died": "its process died",
+    "died": "its process died, as far as its log tells",
     "held": "held still when the log ends",
     "announced": "kept for an announcement",
     "unknown": "what became of it is not in these logs",
