@@ -333,7 +333,7 @@ class _Judge:
             at, detail = self._when(other.incarnation, record.at), record.text("detail")
             if detail == "failed" and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
-            if at[1] > low and not detail.startswith("forgotten") and self._last >= at[1] + SILENCE_S / 2:
+            if at[1] > low and not detail.startswith("forgotten") and self._last >= low + SILENCE_S:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
@@ -671,7 +671,7 @@ class _Judge:
         for reader in readers:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self._when(reader.incarnation, reader.first_at)[0]
-            early_s = waits_s if self._is_ahead else 0.0
+            early_s = waits_s if self._is_ahead else -HOST_S
             if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
