@@ -339,7 +339,7 @@ class _Judge:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
             return _Fate("silent", why, low, math.inf, False)
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
-        if gone_by >= low and self._last >= gone_by + SILENCE_S:
+        if gone_by >= low and self._last >= gone_by + SILENCE_S / 2:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         for other in self._would_be_told_of(process):
             if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
@@ -920,7 +920,7 @@ class _Judge:
             # A process that lives renews, and says how it ended: silence is its end, whatever else is known of it.
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
-            if fate.kind != "died" and self._last < ended + SILENCE_S and name not in lease.retrying:
+            if fate.kind != "died" and self._last < ended + SILENCE_S / 2 and name not in lease.retrying:
                 return _Story(C.READER_SILENT, names, heard_s)  # the logs were cut, and its loop may be away
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
             if fate.after < heard[0]:
