@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -354,7 +356,8 @@ def keygen(
 def main() -> None:
     """Run the command line; errors are one line on stderr."""
     try:
-        sys.exit(app(standalone_mode=False))
+        with _closed_pipes():
+            sys.exit(app(standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
     except USAGE_ERROR as exc:
@@ -377,6 +380,17 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"the output cannot be written: {exc.strerror}", 2)
+
+
+@contextlib.contextmanager
+def _closed_pipes() -> Iterator[None]:
+    """Let through that whoever read our output has gone: rich and click make an exit of it, with a status of theirs."""
+    try:
+        yield
+    except SystemExit as exc:
+        if isinstance(exc.__context__, BrokenPipeError):
+            raise exc.__context__ from None
+        raise
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
