@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from asynckv import cli
 from asynckv.cli import app
 from asynckv.core.account import Account, Facts
 from asynckv.core.inspect import RequestStatus
@@ -607,6 +610,16 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
+    # Tried again on another prefill engine, under the same id and sequence.
+    again = replace(lent(42.0, OTHER, request_id="chat\nx", sequence=7), fields={**LEASE, "request_id": "again-5"})
+    first = expired(False, request_id="again-5", sequence=0, at=50.0)
+    ended = replace(expired(cause="released", owed=[], at=60.0, request_id="again-5"), incarnation=OTHER)
+    ended = replace(ended, engine_id="other", rank=RANK[OTHER])
+    records = [*BOTH, again, first, ended, say(300, EVENT.ENGINE_STOPPED, OTHER)]
+    path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
+    assert ask("again-5")[0] == ask("again")[0] == ask("prefill:again-5")[0] == ask("prefill:0")[0] == 1
+    code, text = ask("other:again-5")
+    assert (code, "Request other:again-5 was not late." in text) == (0, True)
     assert ask("")[0] == ask(" ")[0] == 2
 
 
@@ -670,6 +683,18 @@ def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> N
     assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
     assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
     assert "of 2 files, 0 requests, " in text
+
+
+@pytest.mark.parametrize("argv", [["leaks"], ["leaks", "--json", "-"], ["timeline"], ["timeline", "--all"]])
+def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "argv", ["asynckv", *argv, str(RECORDED)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    assert caught.value.code == 141
 
 
 def test_one_sides_logs_are_told_to_be_that(tmp_path: Path) -> None:

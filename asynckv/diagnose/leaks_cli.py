@@ -56,7 +56,7 @@ def leaks(
     request: Annotated[
         str | None,
         typer.Option(
-            help="Only this request: an id of either side, a pull id, a sequence, or how one begins.",
+            help="Only this request: an id of either side, ENGINE:ID, a pull id, a sequence, or how one begins.",
             metavar="ID",
             show_default=False,
         ),
