@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -41,12 +43,26 @@ MOST_WRITTEN = 1 << 17
 """Layers of all ranks in one layout file."""
 GEOMETRY, WORK, RUN, OUT = "Geometry", "Workload", "Run", "Output"
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def command(epilog: str) -> Callable[[F], F]:
+    """Register a command. Its help is what its docstring says, in lines as wide as the terminal, not as the source."""
+
+    def register(function: F) -> F:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        said = "\n\n".join(" ".join(x.split()) for x in paragraphs)
+        return app.command(epilog=epilog, help=said)(function)
+
+    return register
+
+
 app.add_typer(bench_app, name="bench")
-app.command(epilog=inspect_cli.EPILOG)(inspect_cli.inspect)
-app.command(epilog=leaks_cli.EPILOG)(leaks_cli.leaks)
-app.command(epilog=timeline_cli.EPILOG)(timeline_cli.timeline)
-app.command(epilog=report_cli.EPILOG)(report_cli.report)
-app.command(epilog=doctor_cli.EPILOG)(doctor_cli.doctor)
+command(inspect_cli.EPILOG)(inspect_cli.inspect)
+command(leaks_cli.EPILOG)(leaks_cli.leaks)
+command(timeline_cli.EPILOG)(timeline_cli.timeline)
+command(report_cli.EPILOG)(report_cli.report)
+command(doctor_cli.EPILOG)(doctor_cli.doctor)
 
 
 LAYOUT_EPILOG = """
@@ -333,7 +349,7 @@ Each engine's host gets its own secret, and a copy of authorized/. Pass KeysConf
 """
 
 
-@app.command(epilog=KEYGEN_EPILOG)
+@command(KEYGEN_EPILOG)
 def keygen(
     name: Annotated[str, typer.Argument(help="Of the engine that will own the keys, such as prefill-0.")],
     dir: Annotated[Path, typer.Option("--dir", help="Where to write them.", metavar="DIR")] = Path("keys"),

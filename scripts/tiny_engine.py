@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -134,7 +135,7 @@ class TinyEngine:
         self._blocks = Blocks(blocks)
         # A router can ask another engine within seconds, so a lost one need not be waited for.
         pull = PullConfig(timeout_s=20, handshake_s=2, gone_s=4)
-        told = {}
+        told: dict[str, Any] = {}
         if directory:
             log = LogConfig(file=os.path.join(directory, "{engine_id}.jsonl"))
             told = {"log": log, "inspect": InspectConfig(directory=directory)}
@@ -159,6 +160,9 @@ class TinyEngine:
         await self._engine.start()
         await self._on_model(self._subject.step, torch.tensor([[0]]))  # the first step loads much, and takes seconds
         self._group = PrefillGroup(self.name, [self._engine.endpoint])
+        # What torch and transformers have made lasts as long as the process. To look through it all once more as the
+        # interpreter ends took seconds.
+        gc.freeze()
         self.url = await self._serving.__aenter__()
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import stat
@@ -29,6 +30,7 @@ from asynckv import (
 from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, Ping, Status, StatusRequest, decode_packet, encode_packet
+from asynckv.diagnose import inspect_cli
 from asynckv.diagnose.ask import Answer, Asker, ask_all, targets
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
 from asynckv.edges.zmq import ZmqPlane, make_pair
@@ -410,3 +412,44 @@ async def test_one_asker_asks_again_and_again() -> None:
         for number in range(3):
             assert len((await asker.ask(prefill.endpoint.address, most=number + 1)).requests) == number
             prefill.lend(group.make_params(f"p{number}", [(0, [number])], 16))
+
+
+# -- the command, with engines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "says"),
+    [
+        ("p1", 0, "lease p1"),
+        ("sre-7", 0, "lease sre-7-12"),
+        ("p", 1, "2 requests begin with 'p':"),
+        ("none", 1, "knows"),
+    ],
+)
+async def test_a_request_is_found_by_the_beginning_of_its_id(
+    wanted: str, status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 2)
+        prefill.lend(group.make_params("sre-7-12", [(0, [3])], 16))
+        addresses = [prefill.endpoint.address]
+        session = inspect_cli._Session(addresses, addresses, wanted, 64, follow=False)
+        assert await inspect_cli._run(session, Asker(), 0.0, 20, None) == status
+        assert says in capsys.readouterr().out
+        async with Asker() as asker:
+            answers = await session.ask(asker)
+        assert answers[0].account.facts.address == prefill.endpoint.address
+
+
+async def test_json_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with pair() as (prefill, _, group):
+        lend(prefill, group, 1)
+        addresses = [prefill.endpoint.address]
+        for target in ("-", str(tmp_path / "out.json")):
+            session = inspect_cli._Session(addresses, addresses, "", 64, follow=False)
+            assert await inspect_cli._run(session, Asker(), 0.0, 20, target) == 0
+        out = capsys.readouterr().out
+        (document, end) = json.JSONDecoder().raw_decode(out)
+        assert "p0" in out[end:]  # a person sees it beside the file
+        written = json.loads((tmp_path / "out.json").read_text())
+        assert document["engines"][0]["rank"] == written["engines"][0]["rank"]

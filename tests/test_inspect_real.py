@@ -36,7 +36,7 @@ async def inspect(*argv: str) -> tuple[int, str]:
 
 
 async def inspect_json(*argv: str) -> dict[str, Any]:
-    _, out = await inspect("--json", *argv)
+    _, out = await inspect("--json", "-", *argv)
     assert out.endswith("}\n")
     found: dict[str, Any] = json.loads(out)
     return found
@@ -81,7 +81,7 @@ async def test_a_reader_that_was_killed_is_named(tmp_path: Path) -> None:
         decode.signal(signal.SIGCONT)
 
         # Watched by somebody who is no terminal, and killed meanwhile.
-        watcher = await command(directory, "--json", "--watch", "0.2")
+        watcher = await command(directory, "--json", "-", "--watch", "0.2")
         assert watcher.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
             assert not any("error" in each for each in json.loads(await watcher.stdout.readline())["engines"])

@@ -201,6 +201,17 @@ def test_it_fits_any_screen(width: int) -> None:
         assert max(map(len, said.splitlines())) <= width
 
 
+def test_a_long_line_goes_on_indented() -> None:
+    lines = shown(whole(), width=40).split("\n\n")[0].splitlines()
+    names = tuple(each.rank[:8] for each in whole())
+    assert [line for line in lines if not line.startswith((*names, " ")) and line] == []
+
+
+def test_who_did_not_answer_may_hold_what_nobody_speaks_of() -> None:
+    assert "by those that answered" in shown([answer(PREFILL), silent()])
+    assert "by those that answered" not in shown([answer(PREFILL)])
+
+
 def test_one_request_is_shown_with_all_that_is_known() -> None:
     said = shown(whole(), request="d1")
     for words in (
@@ -322,6 +333,9 @@ def test_what_json_says_is_stable() -> None:
         (["h:1", "--timeout", "0"], "timeout_s is 0"),
         (["h:1", "--request", "x" * 20_000], "has 20000 characters"),
         ([], "Missing argument"),
+        ([""], "an address is empty"),
+        (["http://127.0.0.1:8000"], "is an HTTP server's"),
+        (["h:1", "--watch", "--json", "x.json"], "give --json -"),
     ],
 )
 def test_bad_input_is_one_line(

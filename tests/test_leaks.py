@@ -314,7 +314,7 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
-    lost = [begun(D), *met(), begun(P), lent(20.0), gone(25.0, "it was silent for 4.0 s")]
+    lost = [begun(D), *met(), begun(P), lent(20.0), gone(24.0, "it was silent for 4.0 s")]
     [leak] = found([*lost, say(30.0, "of_later", D)])
     assert leak.cause is C.PREFILL_DIED
     # It was silent, and so is everybody else soon after: its loop may be away.

@@ -27,6 +27,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from asynckv.diagnose.ask import ask_all, targets
 from asynckv.errors import ConfigError
 from scripts import pd_service, tiny_request
 from scripts.pd_engines import Limits
@@ -746,7 +747,7 @@ async def test_a_taken_port_is_said_before_any_engine_starts(capsys: pytest.Capt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}: "):
-            await pd_service.serve(1, 1, "127.0.0.1", port)
+            await pd_service.serve(1, 1, "127.0.0.1", port, Path("unused"))
     assert capsys.readouterr() == ("", "")
 
 
@@ -947,9 +948,9 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 @pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
-async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
+async def test_one_command_starts_it_all_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
-    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1")
+    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1", "--dir", str(tmp_path))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
@@ -962,12 +963,17 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it() -> None:
         async with aiohttp.ClientSession() as session:
             status, told = await Client(url, session).ask(asks("hello", 5))
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
+        answers = await ask_all(targets([str(tmp_path)]))
+        assert [answer.engine_id.partition("-")[0] for answer in answers] == ["decode", "prefill"]
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
         told = (await process.stderr.read()).decode()
         for name in ("prefill0", "decode0"):
             assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
         assert "stopping: 0 requests under way" in told
+        lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(tmp_path.iterdir())}  # noqa: ASYNC240
+        assert sorted(lasts) == [answer.engine_id for answer in answers]
+        assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

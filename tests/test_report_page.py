@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from asynckv import cli
-from asynckv.diagnose import report_bench, report_page
+from asynckv.diagnose import report_bench, report_page, report_plots
 from asynckv.diagnose.colours import PHASES, STATES, WITHIN
 from asynckv.diagnose.records import Logs
 from asynckv.diagnose.report_text import bytes_text, duration, share
@@ -96,6 +96,20 @@ def test_every_plot_says_what_it_shows_in_words_and_has_a_unit() -> None:
         axes = [plot["layout"][x]["title"]["text"] for x in ("xaxis", "yaxis")]
         assert any(axes)
         assert all(trace["name"] and "hovertemplate" in trace for trace in plot["data"])
+
+
+def test_a_log_that_just_ends_is_told_first_and_some_seconds_are_no_news() -> None:
+    records = rich().records
+    page = text_of(report_page.make(summarise(Logs([*records, say(12.0, "engine_resumed", PREFILL)])), "x"))
+    assert "before the last line of all" not in page
+    page = text_of(report_page.make(summarise(Logs([*records, say(60.0, "engine_resumed", PREFILL)])), "x"))
+    early = "ends 50.4\u00a0s before the last line of all, without a goodbye: it died, or had nothing more to say."
+    assert early.replace("\u00a0", " ") in page.replace("\u00a0", " ")
+
+
+def test_few_failures_are_counted_in_whole_ticks() -> None:
+    plot = report_plots.failures(summarise(rich()))
+    assert '"dtick":1' in plot.replace(" ", "")
 
 
 def test_nothing_is_shown_where_nothing_is_known_and_the_page_says_why() -> None:
@@ -309,6 +323,8 @@ def test_without_plotly_json_is_written_and_a_page_is_not(
 ) -> None:
     monkeypatch.setattr(frame, "is_installed", lambda: False)
     log = str(write(tmp_path / "a.log", rich()))
+    empty = str(write(tmp_path / "empty.log", Logs()))
+    assert "all are of other programs" in complaint(["report", empty], monkeypatch, capsys), "what is read comes first"
     text = complaint(["report", log], monkeypatch, capsys)
     assert "pip install 'asynckv[plots]'" in text
     assert "--json" in text

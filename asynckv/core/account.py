@@ -91,6 +91,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     Attributes:
         version: Of asynckv.
         host, pid: Where it runs.
+        address: Where its control plane is reached over the network, as its endpoint says.
         life: What the engine is at (`running`, `draining`, `suspended` ...).
         uptime_s: Since it started.
         planes: Versions, transports and modes, as `Engine.describe` names them.
@@ -103,6 +104,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     version: str = ""
     host: str = ""
     pid: int = 0
+    address: str = ""
     life: str = ""
     uptime_s: float = 0.0
     planes: Mapping[str, str] = {}

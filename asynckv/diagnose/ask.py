@@ -142,6 +142,13 @@ def targets(given: Sequence[str]) -> list[str]:
     found: list[str] = []
     for text in given:
         path = Path(text)
+        if not text:
+            raise ConfigError("an address is empty; give host:port, a socket, or a directory of sockets")
+        if text.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{text!r:.200} is an HTTP server's; give where asynckv itself listens (address in engine_started of "
+                f"its log), or the inspect.directory with its sockets"
+            )
         if text.startswith("tcp://"):
             found.append(text)
         elif path.is_dir():

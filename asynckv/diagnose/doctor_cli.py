@@ -43,7 +43,7 @@ MEASURE_S = 3.0
 def doctor(
     to: Annotated[
         str,
-        typer.Option(help="Look at the way to this engine as well, or to --serve there.", metavar="ADDRESS"),
+        typer.Option(help="Look at the way to this engine (or its socket) as well, or to --serve.", metavar="ADDRESS"),
     ] = "",
     serve: Annotated[
         bool, typer.Option("--serve", help="Offer memory to be measured against from another host, until Ctrl-C.")
@@ -107,9 +107,20 @@ def doctor(
 
 
 def _address(text: str) -> str:
-    """Check it before anything starts."""
+    """Check it before anything starts; an engine that was named by its socket is asked where it listens."""
+    from asynckv.diagnose.ask import ask_all, targets
     from asynckv.diagnose.doctor.peer import check_address
 
+    if text and (Path(text).is_socket() or Path(text).is_dir()):
+        import asyncio
+
+        sockets = targets([text])
+        if len(sockets) > 1:
+            raise ConfigError(f"--to {text!r:.200} has the sockets of {len(sockets)} engines; give one of them")
+        (answer,) = asyncio.run(ask_all(sockets))
+        if not answer.account.facts.address:
+            raise ConfigError(f"--to {text!r:.200}: {answer.error or 'it does not say where it listens'}"[:1000])
+        text = without_control(answer.account.facts.address)
     if text and "://" not in text:
         text = f"tcp://{text}"
     if text:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,9 +32,10 @@ EPILOG = """
 
   asynckv inspect tcp://10.0.0.1:5555 --request cmpl-17 --follow
 
-  asynckv inspect /run/asynckv --json | jq '.engines[] | {rank, counts}'
+  asynckv inspect /run/asynckv --json - | jq '.engines[] | {rank, counts}'
 
-[bold]Exit status[/bold]  0 all answered, 1 one did not or refused, 2 bad input, 130 Ctrl-C
+[bold]Exit status[/bold]  0 all answered, 1 one did not or refused, or --request names none or several,
+2 bad input, 130 Ctrl-C, 141 nobody reads the output any more
 """
 
 ASK, SHOW = "Asking", "Showing"
@@ -62,11 +65,20 @@ def inspect(
     top: Annotated[int, typer.Option(help="How many of the oldest requests to show.", rich_help_panel=SHOW)] = 20,
     request: Annotated[
         str,
-        typer.Option(help="All that is known of one request, by either side's id.", metavar="ID", rich_help_panel=SHOW),
+        typer.Option(
+            help="All that is known of one request, by either side's id or its beginning.",
+            metavar="ID",
+            rich_help_panel=SHOW,
+        ),
     ] = "",
     json: Annotated[
-        bool, typer.Option("--json", help="JSON; with --watch one document per line.", rich_help_panel=SHOW)
-    ] = False,
+        str | None,
+        typer.Option(
+            help="Write JSON there; - for stdout, with --watch one document per line.",
+            metavar="FILE",
+            rich_help_panel=SHOW,
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Ask the engines too that these read from.", rich_help_panel=ASK)
     ] = False,
@@ -85,12 +97,16 @@ def inspect(
     """Ask running engines who holds which blocks, since when, and waiting for whom. Nothing is changed by it."""
     from asynckv.config import KeysConfig
     from asynckv.diagnose.ask import Asker, targets
+    from asynckv.observe.output import check_writable
 
     if (keys is None) is not (authorized is None):
         raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
     addresses, every_s = _interval(addresses) if watch else (addresses, 0.0)
     if not 1 <= top <= MAX_TOP:
         raise ConfigError(f"--top {top} is outside 1 ... {MAX_TOP}")
+    if watch and json not in (None, "-"):
+        raise ConfigError("--watch writes one document after the other: give --json -")
+    check_writable("--json", json)
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
     session = _Session(targets(addresses), addresses, request, max(top, WATCHED if watch else FULL), follow)
     status = asyncio.run(_run(session, Asker(pair, timeout), every_s, top, json))
@@ -122,30 +138,65 @@ def merged(before: Answer, after: Answer) -> Answer:
     return replace(before, account=both)
 
 
+def _only(answer: Answer, request: str) -> Answer:
+    """Leave out what waits for another attempt under other ids: an engine tells of that in any case."""
+    facts = answer.account.facts
+    mine = tuple(each for each in facts.retrying if each.request_id == request)
+    facts = msgspec.structs.replace(facts, retrying=mine)
+    return replace(answer, account=msgspec.structs.replace(answer.account, facts=facts))
+
+
 class _Session:
     """What is asked again and again, and what is remembered from one time to the next."""
 
     def __init__(self, targets: list[str], given: Sequence[str], request: str, most: int, follow: bool) -> None:
         self.request = request
         self._targets, self.given, self._most, self._follow = targets, given, most, follow
+        self.near: list[str] = []
+        """Ids that begin with the one that was asked for and that nobody knows, if there are several."""
         self._known: dict[str, Answer] = {}
         """The last answer at each address: who it was that answers no more."""
 
     async def ask(self, asker: Asker) -> list[Answer]:
         """Ask everybody once."""
-        answers = await asker.ask_all(self._all_targets(), most=self._most, request_id=self.request)
+        self.near = []
+        answers = await self._told(asker, self.request)
+        if self.request and not any(answer.requests for answer in answers):
+            near = await self._beginning_so(asker, [answer.address for answer in answers])
+            if len(near) == 1:
+                answers = await self._told(asker, near[0])
+            else:
+                self.near = near
+        return [self._remembered(answer) for answer in answers]
+
+    async def _told(self, asker: Asker, request: str) -> list[Answer]:
+        answers = await asker.ask_all(self._all_targets(), most=self._most, request_id=request)
         if self._follow:
             asked = {answer.address for answer in answers}
             named = (peer.address for answer in answers for peer in answer.account.peers if peer.state != "gone")
             more = [each for each in dict.fromkeys(named) if each not in asked and each.startswith("tcp://")]
-            answers += await asker.ask_all(more, most=self._most, request_id=self.request)
-        if self.request:
-            answers = await self._by_other_names(asker, answers)
-        return [self._remembered(answer) for answer in answers]
+            answers += await asker.ask_all(more, most=self._most, request_id=request)
+        if request:
+            answers = await self._by_other_names(asker, [_only(answer, request) for answer in answers], request)
+        return answers
 
-    async def _by_other_names(self, asker: Asker, answers: list[Answer]) -> list[Answer]:
+    async def _beginning_so(self, asker: Asker, addresses: Sequence[str]) -> list[str]:
+        """Look for ids that begin with what was asked for: a router's own id often is the beginning of an engine's.
+
+        The two sides' ids of one request count once, by the prefill side's.
+        """
+        answers = await asker.ask_all(addresses, most=MAX_TOP)
+        found = {
+            each.prefill_request_id or each.request_id
+            for answer in answers
+            for each in answer.requests
+            if each.request_id.startswith(self.request) or each.prefill_request_id.startswith(self.request)
+        }
+        return sorted(found)
+
+    async def _by_other_names(self, asker: Asker, answers: list[Answer], request: str) -> list[Answer]:
         """Ask for the request by the prefill side's id too, which the decode side has told."""
-        names = {each.prefill_request_id for answer in answers for each in answer.requests} - {self.request, ""}
+        names = {each.prefill_request_id for answer in answers for each in answer.requests} - {request, ""}
         for name in sorted(names)[:MAX_NAMES]:
             again = await asker.ask_all([x.address for x in answers], most=self._most, request_id=name)
             answers = [merged(before, after) for before, after in zip(answers, again, strict=True)]
@@ -168,15 +219,20 @@ class _Session:
         return answer
 
 
-async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: bool) -> int:
+async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: str | None) -> int:
     loop = asyncio.get_running_loop()
     async with asker:
         if not every_s:
             answers = await session.ask(asker)
-            _write(answers, is_line=False) if json else _print(_shown(session, answers, top))
-            return int(any(answer.error and not _is_leftover(session, answer) for answer in answers))
-        from rich.console import Console
+            if json is not None:
+                _write(answers, json, is_line=False)
+            if json != "-":
+                _print(_shown(session, answers, top))
+            is_unknown = bool(session.request) and not any(answer.requests for answer in answers)
+            return int(is_unknown or any(x.error and not _is_leftover(session, x) for x in answers))
+        from rich.console import Console, Group
         from rich.live import Live
+        from rich.rule import Rule
 
         console = Console()
         live = Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop")
@@ -187,13 +243,14 @@ async def _run(session: _Session, asker: Asker, every_s: float, top: int, json: 
             while True:
                 began = loop.time()
                 answers = await session.ask(asker)
-                if json:
-                    _write(answers, is_line=True)
+                if json is not None:
+                    _write(answers, json, is_line=True)
                 elif is_live:
                     room = max((console.height - 6 * len(answers) - 3) // 3, 3)
                     live.update(_shown(session, answers, min(top, room)), refresh=True)
                 else:
-                    _print(_shown(session, answers, top))
+                    at = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+                    _print(Group(Rule(at, style="dim", characters="-"), _shown(session, answers, top)))
                 await asyncio.sleep(max(began + every_s - loop.time(), 0.0))
         finally:
             live.stop()
@@ -207,7 +264,7 @@ def _is_leftover(session: _Session, answer: Answer) -> bool:
 def _shown(session: _Session, answers: Sequence[Answer], top: int) -> RenderableType:
     from asynckv.diagnose.inspect_view import one_request, overview
 
-    return one_request(answers, session.request) if session.request else overview(answers, top)
+    return one_request(answers, session.request, session.near) if session.request else overview(answers, top)
 
 
 def _print(shown: RenderableType) -> None:
@@ -218,12 +275,12 @@ def _print(shown: RenderableType) -> None:
     console.file.flush()
 
 
-def _write(answers: Sequence[Answer], *, is_line: bool) -> None:
+def _write(answers: Sequence[Answer], target: str, *, is_line: bool) -> None:
     from asynckv.diagnose.inspect_join import as_json
     from asynckv.observe.output import write, write_json
 
     document = as_json(answers)
     if is_line:
-        write("--json", "-", msgspec.json.encode(document).decode() + "\n")
+        write("--json", target, msgspec.json.encode(document).decode() + "\n")
     else:
-        write_json("-", document)
+        write_json(target, document)

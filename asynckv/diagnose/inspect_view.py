@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +27,7 @@ MOST_LETTERS = 200
 MOST_IDS = 64
 MOST_OTHERS = 8
 MOST_REFUSALS = 4
+MOST_NEAR = 20
 
 AGE, IS = 7, 11
 """Widths of columns."""
@@ -67,7 +69,7 @@ def text(value: str, style: str = "") -> Text:
 def overview(answers: Sequence[Answer], top: int) -> RenderableType:
     """Show all engines, and the oldest requests of them all."""
     joined = join(answers)
-    parts: list[RenderableType] = [line for answer in answers for line in _engine(answer)]
+    parts: list[RenderableType] = [_Hung(line) for answer in answers for line in _engine(answer)]
     if joined:
         shown = unrepeated(joined)[:top]
         parts += [Text(), *_requests(shown)]
@@ -76,22 +78,43 @@ def overview(answers: Sequence[Answer], top: int) -> RenderableType:
         if left > 0:
             parts.append(Text(f"... and {left:,} more: --top N shows more of them, --request ID a certain one", FAINT))
     elif any(not answer.error for answer in answers):
-        parts.append(Text("nothing is lent, announced or pulled"))
+        is_silent = any(answer.error and not answer.is_left_behind for answer in answers)
+        only = " by those that answered; what the others hold is not known" if is_silent else ""
+        parts.append(Text(f"nothing is lent, announced or pulled{only}"))
     if any(other.verdict.startswith("knows nothing") for each in joined for other in each.others):
         parts.append(Text("(two engines are never asked at the very same moment: look again)", FAINT))
     return Group(*parts)
 
 
-def one_request(answers: Sequence[Answer], request_id: str) -> RenderableType:
-    """Show all that is known of one request."""
-    parts: list[RenderableType] = [line for answer in answers if answer.error for line in _engine(answer)]
+def one_request(answers: Sequence[Answer], request_id: str, near: Sequence[str] = ()) -> RenderableType:
+    """Show all that is known of one request; `near` are the ids that begin so, if there are several."""
+    parts: list[RenderableType] = [_Hung(line) for answer in answers if answer.error for line in _engine(answer)]
     joined = join(answers)
     for each in joined:
         parts += [*_details(each), Text()]
     if not joined:
         asked = sum(not answer.error for answer in answers)
+        if near:
+            parts.append(Text(f"{len(near):,} requests begin with '{without_control(request_id[:MOST_LETTERS])}':"))
+            parts += [_Hung(Text.assemble("  ", text(each))) for each in near[:MOST_NEAR]]
+            parts += [Text(f"  ... and {len(near) - MOST_NEAR:,} more", FAINT)] if len(near) > MOST_NEAR else []
+            return Group(*parts)
         parts.append(Text(f"none of the {asked} that answered knows of '{without_control(request_id[:MOST_LETTERS])}'"))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Hung:
+    """A line whose continuation, on a narrow screen, is indented by more than its beginning."""
+
+    line: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = len(self.line.plain) - len(self.line.plain.lstrip(" "))
+        rest = min(indent + 4, options.max_width // 2)
+        for n, part in enumerate(self.line[indent:].wrap(console, options.max_width - rest, overflow="fold")):
+            part.rstrip()
+            yield Text.assemble(" " * (rest if n else min(indent, rest)), part)
 
 
 # -- an engine ---------------------------------------------------------------------------------------
@@ -112,6 +135,7 @@ def _engine(answer: Answer) -> Iterator[Text]:
     life = facts.life or "?"
     where = f"pid {facts.pid} on {facts.host}" if facts.pid else ""
     closed = f"takes nothing new: {account.closed_as}" if account.closed_as else ""
+    listens = f"listens on {facts.address}" if facts.address and facts.address != answer.address else ""
     versions = f"asynckv {facts.version}" + (f", NIXL {facts.planes['nixl']}" if "nixl" in facts.planes else "")
     yield Text.assemble(
         text(answer.rank, STRONG),
@@ -120,7 +144,7 @@ def _engine(answer: Answer) -> Iterator[Text]:
         f" for {span(facts.uptime_s)}  ",
         text(answer.address),
     )
-    yield Text.assemble("  ", text(", ".join(filter(None, (where, versions, closed))), FAINT))
+    yield Text.assemble("  ", text(", ".join(filter(None, (where, listens, versions, closed))), FAINT))
     yield Text.assemble("  ", *_join([*_budgets(account, gauges), _lag(account)]))
     phases: dict[str, list[Text]] = {}
     for count in account.counts:
@@ -153,7 +177,7 @@ def _budgets(account: Account, gauges: Mapping[str, int]) -> Iterator[Text]:
 
 def _lag(account: Account) -> Text:
     lag = account.facts.lag
-    away = f", away {lag.was_away:,} times" if lag.was_away else ""
+    away = f", away {lag.was_away:,} time{'s' if lag.was_away > 1 else ''}" if lag.was_away else ""
     return Text(f"loop late {span(lag.last_s)}, at most {span(lag.most_s)}{away}", "yellow" if away else "")
 
 

@@ -338,13 +338,13 @@ class _Judge:
             at, detail = self._when(other.incarnation, record.at), record.text("detail")
             if detail == "failed" and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
-            if at[1] > low and not detail.startswith("forgotten") and self._last >= at[1] + SILENCE_S / 2:
+            if at[1] > low and not detail.startswith("forgotten") and self._last >= low + SILENCE_S:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
             return _Fate("silent", why, low, math.inf, False)
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
-        if gone_by >= low and self._last >= gone_by + SILENCE_S:
+        if gone_by >= low and self._last >= gone_by + SILENCE_S / 2:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         for other in self._would_be_told_of(process):
             if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
@@ -708,7 +708,7 @@ class _Judge:
         for reader in readers:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self._when(reader.incarnation, reader.first_at)[0]
-            early_s = waits_s if self._is_ahead else 0.0
+            early_s = waits_s if self._is_ahead else -HOST_S
             if fate.kind == "died" and self._gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
@@ -962,7 +962,7 @@ class _Judge:
             # A process that lives renews, and says how it ended: silence is its end, whatever else is known of it.
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
-            if fate.kind != "died" and self._last < ended + SILENCE_S and name not in lease.retrying:
+            if fate.kind != "died" and self._last < ended + SILENCE_S / 2 and name not in lease.retrying:
                 return _Story(C.READER_SILENT, names, heard_s)  # the logs were cut, and its loop may be away
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
             if fate.after < heard[0]:

@@ -99,8 +99,6 @@ def report(
     target = output or (None if json is not None else "report.html")
     if target == "-" and json == "-":
         raise ConfigError("--output - and --json - cannot share stdout; give one of them a file")
-    if target is not None and not frame.is_installed():
-        raise ConfigError(f"{frame.REMEDY}; or write --json, which needs none")
     check_writable("--output", target)
     check_writable("--json", json)
     errors = Console(stderr=True)
@@ -108,6 +106,8 @@ def report(
     logs = _read(names, errors) if names else Logs()
     if names and not logs.records and not benches:
         raise ConfigError(logs.nothing)
+    if target is not None and not frame.is_installed():
+        raise ConfigError(f"{frame.REMEDY}; or write --json, which needs none")
     if names and not logs.records:
         errors.print(f"asynckv: {logs.nothing}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     aligned = align(logs)

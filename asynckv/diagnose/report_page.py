@@ -9,6 +9,7 @@ from asynckv.diagnose import report_bench as benches
 from asynckv.diagnose import report_plots as plots
 from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.report_text import (
+    EARLY_S,
     Card,
     bytes_text,
     count_text,
@@ -374,7 +375,7 @@ def _process(engine: Engine, last: float) -> list[str]:
         time_text(engine.stopped)
         if engine.stopped is not None
         else f"log ends {time_text(engine.last)}"
-        + (f", {duration(last - engine.last)} early" if last > engine.last else ""),
+        + (f", {duration(last - engine.last)} before the last line of all" if last - engine.last > EARLY_S else ""),
         f"{engine.events:,}",
         f"{engine.warnings:,}",
         f"{engine.errors:,}",

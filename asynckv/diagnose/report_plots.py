@@ -263,12 +263,14 @@ def failures(summary: Summary) -> str:
     if rest:
         counts = [sum(column) for column in zip(*(x.counts for x in rest), strict=True)]
         traces.append(_bars(summary, f"{len(rest)} other causes ({sum(counts):,})", counts, list(NONE), ""))
+    highest = max((sum(column) for column in zip(*(x.counts for x in summary.failures), strict=True)), default=0)
+    whole = {"dtick": 1} if highest <= FEW else {"tickformat": ",d"}  # ticks between whole numbers are none
     return _plot(
         summary,
         "Failures by cause",
         "; ".join(f"{x.side} {x.cause}: {x.count}" for x in shown) + ".",
         traces,
-        {**frame.axis(f"failures per {_width(summary)}"), "tickformat": ",d"},
+        frame.axis(f"failures per {_width(summary)}") | whole,
         layout={"barmode": "stack"},
         note="Every failure is in the logs.",
         is_wide=True,

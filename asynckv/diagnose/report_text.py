@@ -10,6 +10,7 @@ from asynckv.diagnose.summary_model import Summary, Unseen
 from asynckv.observe.console import without_control
 
 __all__ = [
+    "EARLY_S",
     "Card",
     "bytes_text",
     "count_text",
@@ -96,6 +97,10 @@ def safe(text: str, most: int = MOST_LETTERS) -> str:
     return shown if len(shown) <= most else f"{shown[: most - 1]}…"
 
 
+EARLY_S = 5.0
+"""Logs of processes that live end at different moments, by some seconds."""
+
+
 def verdict(summary: Summary) -> tuple[list[str], bool]:
     """Say in sentences what an operator wants to know first, and whether all is well."""
     pulls, leases, engines = summary.pulls, summary.leases, summary.engines
@@ -143,6 +148,13 @@ def verdict(summary: Summary) -> tuple[list[str], bool]:
     if summary.away:
         worst = max(summary.away, key=lambda x: x.seconds)
         said.append(f"An event loop was away for up to {duration(worst.seconds)} ({safe(worst.rank, 60)}).")
+    if early := [x for x in engines if x.stopped is None and summary.last - x.last > EARLY_S]:
+        first = min(early, key=lambda x: x.last)
+        others = f", and {number(len(early) - 1, 'other ends', 'others end')} early too" if len(early) > 1 else ""
+        said.append(
+            f"The log of {safe(first.rank, 60)} ends {duration(summary.last - first.last)} before the last line of "
+            f"all, without a goodbye{others}: it died, or had nothing more to say."
+        )
     errors = sum(x.errors for x in engines)
     if errors:
         is_good = False

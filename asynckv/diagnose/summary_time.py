@@ -31,7 +31,7 @@ class Windows:
         self.seconds = next((s for s in NICE_S if span / s <= most), NICE_S[-1])
         while span / self.seconds > most:
             self.seconds *= 2
-        self.first = math.floor(first / self.seconds) * self.seconds
+        self.first = min(math.floor(first / self.seconds) * self.seconds, first)  # a product may be rounded up
         self.count = int((last - self.first) / self.seconds) + 1
 
     def index(self, at: float) -> int:

@@ -63,6 +63,7 @@ def _about(axis: Axis, stories: Sequence[Story]) -> str:
     said = f"{requests} in {shown_seconds(end - start)} from {clock_time(start)}"
     if wrong:
         said += "; something went wrong" + (f" with {wrong:,} of them" if len(stories) > 1 else "")
+        said += " (an attempt failed, a lease was not released, or a message was refused or never answered)"
     return f"{said}. Times are by the clock of {', '.join(without_control(x.rank) for x in axis.references[:3])}."
 
 

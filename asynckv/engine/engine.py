@@ -631,6 +631,7 @@ class Engine:
             version=_version(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            address=driver.control.address or "",
             life=self._life.state.value,
             uptime_s=max(now - self._started_at, 0.0),
             planes=self._planes,

@@ -52,6 +52,9 @@ MAX_MET, MET_PER_S = 1000, 10.0
 MAX_NAMED = 64
 """Ranks named of one request that has ended."""
 
+DOCTOR = "asynckv-doctor-"
+"""How the cohort of `asynckv doctor --to` begins (`diagnose/doctor/words.py`)."""
+
 NEVER = logging.CRITICAL + 1
 MAX_FIELD = 4096
 """Letters of any field, whoever made it so long."""
@@ -327,8 +330,12 @@ class Recorder:
         )
 
     def reader_met(self, name: str, incarnation: str, minor: int, now: float) -> None:
-        """Log that a start of a reader's process was welcomed for the first time."""
-        if self._met.take(now):
+        """Log that a start of a reader's process was welcomed for the first time.
+
+        `asynckv doctor --to` shakes hands as a reader does, and never reads: a log that named it would have people look
+        for the log of a process that has long ended.
+        """
+        if not name.startswith(DOCTOR) and self._met.take(now):
             self.event(
                 "info",
                 EVENT.READER_MET,

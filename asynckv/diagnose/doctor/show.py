@@ -68,6 +68,11 @@ def show(facts: Facts, found: Sequence[Finding], console: Console) -> None:
         if (n := sum(e.level == level for e in found))
     ]
     console.print(f"\n{', '.join(counts)}", highlight=False)
+    for each in found:
+        if each.level in ("error", "warning"):  # whoever sees only the end of it knows what to scroll up to
+            console.print(
+                f"[{STYLES[each.level]}]{each.level}[/] {printable(f'{each.code}: {each.title}')}", highlight=False
+            )
 
 
 def _figures(facts: Facts, topic: str) -> list[tuple[str, str]]:

@@ -148,6 +148,9 @@ def read_config(path: Path) -> EngineConfig:
     """
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        known = [field.name for field in dataclasses.fields(EngineConfig)]
+        if unknown := sorted(given.keys() - known):
+            raise TypeError(f"no field {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
         for field in dataclasses.fields(EngineConfig):
             # Sections are made by their own class; the rest an `EngineConfig` checks itself.
             section: Any = KeysConfig if field.name == "keys" else field.default_factory
