@@ -208,10 +208,11 @@ class Logs:
         """Say why there is no record; empty if there is one."""
         if self.records:
             return ""
-        read = f"no event of asynckv's in {self.num_lines:,} lines of {_files(len(self.sources))}"
+        lines = f"{self.num_lines:,} line{'' if self.num_lines == 1 else 's'}"
+        read = f"no event of asynckv's in {lines} of {_files(len(self.sources))}"
         if self.num_text:
             return (
-                f"{read}, but {self.num_text:,} lines look like its events as text; this command reads JSON: "
+                f"{read}, but {self.num_text:,} of these look like its events as text; this command reads JSON: "
                 f'log with asynckv.configure_logging("info", form="json"), or a JSON formatter on the logger "asynckv"'
             )
         if self.skipped:

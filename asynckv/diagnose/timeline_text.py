@@ -49,6 +49,10 @@ MOST_WIDE = 4096
 """Letters of a line in a file or pipe."""
 
 
+MOST_PHASES = 2
+"""Phases of one request that are told in figures, the longest."""
+
+
 def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain: bool) -> Text:
     """Draw bars side by side; the shortest is still seen, unless there are fewer cells than phases."""
     units = width * 8
@@ -85,10 +89,15 @@ def bar_line(bars: Sequence[Bar], start: float, end: float, width: int, is_plain
 
 def _dominant(bars: Iterable[Bar]) -> tuple[str, float]:
     """Return the phase that took longest, and how long."""
+    return next(iter(_by_phase(bars)), ("", 0.0))
+
+
+def _by_phase(bars: Iterable[Bar]) -> list[tuple[str, float]]:
+    """Return how long each phase took, the longest first."""
     sums: dict[str, float] = {}
     for bar in bars:
         sums[bar.phase] = sums.get(bar.phase, 0.0) + bar.seconds
-    return max(sums.items(), key=lambda x: x[1], default=("", 0.0))
+    return sorted(sums.items(), key=lambda x: -x[1])
 
 
 def _color(phase: str) -> str | None:
@@ -231,7 +240,6 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
     is_plain = not console.is_terminal or console.no_color
     slowest = sorted(found, key=lambda x: -x.seconds)[:number]
     rows = [(x, [y for y in (_longest(x, "prefill"), _longest(x, "decode")) if y is not None]) for x in slowest]
-    longest = max((max(x.end for x in y) - min(x.start for x in y) for _, y in rows if y), default=0.0)
     room = max((len(without_control(x.name)) for x in slowest), default=0)
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     across = max(min(console.width - room - 52, 80), 12)
@@ -242,15 +250,15 @@ def show_slowest(axis: Axis, found: Sequence[Story], number: int, console: Conso
     for story, lanes in rows:
         style = "yellow" if story.level == "warning" else ""
         name = without_control(story.name or "?")
-        # One axis for both sides: a pull that began late is seen to.
-        first = min((x.start for x in lanes), default=0.0)
+        # One axis for both sides, of this request alone: a pull that began late is seen to, and none is one letter.
+        first, last = min((x.start for x in lanes), default=0.0), max((x.end for x in lanes), default=0.0)
         for lane in lanes:
             bars = [b for b in lane.bars if b.phase != "release"] or lane.bars
-            line = bar_line(bars, first, first + longest, max(across, 19), is_plain)
-            phase, seconds = _dominant(bars)
+            line = bar_line(bars, first, last, max(across, 19), is_plain)
+            phases = ", ".join(f"{phase} {shown_seconds(seconds)}" for phase, seconds in _by_phase(bars)[:MOST_PHASES])
             how = f"lease {story.lease}" if lane.side == "prefill" else f"pull {story.pull or 'unknown'}"
             took = shown_seconds(max(b.end for b in bars) - lane.start)
-            said = Text(without_control(f"{phase} {shown_seconds(seconds)}; {how}"), style=style)
+            said = Text(without_control(f"{phases}; {how}"), style=style)
             table.add_row(took, Text(name), line, said)
             name = ""
     _show(console, table, is_whole=True)
