@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -356,8 +354,7 @@ def keygen(
 def main() -> None:
     """Run the command line; errors are one line on stderr."""
     try:
-        with _closed_pipes():
-            sys.exit(app(standalone_mode=False))
+        sys.exit(app(standalone_mode=False))
     except typer.Abort:
         sys.exit(130)
     except USAGE_ERROR as exc:
@@ -372,9 +369,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our output has heard enough; nothing more must be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _unheard()
+    except SystemExit as exc:
+        # rich and typer take a closed pipe for an error of status 1.
+        if isinstance(exc.__context__, BrokenPipeError):
+            _unheard()
+        raise
     except OSError as exc:
         if exc.errno != errno.ENOSPC:
             raise
@@ -382,15 +382,10 @@ def main() -> None:
         _fail(f"the output cannot be written: {exc.strerror}", 2)
 
 
-@contextlib.contextmanager
-def _closed_pipes() -> Iterator[None]:
-    """Let through that whoever read our output has gone: rich and click make an exit of it, with a status of theirs."""
-    try:
-        yield
-    except SystemExit as exc:
-        if isinstance(exc.__context__, BrokenPipeError):
-            raise exc.__context__ from None
-        raise
+def _unheard() -> NoReturn:
+    """End as one whose reader has heard enough; nothing more must be written at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

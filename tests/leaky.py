@@ -49,9 +49,14 @@ class Side:
 
     # -- prefill ---------------------------------------------------------------------------------------------------
 
-    def lend(self, engine: str, request_id: str) -> dict[str, Any]:
+    def make(self, engine: str, request_id: str) -> dict[str, Any]:
+        """Make params of a request that is not lent yet."""
         self._next += 1
-        params = self._groups[engine].make_params(request_id, [(0, [self._next])], 16, written=True, lease_s=LEASE_S)
+        return self._groups[engine].make_params(request_id, [(0, [self._next])], 16, written=True, lease_s=LEASE_S)
+
+    def lend(self, engine: str, request_id: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Lend a request, whose params were made before or are made now."""
+        params = self.make(engine, request_id) if params is None else params
         self._lent[request_id] = self._engines[engine].lend(params)
         return params
 

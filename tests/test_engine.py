@@ -216,6 +216,7 @@ async def test_blocks_that_come_back_late_are_logged(sim: Bench, caplog: pytest.
             with anyio.fail_after(5):
                 await caught.value.returned()
     assert [r.getMessage().split()[0] for r in caplog.records] == ["pull_ended", "blocks_returned"]
+    assert all(" blocks=1" in r.getMessage() for r in caplog.records)
 
 
 async def test_blocks_that_never_come_back_are_retired_with_an_alarm(

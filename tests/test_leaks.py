@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from asynckv import cli
 from asynckv.cli import app
+from asynckv.core.account import Account, Facts
+from asynckv.core.inspect import RequestStatus
 from asynckv.diagnose import causes, leaks_page
+from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
+from asynckv.diagnose.leaks_live import records_of
 from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT
@@ -306,8 +314,52 @@ def test_who_lives_is_not_told_to_have_died() -> None:
     # Its level leaves goodbyes out, and those who heard it do not.
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, f"{RANK[P]} said goodbye")])
     assert not found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "forgotten by request")])
-    [leak] = found([begun(D), *met(), begun(P), lent(20.0), gone(25.0, "no answer for 4.0 s")])
+    lost = [begun(D), *met(), begun(P), lent(20.0), gone(24.0, "it was silent for 4.0 s")]
+    [leak] = found([*lost, say(30.0, "of_later", D)])
     assert leak.cause is C.PREFILL_DIED
+    # It was silent, and so is everybody else soon after: its loop may be away.
+    assert all(x.cause is not C.PREFILL_DIED for x in found(lost))
+    assert not found([*lost[:-1], say(30.0, "of_later", D), gone(19.0, "failed")])
+
+
+def test_an_announcement_is_forgotten_when_its_time_is_up() -> None:
+    announced = {**NAMES, "state_s": 2.0, "left_s": 5.0, "ranks": {RANK[P]: "granted"}}
+    held = say(20.0, EVENT.PULL_HELD, D, state="announced", waits="", requests=1, oldest=[announced])
+    assert not found([*RUNNING, held, say(21, "of_later", D)])
+    [leak] = found([*RUNNING, held, say(25.5, "of_later", D)])
+    assert leak.cause is C.ANNOUNCED_AND_FORGOTTEN
+
+
+def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
+    """A process whose loop is away says nothing either, and the logs end before it can say so."""
+    [leak] = found([*RUNNING, expired(), say(42, "of_later")])
+    assert leak.cause is C.READER_SILENT
+    [leak] = found([*RUNNING, expired(), say(60, "of_later")])
+    assert leak.cause is C.DIED_AFTER_CLAIM
+    [leak] = found([*RUNNING, expired(False), say(42, "of_later")])
+    assert leak.cause is C.NEVER_CLAIMED
+    # Its release may still be answered, or given up.
+    [leak] = found([*RUNNING, expired(), pull_ended(15, "complete"), say(42, "of_later", D)])
+    assert leak.cause is C.READER_SILENT
+
+
+def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
+    ended = [stopped(P, 2000.0)]
+    [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
+    [leak] = found([*RUNNING, *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert f"{RANK[D]} had died before it was lent" in leak.sentence
+    # Another decode engine lives: it is asked, and the dead one is not named.
+    lives = [say(5, EVENT.ENGINE_STARTED, OTHER, host="h"), say(6, EVENT.PEER_CHANGED, OTHER), *ANOTHER[1:]]
+    other = say(7, EVENT.PULL_ENDED, OTHER, **{**NAMES, "prefill_request_id": "w", "sequence": 7}, cause="complete")
+    [leak] = found([*RUNNING, *lives, other, say(1500, EVENT.ENGINE_STOPPED, OTHER), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.NEVER_HEARD_OF
+    assert RANK[D] not in leak.sentence
+    # One that is restarted late is known to be dead only then.
+    again = replace(begun(E, 900.0), rank="decode/tp0@cccccccc", engine_id="decode")
+    [leak] = found([*RUNNING, again, stopped(E, 1900.0), *ended, expired(False, at=800.0)])
+    assert leak.cause is C.DIED_BEFORE_CLAIM
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -317,6 +369,7 @@ def test_a_cause_is_named_and_nothing_else(name: str) -> None:
     assert leak.cause is cause
     assert leak.request_id == "a"
     assert "?" not in leak.sentence.replace("?@", "")
+    assert not re.search("(Prefill|Decode)/tp", shown(records)), "names are as they were logged"
     report = leaks_page.report([leak], join(records), Logs(records))
     assert json.loads(json.dumps(report))["leaked"] == 1
 
@@ -362,6 +415,12 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
 
     assert {x.cause for x in found(only(P, CASES["died after claim"][1]))} == {C.READER_SILENT}
     assert {x.cause for x in found(only(P, CASES["never heard of"][1]))} == {C.NEVER_CLAIMED}
+    retried = only(P, CASES["retry"][1])
+    assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
+    # Another attempt was turned down.
+    refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
+    again = [replace(x, fields={**x.fields, **refused}) if x.event == EVENT.LEASE_ENDED else x for x in retried]
+    assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
     assert {x.cause for x in found(only(D, CASES["announced"][1]))} == {C.ANNOUNCED_AND_FORGOTTEN}
     assert not found(only(D, CASES["died after claim"][1]))
@@ -447,6 +506,17 @@ def test_another_request_id_is_named_or_told_as_unknown() -> None:
         assert (old.other_request_id, "another id than it was lent under, so" in old.sentence) == ("", True)
     entry = leaks_page.report([known], join([begun(P)]), Logs())["leaks"][0]
     assert (entry["reader"], entry["other_request_id"]) == (RANK[D], "cmpl-\n")
+
+
+def test_what_was_read_after_a_log_had_ended_is_not_held() -> None:
+    claims = {RANK[D]: {"pull_id": PULL, "claimed_s": 9.9, "heard_s": 9.9}}
+    entry = {**LEASE, "lent_s": 10.0, "left_s": 20.0, "claims": claims}
+    held = say(20, EVENT.LEASE_HELD, state="lent", waits="", requests=1, oldest=[entry])
+    done = pull_ended(20.1, "complete", seconds=0.2)
+    assert not found([*RUNNING, held, done])
+    assert [x.state for x in found([*RUNNING, held])] == ["held"]
+    for more in (unanswered(50), say(20.2, EVENT.RELEASE_REFUSED, D, **NAMES, cause="x", ranks=[RANK[P]])):
+        assert found([*RUNNING, held, done, more])
 
 
 def test_two_at_once_are_both_named() -> None:
@@ -540,6 +610,16 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     assert (code, "2 requests begin so: chat\\nx, chatcmpl-ff6a" in text) == (2, True)
     code, text = ask("cmpl-ff6b")
     assert (code, "no such request among 2" in text, "cmpl-ff6a" in text) == (2, True, True)
+    # Tried again on another prefill engine, under the same id and sequence.
+    again = replace(lent(42.0, OTHER, request_id="chat\nx", sequence=7), fields={**LEASE, "request_id": "again-5"})
+    first = expired(False, request_id="again-5", sequence=0, at=50.0)
+    ended = replace(expired(cause="released", owed=[], at=60.0, request_id="again-5"), incarnation=OTHER)
+    ended = replace(ended, engine_id="other", rank=RANK[OTHER])
+    records = [*BOTH, again, first, ended, say(300, EVENT.ENGINE_STOPPED, OTHER)]
+    path.write_text("".join(json.dumps(line(x)) + "\n" for x in records))
+    assert ask("again-5")[0] == ask("again")[0] == ask("prefill:again-5")[0] == ask("prefill:0")[0] == 1
+    code, text = ask("other:again-5")
+    assert (code, "Request other:again-5 was not late." in text) == (0, True)
     assert ask("")[0] == ask(" ")[0] == 2
 
 
@@ -575,6 +655,20 @@ def test_text_has_the_width_of_its_terminal_and_no_padding_elsewhere() -> None:
     assert "\n  what to do: " in text
 
 
+def test_blocks_that_may_still_be_written_are_counted() -> None:
+    failed = pull_ended(15, "timeout", **KEPT, blocks=4)
+    back = {**NAMES, "seconds_after_failure": 10.0}
+    for records in (
+        [*BOTH, failed, say(25, EVENT.BLOCKS_RETURNED, D, **back)],
+        [*BOTH, pull_ended(15, "timeout", **KEPT), say(25, EVENT.BLOCKS_RETURNED, D, **back, blocks=4)],
+        [begun(D), failed],
+    ):
+        [leak] = [x for x in found(records) if x.side == "decode"]
+        assert leak.blocks == 4
+    [leak] = found(CASES["stuck, returned"][1])
+    assert leak.blocks == -1
+
+
 def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> None:
     text = shown([*RUNNING, pull_ended(15, "complete"), unanswered(46), stopped(D, 300.0)])
     assert f"held: blocks of {RANK[P]}, since " in text
@@ -589,6 +683,66 @@ def test_what_is_not_known_is_left_out_and_one_is_no_plural(tmp_path: Path) -> N
     assert f"{len(BOTH)} lines that were there twice: {tmp_path / 'b.log'} ({len(BOTH)})" in text
     assert f"1 line of other programs: {tmp_path / 'b.log'} (1)" in text
     assert "of 2 files, 0 requests, " in text
+
+
+@pytest.mark.parametrize("argv", [["leaks"], ["leaks", "--json", "-"], ["timeline"], ["timeline", "--all"]])
+def test_a_closed_pipe_is_no_error_of_ours(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "argv", ["asynckv", *argv, str(RECORDED)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    assert caught.value.code == 141
+
+
+def test_one_sides_logs_are_told_to_be_that(tmp_path: Path) -> None:
+    theirs = [begun(D), *met()[::2], stopped(D), pull_ended(15, "complete")]
+    assert "Nothing was late, as far as the decode side says." in shown(theirs)
+    mine = [begun(P), stopped(P), expired(cause="released", owed=[])]
+    assert "Nothing was late, as far as the prefill side says." in shown(mine)
+    log = tmp_path / "x.log"
+    log.write_text("".join(json.dumps(line(x)) + "\n" for x in theirs))
+    text = shown(theirs, logs=read_logs([log]))
+    assert "Nothing was late, as far as the decode side's logs say." in text
+    assert "Nothing was late." in shown([*theirs, *mine])
+
+
+def test_who_answers_lives_and_who_does_not_makes_it_unsure(tmp_path: Path) -> None:
+    well = tmp_path / "well.log"
+    well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
+    left = tmp_path / "prefill.pp0.tp0.aaaaaaaa.sock"
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(left))
+    told = CliRunner().invoke(app, ["leaks", str(well), str(left)])
+    assert (told.exit_code, "Nothing was late" in told.stdout) == (2, False)
+    assert f"Cannot say: {left} did not answer; of the others nothing was late." in told.stdout
+    # Of a directory logs are read, and sockets asked; one of a process that has ended was not asked for.
+    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
+    assert (told.exit_code, "Nothing was late." in told.stdout) == (0, True)
+    well.unlink()
+    told = CliRunner().invoke(app, ["leaks", str(tmp_path)])
+    assert isinstance(told.exception, ConfigError)
+    assert "its process has ended" in str(told.exception)
+
+
+def answering(start: str, counters: dict[str, int], *requests: RequestStatus) -> Answer:
+    facts = Facts(uptime_s=100.0, counters=counters)
+    account = Account(rank=RANK[start], incarnation=start, requests=requests, facts=facts)
+    return Answer(address=f"/run/{start}.sock", engine_id=RANK[start].partition("/")[0], account=account)
+
+
+def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> None:
+    held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", (), sequence=0)
+    prefill, decode = answering(P, {"leases.lent": 3}, held), answering(D, {"pulls.started": 2})
+    other = answering(OTHER, {"leases.lent": 1})
+    [leak] = find_leaks(join(records_of([prefill, decode, other], 1e9)))
+    assert leak.cause is C.NEVER_CLAIMED
+    assert f"{RANK[D]} answers and knows nothing of it" in leak.sentence
+    assert "died" not in leak.sentence
+    assert RANK[OTHER] not in leak.sentence
+    assert not leak.missing
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

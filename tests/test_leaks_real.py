@@ -67,6 +67,17 @@ def named(leaks: list[Leak]) -> dict[str, str]:
     return {x.request_id: x.cause.value for x in leaks if x.side == "prefill"}
 
 
+async def written(folder: Path, name: str, text: str) -> None:
+    """Wait until a log says something: what a process logs in its last tenth of a second dies with it."""
+
+    def is_there() -> bool:
+        return any(text in path.read_text() for path in folder.glob(name))
+
+    async with asyncio.timeout(10.0):
+        while not is_there():  # noqa: ASYNC110 - a file has no event
+            await asyncio.sleep(0.01)
+
+
 async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     """Leak one request by each cause, and let some go well."""
 
@@ -102,19 +113,21 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     params = await lend("killed", "other")
     await alive.ask("announce", engine="alive", request_id="killed", params=params, wait_s=60.0)
     await alive.ask("claimed", engine="alive", request_id="killed")
+    await written(folder, "other-*.log", "killed")
     await other.kill()
     renamed = {**await lend("renamed"), "request_id": "another"}
     unmet = await lend("unmet")
     unmet["endpoints"] = [{**x, "address": "tcp://127.0.0.1:9"} for x in unmet["endpoints"]]
     foreign = await lend("keys", "guarded")
-    retry = await lend("retry")
+    retry = await prefill.ask("make", engine="prefill", request_id="retry")
     pulls = [
         alive.ask("pull", engine="alive", request_id="renamed", params=renamed),
         alive.ask("pull", engine="alive", request_id="unmet", params=unmet),
         alive.ask("pull", engine="stranger", request_id="keys", params=foreign),
-        alive.ask("pull", engine="alive", request_id="retry", params=retry, timeout_s=1e-6, is_last=False),
+        alive.ask("pull", engine="alive", request_id="retry", params=retry, timeout_s=0.1, is_last=False),
     ]
     assert "complete" not in await asyncio.gather(*pulls)
+    await prefill.ask("lend", engine="prefill", request_id="retry", params=retry)
     again = await start("b", "doomed")
     await again.ask("idle", engine="doomed")  # it has started
     ended = [prefill.ask("ended", request_id=x) for x in ("before", "reading", "renamed", "unmet", "keys", "retry")]
@@ -126,6 +139,11 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
     late = await lend("late")
     assert {await prefill.ask("ended", request_id=x) for x in ("lost", "late")} == {"expired"}
     assert await alive.ask("pull", engine="alive", request_id="late", params=late) != "complete"
+    # Who fell silent is taken for dead when logs of others go on for long.
+    patient = await lend("well-patient")
+    await alive.ask("announce", engine="alive", request_id="well-patient", params=patient, wait_s=60.0)
+    await alive.ask("held", engine="alive", seconds=4.0)
+    assert await alive.ask("pull", engine="alive", request_id="well-patient", params=patient) == "complete"
     for process, engine in ((alive, "alive"), (alive, "stranger"), (away, "away")):
         await process.ask("idle", 60.0, engine=engine)
     await asyncio.gather(*(x.end() for x in (prefill, alive, away, again)))  # what is killed loses its last lines

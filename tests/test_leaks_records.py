@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -172,6 +173,16 @@ def test_a_damaged_archive_gives_what_is_whole(tmp_path: Path) -> None:
     logs = read_logs([tmp_path / "a.gz"])
     assert len(logs.records) > 1000
     assert any("compressed, and cut short" in x.reason for x in logs.skipped)
+    # A short one gives its lines up to the cut too; what was put behind it follows.
+    lines = [json.dumps(row(request_id=hashlib.sha256(str(i).encode()).hexdigest())) + "\n" for i in range(200)]
+    whole = gzip.compress("".join(lines).encode())
+    (tmp_path / "a.gz").write_bytes(whole[: len(whole) // 2])
+    logs = read_logs([tmp_path / "a.gz"])
+    assert 50 < len(logs.records) < 150
+    assert {x.reason.partition(" (")[0] for x in logs.skipped} == {"compressed, and cut short or damaged", "cut short"}
+    (tmp_path / "a.gz").write_bytes(whole + gzip.compress(json.dumps(row(request_id="last")).encode()))
+    logs = read_logs([tmp_path / "a.gz"])
+    assert (len(logs.records), logs.skipped) == (201, [])
 
 
 def test_a_log_without_events_says_why(tmp_path: Path) -> None:

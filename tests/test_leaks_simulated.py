@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,16 +15,16 @@ import pytest
 from asynckv.testing.leaky import make_leaky
 from asynckv.testing.mishaps import MISHAPS
 from asynckv.testing.truth import watch
-from scripts.leaks_truth import Disagreement, one
+from scripts.leaks_truth import MODES, Disagreement, one
 
 LEAKY, FAULTS = range(24), range(24, 48)
 
 
-def judged(kind: str, seeds: range) -> tuple[list[Disagreement], Counter[str]]:
+def judged(kind: str, seeds: range, modes: Sequence[str] = MODES[:3]) -> tuple[list[Disagreement], Counter[str]]:
     found: list[Disagreement] = []
     counts: Counter[str] = Counter()
     for seed in seeds:
-        disagreements, more = one(seed, kind)
+        disagreements, more = one(seed, kind, modes)
         found += disagreements
         counts += more
     return found, counts
@@ -47,6 +47,15 @@ def test_so_it_is_where_everything_goes_wrong_at_once() -> None:
     found, counts = judged("faults", FAULTS)
     assert found == []
     assert counts["late requests"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["leaky", "faults"])
+def test_logs_that_were_cut_short_tell_no_falsehood(kind: str) -> None:
+    """Of a service that lives, all logs of which end at one moment."""
+    found, counts = judged(kind, LEAKY, ("cut",))
+    assert found == []
+    assert counts["cut.still_held"] + counts["cut.reader_silent"] + counts["cut.never_claimed"] > 0
 
 
 def without(*events: str) -> Callable[[str], str]:

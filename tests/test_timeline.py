@@ -476,7 +476,10 @@ def test_several_that_match_are_listed(
     assert " requests match chat; " in out
     assert "chat-20" in out
     assert not any(len(line) != len(line.rstrip()) for line in out.splitlines())
-    assert "  decode gen-3\n  pull cccccccccccccccc-3\n" in out
+    assert "  only prefill:chat-3\n  decode gen-3\n  pull cccccccccccccccc-3\n" in out
+    for name in ("prefill:chat-3", "prefill:3"):
+        code, out, _ = run([log, "--request", name], monkeypatch, capsys)
+        assert (code, out.startswith("chat-3 (decode: gen-3)")) == (0, True)
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "the reader died before its claim",
         "nobody claimed it; {reader} {gone} meanwhile ({why})",
         "expired, and this reader is owed without a claim",
-        "its process ended without a goodbye while the request was lent, no other speaks of it, and it can have "
-        "been for no other decode engine (else it is `never_claimed`)",
+        "its process ended without a goodbye while the request was lent (by aligned clocks it may have lived then; one "
+        "that only fell silent wrote a line not long before), no other speaks of it, and it can have been for no "
+        "other decode engine (else it is `never_claimed`)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),

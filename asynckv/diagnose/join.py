@@ -75,6 +75,7 @@ class Process:
         successor: The next start of the same rank, if the logs have one.
         lends: It spoke as a prefill side.
         pulls: It spoke as a decode side.
+        answers: It was asked, and answered: it lives.
         says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
         durations: Of its configuration, as far as it said them.
         records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
@@ -91,6 +92,7 @@ class Process:
     successor: Process | None = None
     lends: bool = False
     pulls: bool = False
+    answers: bool = False
     says_info: bool = False
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)
@@ -409,6 +411,12 @@ class Pull:
         """Transfers that might still write its blocks when its outcome was told."""
         return max(self.ended.integer("held_transfers", 0), 0) if self.ended is not None else 0
 
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that were not free when its outcome was told; -1 if nothing says how many."""
+        records = (self.returned, self.retired, self.ended)
+        return next((n for x in records if x is not None and (n := x.integer("blocks")) >= 0), -1)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -582,6 +590,9 @@ class _Builder:
         if record.event in (EVENT.ENGINE_STARTED, EVENT.ENGINE_RESUMED):
             process.started = process.started or record
             process.host = process.host or record.text("host")
+            process.answers |= record.fields.get("answers") is True
+            process.lends |= process.answers and record.fields.get("lends") is True
+            process.pulls |= process.answers and record.fields.get("pulls") is True
             for name in DURATIONS:
                 if not math.isnan(seconds := record.number(name)):
                     process.durations[name] = seconds

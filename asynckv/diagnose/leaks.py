@@ -43,8 +43,17 @@ DEFAULT_LEASE_S = 30.0
 LATE_S = 1.0
 """That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
+SILENCE_S = 5.0
+"""A loop is seldom away for longer: who is lost, while logs of others go on for so long, is dead or hangs for good."""
+
+UNDER_WAY_S = 0.25
+"""No message is on its way for longer."""
+
 AT_ONCE_S = 0.01
 """Things that one process tells of within this time happened at the same moment."""
+
+QUIET = 10.0
+"""A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
 
 GATHERED_S = 11.0
 """A warning may come so much later than it is due."""
@@ -218,7 +227,7 @@ def early_ends(service: Service, when: When) -> list[Early]:
     for process in service.processes.values():
         before_s = last - ends[process.incarnation][1]
         bound = max(0.5 * process.durations.get("lease_s", DEFAULT_LEASE_S), LATE_S)
-        if process.stopped is None and process.successor is None and before_s > bound:
+        if process.stopped is None and process.successor is None and not process.answers and before_s > bound:
             out.append(Early(process.rank, process.last_at, before_s))
     return sorted(out, key=lambda x: -x.before_s)
 
@@ -240,8 +249,8 @@ def _all(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Fate:
-    """What became of a process: `stopped`, `died` or `silent`, between which moments of everybody's time, and how that
-    is known; a death that is not proved may be a log that was cut off."""
+    """What became of a process: `stopped`, `died`, `silent` or `alive` (it was asked, and answered), between which
+    moments of everybody's time, and how that is known; a death that is not proved may be a log that was cut off."""
 
     kind: str
     why: str
@@ -279,6 +288,8 @@ class _Judge:
             for lease in request.leases.values():
                 self._note_lapses(request, lease)
         self._fates: dict[str, _Fate] = {}
+        self._last = max((self._when(x.incarnation, x.last_at)[0] for x in service.processes.values()), default=0.0)
+        """Until when logs go on, at least."""
         leases = [x for request in service.requests for x in request.leases.values()]
         claims = [claim for lease in leases for claim in lease.claims.values()]
         self._asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
@@ -310,6 +321,8 @@ class _Judge:
     def _fate(self, process: Process) -> _Fate:
         low, high = self._when(process.incarnation, process.last_at)
         ends = f"its log ends at {moment(process.last_at)} without a goodbye"
+        if process.answers:
+            return _Fate("alive", "it answers", math.inf, math.inf)
         if process.stopped is not None:
             how = "closed" if process.stopped.event == EVENT.ENGINE_STOPPED else "suspended"
             return _Fate("stopped", f"{how} at {moment(process.stopped.at)}", low, high)
@@ -322,13 +335,16 @@ class _Judge:
             if began >= low:  # else both go by one name at once, and one says nothing of the other
                 return _Fate("died", f"{ends}, and {after.rank} started at {moment(after.first_at)}", low, began)
         for other, record in self._lost.get(process.incarnation, ()):
-            at = self._when(other.incarnation, record.at)
-            if at[1] > low and not record.text("detail").startswith("forgotten"):
+            at, detail = self._when(other.incarnation, record.at), record.text("detail")
+            if detail == "failed" and at[0] <= low:
+                continue  # a transfer has failed, and the process may have said more since
+            if at[1] > low and not detail.startswith("forgotten") and self._last >= low + SILENCE_S:
                 return _Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
             return _Fate("silent", why, low, math.inf, False)
-        if (gone_by := self._lapsed.get(process.incarnation, -math.inf)) >= low:
+        gone_by = self._lapsed.get(process.incarnation, -math.inf)
+        if gone_by >= low and self._last >= gone_by + SILENCE_S / 2:
             return _Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
         for other in self._would_be_told_of(process):
             if other.stopped is not None and self._when(other.incarnation, other.stopped.at)[0] > high:
@@ -351,6 +367,19 @@ class _Judge:
         low, high = self._when(process.incarnation, process.last_at)
         since = sum(self._when(pull.process.incarnation, told.at)) / 2
         return (low + high) / 2 >= since + longest + LATE_S
+
+    def _gone_by(self, process: Process) -> float:
+        """By when, in everybody's time, a process no longer lived, as far as can be told.
+
+        Of a death that only its silence tells, its last line does: it was not long before, by what it used to write.
+        """
+        fate = self.fate(process)
+        if fate.kind != "died" or fate.is_proved:
+            return fate.before
+        pause_s = (process.last_at - process.first_at) / max(process.num_records - 1, 1)
+        known = (process.durations.get(x, 0.0) for x in ("lease_s", "timeout_s"))
+        quiet_s = max(DEFAULT_LEASE_S, QUIET * pause_s, *known)
+        return min(fate.before, self._when(process.incarnation, process.last_at)[1] + quiet_s)
 
     def _would_be_told_of(self, process: Process) -> Iterator[Process]:
         """Those whose orderly end a process that lives would speak of: ranks that it read from, and of its own engine.
@@ -405,17 +434,32 @@ class _Judge:
 
     def leaks(self, request: Request) -> Iterator[Leak]:
         """Find what was late of one request."""
-        late = {lease: state for lease in request.leases.values() if (state := self._late(lease))}
+        late = {
+            lease: state
+            for lease in request.leases.values()
+            if (state := self._late(lease)) and not (state == "held" and self._was_read_since(request, lease))
+        }
         forgotten = [x for x in request.all_pulls if self._is_forgotten(x)]
         if late:
             yield self._of_leases(request, late)
-        elif forgotten:
+        elif any(map(_is_overdue, forgotten)):
             yield self._of_announcement(request, forgotten)
         elif (unheard := self._of_releases(request)) is not None:
             yield unheard
         kept = [x for x in request.all_pulls if self._is_kept(x)]
         if kept:
             yield self._of_blocks(request, kept)
+
+    def _was_read_since(self, request: Request, lease: Lease) -> bool:
+        """All that it waits for have read it, and told it, by their own logs: its log ends before it could say so."""
+
+        def has_read(pull: Pull) -> bool:
+            return pull.cause == "complete" and not pull.refused and not self._is_unanswered(pull, lease)
+
+        owed = lease.owed
+        return bool(owed) and all(
+            start_of(name) and any(has_read(x) for x in self._pulls_of(request, lease, name)) for name in owed
+        )
 
     def _late(self, lease: Lease) -> str:
         """How a lease's blocks came back late, or did not; empty if they are not."""
@@ -435,7 +479,7 @@ class _Judge:
             record, entry = lease.held[-1]
             due = record.at + number(entry.get("lent_s"), 0.0)
         else:
-            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else 30.0)
+            due = lease.lent_at + (lease.lease_s if not math.isnan(lease.lease_s) else DEFAULT_LEASE_S)
         return self._when(lease.process.incarnation, max(due, lease.process.last_at) + GATHERED_S)[1]
 
     def _is_open(self, lease: Lease) -> bool:
@@ -460,7 +504,7 @@ class _Judge:
         """An announcement that nobody pulled, for as long as it may last."""
         if pull.ended is not None:
             return pull.cause == "timeout" and pull.failed_in == "announced"
-        return pull.state == "announced" and self.fate(pull.process).kind == "silent" and _is_last_word(pull)
+        return pull.state == "announced" and self.fate(pull.process).kind in ("silent", "alive") and _is_last_word(pull)
 
     def _is_kept(self, pull: Pull) -> bool:
         """Its blocks were not free when it had its outcome."""
@@ -604,9 +648,11 @@ class _Judge:
             readers = [x for x in readers if x.engine_id in engines and x not in spoke]
         unknown = self._unknown_readers(lease.process)
         died, silent = [], []
+        gone = [x for x in readers if self._gone_by(x) < since]
+        readers = [x for x in readers if x not in gone] or gone
         for reader in readers:
             fate = self.fate(reader)
-            if fate.before < since or self._when(reader.incarnation, reader.first_at)[0] > until:
+            if self._gone_by(reader) < since or self._when(reader.incarnation, reader.first_at)[0] > until:
                 continue
             if fate.kind == "died" and fate.after <= until:
                 died.append(reader)
@@ -615,8 +661,8 @@ class _Judge:
         if not spoke and name == "*":
             # Other ranks of the same engine live: they would have spoken of a request that it had.
             ranks = {x.base for x in died} | {x.base for x in silent}
-            gone = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
-            died = [x for x in died if x.engine_id in gone]
+            whole = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
+            died = [x for x in died if x.engine_id in whole]
         met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
         died = [x for x in died if x.start in met] or died
         if name == "*" and not spoke and lease.state != "lent" and not unknown:
@@ -643,9 +689,12 @@ class _Judge:
             why = f"{_all(others)}{reserve}" if others else f"nobody did yet{reserve}"
             named = name if name != "*" else _all(x.rank for x in readers) or "a rank"
             return _Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
-        if readers and not unknown and lease.state != "lent":
+        is_cut = len(silent) == len(readers) and self._last < until + SILENCE_S
+        if readers and not unknown and lease.state != "lent" and not is_cut:
             gone_too = _all(x.rank for x in silent)
             reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
+            if readers == gone:
+                reserve = f"; {_all(x.rank for x in gone)} had died before it was lent"
             return _Story(C.NEVER_HEARD_OF, {"why": _all(x.rank for x in readers), "died": reserve})
         return _Story(
             C.NEVER_CLAIMED,
@@ -659,8 +708,8 @@ class _Judge:
         for reader in readers:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self._when(reader.incarnation, reader.first_at)[0]
-            early_s = waits_s if self._is_ahead else 0.0
-            if fate.kind == "died" and fate.before >= since - early_s and fate.after <= until + waits_s:
+            early_s = waits_s if self._is_ahead else -HOST_S
+            if fate.kind == "died" and self._gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out
 
@@ -671,6 +720,11 @@ class _Judge:
         out = []
         if silent:
             out.append(f"no log of the decode side speaks of it, and {_all(x.rank for x in silent)} may have died")
+        elif readers and all(x.answers for x in readers):
+            out.append(
+                f"{_all(x.rank for x in readers)} "
+                + ("answers and knows nothing of it" if len(readers) == 1 else "answer and know nothing of it")
+            )
         elif readers:
             out.append("no log of the decode side that is given speaks of it")
         if unknown:
@@ -730,9 +784,16 @@ class _Judge:
             return _Story(C.KEYS_REFUSED, names | {"why": keys})
         if self._is_only_released(pull, lease) and not self._is_unanswered(pull, lease):
             # Nothing is said to a rank that nothing is read of, before the pull is done.
-            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE, names)
+            is_told = self._would_be_given_up(pull)
+            return self._excuse(lease, pull) or _Story(C.CAME_TOO_LATE if is_told else C.EXPIRED_WHILE_QUEUED, names)
         if (stale := self._stale_at(lease, pull)) and pull.failed_in == "handshake":
             return _Story(C.STALE_PARAMS, names | {"why": stale})
+        if pull.ended is None and any(
+            base_name(x) == lease.process.base and state == "only_released"
+            for _, entry in pull.held
+            for x, state in (entry["ranks"].items() if isinstance(entry.get("ranks"), dict) else ())
+        ):
+            return _Story(C.EXPIRED_WHILE_QUEUED, names)  # it says nothing to this rank before it is done
         if cause == "peer_unreachable" or not self._shook_hands(pull.process, lease):
             others = self._turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
             return _Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
@@ -759,8 +820,17 @@ class _Judge:
         """A pull was done, and said so, before the request was lent here: that this was taken is all that it knows."""
         if pull.ended is None or pull.retried or self._is_unanswered(pull, lease):
             return False
-        ended_at = self._when(pull.process.incarnation, pull.ended.at)[1]
-        return ended_at < self._when(lease.process.incarnation, lease.lent_at)[0]
+        if not self._would_be_given_up(pull):
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)
+        return ended_at[1] < self._when(lease.process.incarnation, lease.lent_at)[0]
+
+    def _would_be_given_up(self, pull: Pull) -> bool:
+        """Logs go on for long enough that a release which nobody answered would have been told of."""
+        if pull.ended is None:
+            return False
+        ended_at = self._when(pull.process.incarnation, pull.ended.at)[0]
+        return self._last >= ended_at + pull.process.durations.get("release_timeout_s", 0.0)
 
     def _stale_at(self, lease: Lease, pull: Pull) -> str:
         """How the rank that lends turned its reader away, for it asked for an earlier start."""
@@ -823,8 +893,9 @@ class _Judge:
         if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
             return _Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
         if process is None:
-            # That a claim of it was turned down since is another attempt.
-            followed = any(x.message == "claim" and base_name(x.who) == base_name(name) for x in lease.refused)
+            # That a claim of it was turned down since is another attempt, and no claim that was on its way.
+            theirs = (x for x in lease.refused if x.message == "claim" and base_name(x.who) == base_name(name))
+            followed = any(x.after_s > heard_s + UNDER_WAY_S for x in theirs)
             cause = C.NO_ATTEMPT_FOLLOWED if name in lease.retrying and not followed else C.READER_SILENT
             why = "its last word; it may have died"
             return _Story(cause, names | {"why": why}, heard_s, (name,))
@@ -864,6 +935,9 @@ class _Judge:
             return _Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         if fate.kind == "stopped":
             return _Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
+        waits_s = process.durations.get("release_timeout_s", 30.0)
+        if self._last < self._when(process.incarnation, pull.ended.at)[0] + waits_s:
+            return _Story(C.READER_SILENT, names, heard_s)  # it would not have said yet that nobody answers
         # Whatever it said was answered, so it came as the lease was over.
         return _Story(C.LEASE_TOO_SHORT, names, heard_s)
 
@@ -888,6 +962,8 @@ class _Judge:
             # A process that lives renews, and says how it ended: silence is its end, whatever else is known of it.
             if name in lease.retrying and fate.kind != "died":
                 return _Story(C.NO_ATTEMPT_FOLLOWED, names | {"why": "its last word; it may have died"}, heard_s)
+            if fate.kind != "died" and self._last < ended + SILENCE_S / 2 and name not in lease.retrying:
+                return _Story(C.READER_SILENT, names, heard_s)  # the logs were cut, and its loop may be away
             why = fate.why if fate.kind == "died" else fate.why.partition(";")[0]
             if fate.after < heard[0]:
                 why += f"; what it did after {moment(process.last_at)} is not in its log"
@@ -1038,6 +1114,8 @@ class _Judge:
         causes = {x.text("cause") for x in pull.unanswered if rank in x.texts("ranks")} or {pull.cause}
         if owner is None and self._was_away_meanwhile(pull, rank):
             return None
+        if owner is not None and (fate := self.fate(owner)).kind == "died" and pull.was_granted_by(rank):
+            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         unanswered = next((x for x in pull.unanswered if rank in x.texts("ranks")), None)
         if owner is None or not self._is_told(request, pull, rank, unanswered):
             # What was closed in order has revoked it, and what was restarted holds it no more.
@@ -1050,9 +1128,6 @@ class _Judge:
                 cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
                 return _Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
             return _Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
-        fate = self.fate(owner)
-        if fate.kind == "died" and pull.was_granted_by(rank):
-            return _Story(C.PREFILL_DIED, names | {"why": fate.why, "gone": fate.gone})
         return None
 
     def _was_away_meanwhile(self, pull: Pull, rank: str) -> bool:
@@ -1095,14 +1170,14 @@ class _Judge:
             elif pull.returned is None and state != "retired":
                 state = "quarantined"
             seconds = max(seconds, self._kept_s(pull))
-        blocks = [x.retired.integer("blocks") for x in pulls if x.retired is not None]
+        blocks = [x.held_blocks for x in pulls]
         return self._leak(
             request,
             stories[0],
             side="decode",
             state=state,
             holders=tuple(dict.fromkeys(x.process.rank for x in pulls)),
-            blocks=sum(blocks) if blocks and len(blocks) == len(pulls) else -1,
+            blocks=sum(blocks) if all(x >= 0 for x in blocks) else -1,
             seconds=seconds,
             since=min((x.ended.at if x.ended is not None else x.begun_at) for x in pulls),
             also=tuple(dict.fromkeys(x.sentence for x in stories[1:] if x.cause is not stories[0].cause)),
@@ -1273,6 +1348,14 @@ def _ranks_of(record: Record) -> tuple[str, ...]:
 def _engine_of(rank: str) -> str:
     """The engine, or cohort, that a rank's name begins with."""
     return base_name(rank).rpartition("/tp")[0].partition("/pp")[0]
+
+
+def _is_overdue(pull: Pull) -> bool:
+    """An announcement's time was up before its process's log ends."""
+    if pull.ended is not None or not pull.held:
+        return True
+    record, entry = pull.held[-1]
+    return number(entry.get("left_s"), 0.0) <= pull.process.last_at - record.at
 
 
 def _speaks_of_keys(detail: str) -> bool:

@@ -30,7 +30,9 @@ EPILOG = """
 
   asynckv leaks tcp://10.0.0.1:5555 tcp://10.0.0.2:5555
 
-[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input, or no such request
+  asynckv leaks /run/asynckv
+
+[bold]Exit status[/bold]  0 nothing was late, 1 something was, 2 bad input, no such request, or no answer
 """
 
 
@@ -43,7 +45,8 @@ def leaks(
         list[str],
         typer.Argument(
             metavar="LOGS|ADDRESS...",
-            help="JSON logs of any processes (files, directories, - for stdin, .gz), or addresses of running engines.",
+            help="JSON logs of any processes (files, directories, - for stdin, .gz), or running engines (addresses, "
+            "sockets).",
             show_default=False,
         ),
     ],
@@ -53,7 +56,7 @@ def leaks(
     request: Annotated[
         str | None,
         typer.Option(
-            help="Only this request: an id of either side, a pull id, a sequence, or how one begins.",
+            help="Only this request: an id of either side, ENGINE:ID, a pull id, a sequence, or how one begins.",
             metavar="ID",
             show_default=False,
         ),
@@ -94,7 +97,7 @@ def leaks(
         raise ConfigError("--keys and --authorized belong together: who asks, and whom it trusts")
     check_writable("--json", json)
     addresses = [x for x in sources if leaks_live.is_address(x)]
-    paths = [x for x in sources if x not in addresses]
+    paths = [x for x in sources if leaks_live.has_logs(x)]
     errors = Console(stderr=True)
     columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
     logs = Logs()
@@ -108,11 +111,12 @@ def leaks(
                 keep=lambda event: not event.endswith("_transition"),
             )
     unanswered: list[str] = []
+    ended: list[str] = []
     if addresses:
-        records, unanswered = _asked(addresses, keys, authorized)
+        records, unanswered, ended = _asked(addresses, keys, authorized)
         logs = replace(logs, records=[*logs.records, *records])
     if logs.nothing:
-        raise ConfigError("; ".join(unanswered) or logs.nothing)
+        raise ConfigError("; ".join([*unanswered, *ended]) or logs.nothing)
     service = join(logs)
     when = aligned(service)
     wanted = leaks_request.find_requests(service, request) if request is not None else None
@@ -123,17 +127,24 @@ def leaks(
     usual = 3 if details or request is not None else 1
     limit = usual if limit is None else limit
     leaks_page.show(report, Console(stderr=json == "-"), details=limit, request=request or "")
-    if found:
-        raise typer.Exit(1)
+    if found or unanswered:
+        raise typer.Exit(1 if found else 2)
 
 
-def _asked(addresses: list[str], keys: Path | None, authorized: Path | None) -> tuple[list[Record], list[str]]:
-    """Ask running engines, and say who did not answer."""
+def _asked(
+    addresses: list[str], keys: Path | None, authorized: Path | None
+) -> tuple[list[Record], list[str], list[str]]:
+    """Ask running engines, and say who did not answer, and whose processes have ended."""
     from asynckv.config import KeysConfig
     from asynckv.diagnose.ask import ask_all, targets
     from asynckv.diagnose.leaks_live import records_of
 
     pair = KeysConfig(secret=keys, authorized=authorized) if keys is not None and authorized is not None else None
     answers = asyncio.run(ask_all(targets(addresses), pair))
-    silent = [f"{x.address}: {x.error or 'answers in an older protocol'}" for x in answers if not x.account.incarnation]
-    return list(records_of(answers, time.time())), silent
+    vain = [
+        (x, f"{x.address}: {x.error or 'answers in an older protocol'}") for x in answers if not x.account.incarnation
+    ]
+    # A socket that was found in a directory, of a process that has ended, holds nothing: nobody asked for that one.
+    ended = [why for x, why in vain if x.is_left_behind and x.address not in addresses]
+    silent = [why for _, why in vain if why not in ended]
+    return list(records_of(answers, time.time())), silent, ended

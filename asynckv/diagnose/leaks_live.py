@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from asynckv.core.inspect import RequestStatus
 from asynckv.diagnose.records import Record
+from asynckv.edges.local import SUFFIX
 from asynckv.observe.events import EVENT
 
 if TYPE_CHECKING:
     from asynckv.diagnose.ask import Answer
 
-__all__ = ["is_address", "records_of"]
+__all__ = ["has_logs", "is_address", "records_of"]
 
 FRACTION = 1 / 3
 """As `log.held_fraction` has it."""
@@ -32,7 +33,14 @@ _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}(#.*)?\Z
 def is_address(text: str) -> bool:
     """Whether a person means an engine by it, and no log."""
     path = Path(text)
+    if path.is_dir():
+        return any(x.is_socket() for x in path.glob(f"*{SUFFIX}"))
     return text.startswith("tcp://") or path.is_socket() or (not path.exists() and bool(_HOST_PORT.match(text)))
+
+
+def has_logs(text: str) -> bool:
+    """Whether logs are to be read there: a directory may have sockets of engines, logs, or both."""
+    return not is_address(text) or any(x.is_file() for x in Path(text).rglob("*"))
 
 
 def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
@@ -46,7 +54,13 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
             name = answer.account
             return Record(at, event, "info", answer.engine_id, name.rank, name.incarnation, fields, answer.address)
 
-        yield say(EVENT.ENGINE_STARTED, now - account.facts.uptime_s, host="asked", address=answer.address)
+        counted = answer.counters
+        said: dict[str, Any] = {
+            "lends": counted.get("leases.lent", 0) > 0,
+            "pulls": counted.get("pulls.started", 0) > 0,
+        }
+        began = now - account.facts.uptime_s
+        yield say(EVENT.ENGINE_STARTED, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(EVENT.PEER_CHANGED, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
         for status in answer.requests:

@@ -148,10 +148,15 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     """
     shown: dict[str, Any] = printable(found)
     if not shown["leaks"]:
-        partly = not request and (shown["read"]["early"] or shown["read"]["warnings_only"])
         name = escape(without_control(request))
         text = f"Request {name} was not late" if name else "Nothing was late"
-        _print(console, f"[bold]{text}{', as far as these logs go' if partly else ''}.[/bold]")
+        if unanswered := shown["read"]["unanswered"]:
+            silent = _few([x.partition(": ")[0] for x in unanswered])
+            what = f"Cannot say{f' of request {name}' if name else ''}"
+            text = f"{what}: {silent} did not answer; of the others nothing was late"
+        elif (limits := _limits(shown["read"])) and not name:
+            text += f", as far as {limits}"
+        _print(console, f"[bold]{text}.[/bold]")
         for story in shown["stories"]:
             _print(console, story, 2)
     else:
@@ -169,6 +174,15 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     console.print()
     for line in _summary(shown["read"]):
         _print(console, line)
+
+
+def _limits(read: dict[str, Any]) -> str:
+    """Whose word it is that nothing was late, where others may know better."""
+    if read["decode"] and not read["prefill"]:
+        return "the decode side's logs say" if read["files"] else "the decode side says"
+    if read["prefill"] and not read["decode"] and not read["quiet"]:
+        return "the prefill side's logs say" if read["files"] else "the prefill side says"
+    return "these logs go" if read["early"] or read["warnings_only"] else ""
 
 
 def _print(console: Console, text: str, indent: int = 0) -> None:
@@ -245,7 +259,7 @@ def _counted(number: int, noun: str) -> str:
 _STATE = {
     "expired": "its lease expired",
     "closed": "its engine was closed",
-    "died": "its process died",
+    "died": "its process died, as far as its log tells",
     "held": "held still when the log ends",
     "announced": "kept for an announcement",
     "unknown": "what became of it is not in these logs",

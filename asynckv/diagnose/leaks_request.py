@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from asynckv.diagnose.join import Lease, Pull, Request, Service
 from asynckv.diagnose.leaks import moment
-from asynckv.diagnose.timeline_model import names
+from asynckv.diagnose.timeline_model import handles, names
 from asynckv.errors import ConfigError
 from asynckv.observe.console import without_control
 
@@ -36,6 +36,8 @@ def find_requests(service: Service, wanted: str) -> list[Request]:
     if not wanted.strip():
         raise ConfigError("--request '' names nothing; give an id of either side, a pull id or a sequence")
     called = [(x, {y for name in names([x]) for y in (name, without_control(name))}) for x in service.requests]
+    if found := [x for x in service.requests if wanted in (y := handles([x])) or wanted in map(without_control, y)]:
+        return found
     if found := [x for x, known in called if wanted in known]:
         return found
     number = wanted.removeprefix("#")
@@ -43,7 +45,7 @@ def find_requests(service: Service, wanted: str) -> list[Request]:
         return found
     found = [x for x, known in called if any(name.startswith(wanted) for name in known)]
     shown = without_control(wanted)[:MAX_LETTERS]
-    if len(found) > 1:
+    if len({x.name for x in found}) > 1:  # a request that is tried again elsewhere may have its id there too
         begun = _some(x.name for x in found)
         raise ConfigError(f"--request {shown}: {len(found):,} requests begin so: {begun}; give more of its id")
     if not found:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import gzip
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import msgspec
 
@@ -39,6 +38,9 @@ from asynckv.errors import ConfigError
 __all__ = ["Logs", "Record", "Skipped", "Source", "read_logs"]
 
 CHUNK = 1 << 20
+GZIP = 31
+"""What zlib calls archives with a header of gzip."""
+
 MAX_LINE = 1 << 20
 """Bytes of one line; asynckv's longest, a request's whole history, has some 100 KB."""
 
@@ -504,16 +506,23 @@ def _lines(stream: _Stream, failed: Callable[[str], None]) -> Iterator[tuple[byt
 
 
 def _unzipped(stream: _Stream, failed: Callable[[str], None]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=cast("IO[bytes]", stream), mode="rb") as file:
-        while True:
+    """Unzip, one archive after the other as they follow; of one that is cut short all that can be read."""
+    unzip, is_within = zlib.decompressobj(wbits=GZIP), False
+    while data := stream.read(CHUNK):
+        while data:
             try:
-                piece = file.read(CHUNK)
-            except (EOFError, OSError, zlib.error) as exc:
+                piece = unzip.decompress(data, CHUNK)
+            except zlib.error as exc:
                 failed(f"compressed, and cut short or damaged ({exc})")
                 return
-            if not piece:
-                return
             yield piece
+            data, is_within = unzip.unconsumed_tail, not unzip.eof
+            if unzip.eof:
+                data = unzip.unused_data.lstrip(b"\0")
+                unzip = zlib.decompressobj(wbits=GZIP)
+    yield unzip.flush()
+    if is_within:
+        failed("compressed, and cut short or damaged (its end is missing)")
 
 
 def _without_surrogates(value: Any) -> Any:

@@ -58,8 +58,10 @@ def _time_axis(summary: Summary) -> dict[str, Any]:
 
 
 def _clock(span: float) -> str:
-    """How ticks are written: the day is below the axis."""
-    return "%H:%M:%S.%L" if span < 2 else "%H:%M:%S" if span < 3600 else "%H:%M" if span < 86400 else "%m-%d %H:%M"
+    """How ticks are written, so that no two are alike: the day is below the axis."""
+    if span < 10:
+        return "%H:%M:%S.%L" if span < 2 else "%H:%M:%S.%1f"
+    return "%H:%M:%S" if span < 3600 else "%H:%M" if span < 86400 else "%m-%d %H:%M"
 
 
 def _width(summary: Summary) -> str:

@@ -43,7 +43,9 @@ def timeline(
     ],
     request: Annotated[
         str | None,
-        typer.Option(help="One: by either side's id, a pull id, or a sequence.", rich_help_panel=CHOOSE, metavar="ID"),
+        typer.Option(
+            help="One: by either side's id, ENGINE:ID, a pull id or a sequence.", rich_help_panel=CHOOSE, metavar="ID"
+        ),
     ] = None,
     slowest: Annotated[
         int | None, typer.Option(help="So many that took longest, on any side.", rich_help_panel=CHOOSE, metavar="N")
@@ -144,9 +146,11 @@ def timeline(
 
 def _named(every: Sequence[Sequence[Request]], wanted: str) -> list[Sequence[Request]]:
     """Find requests by name, as it is or as it is shown: exact ones, else a sequence, else what begins so."""
-    from asynckv.diagnose.timeline_model import names
+    from asynckv.diagnose.timeline_model import handles, names
     from asynckv.observe.console import without_control
 
+    if found := [x for x in every if wanted in (y := handles(x)) or wanted in map(without_control, y)]:
+        return found
     called = [{y for name in names(x) for y in (name, without_control(name))} for x in every]
     if found := [x for x, known in zip(every, called, strict=True) if wanted in known]:
         return found

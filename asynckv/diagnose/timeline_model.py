@@ -293,6 +293,11 @@ def names(family: Sequence[Request]) -> set[str]:
     return out - {""}
 
 
+def handles(family: Sequence[Request]) -> set[str]:
+    """Return what nothing else is called: ids and sequences behind the prefill engine's, `ENGINE:ID`."""
+    return {f"{r.engine_id}:{x}" for r in family for x in (r.request_id, r.name, r.sequence) if x not in ("", -1)}
+
+
 def families(requests: Iterable[Request]) -> Iterator[list[Request]]:
     """Put requests together that are attempts at one: with new params an attempt is at another prefill request."""
     every = list(requests)

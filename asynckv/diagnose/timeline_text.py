@@ -368,11 +368,15 @@ def _notes(axis: Axis, console: Console) -> None:
 
 def show_matches(found: Sequence[Story], wanted: str, console: Console) -> None:
     """List requests that could be meant, with what each is called; names are never broken."""
-    _line(console, f"{counted(len(found), 'request')} match {without_control(wanted)}; a pull id is nobody else's")
+    _line(
+        console,
+        f"{counted(len(found), 'request')} match {without_control(wanted)}; ENGINE:ID or a pull id is nobody else's",
+    )
     for x in found[:MAX_MATCHES]:
         sequence = f"  #{x.sequence}" if x.sequence >= 0 else ""
         _line(console, f"{x.name or '?'}{sequence}  {x.ended}  from {clock_time(x.start)}", "bold", is_whole=True)
-        for what, named in (("decode", [y for y in x.others if y != x.name]), ("pull", x.pull_ids)):
+        handle = [f"{x.engine_id}:{x.name}"] if x.name else []
+        for what, named in (("only", handle), ("decode", [y for y in x.others if y != x.name]), ("pull", x.pull_ids)):
             if named:
                 _line(console, f"  {what} {', '.join(named[:4])}", is_whole=True)
     if len(found) > MAX_MATCHES:

@@ -441,6 +441,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             maybe(INTEGER, "rereads", "How often it read again, because it had been too early."),
             maybe(OBJECT, "phases", "Phase -> seconds (`docs/logging.md`)."),
             maybe(INTEGER, "held_transfers", "That may still write its blocks: `blocks_returned` follows."),
+            maybe(INTEGER, "blocks", "How many these are, where transfers may still write them."),
             maybe(LIST, "unanswered", "Ranks that were gone: they were told once, and may not have heard it."),
             maybe(LIST, "history", HISTORY),
             SUCCESSES,
@@ -482,7 +483,11 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "decode",
         ("warning",),
         "Nothing can write the blocks of a failed pull any more.",
-        (*PULL_IDS, always(SECONDS, "seconds_after_failure", "How long they were held.")),
+        (
+            *PULL_IDS,
+            maybe(INTEGER, "blocks", "How many."),
+            always(SECONDS, "seconds_after_failure", "How long they were held."),
+        ),
     ),
     EVENT.BLOCKS_RETIRED: Event(
         "decode",

@@ -198,7 +198,12 @@ class Recorder:
         slow = took > self._config.slow_s and not is_discharge  # nobody waited for that
         if self._level > logging.WARNING or (good and not self._may_log(pull.params.key, now, slow)):
             return
-        held = {} if pull.is_returned else {"held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources)}
+        held: dict[str, int] = {}
+        if not pull.is_returned:
+            held = {
+                "held_transfers": sum(len(x.running | x.doubtful) for x in pull.sources),
+                "blocks": _written_blocks(pull),
+            }
         if not good and (like := self._same_as(pull, now)):
             self.event(
                 "warning",
@@ -254,7 +259,13 @@ class Recorder:
     def blocks_returned(self, pull: Pull, now: float) -> None:
         """Log blocks that came back after their pull had failed."""
         held_s = round(now - pull.published_at, 6)
-        self.event("warning", EVENT.BLOCKS_RETURNED, **_names(pull), seconds_after_failure=held_s)
+        self.event(
+            "warning",
+            EVENT.BLOCKS_RETURNED,
+            **_names(pull),
+            blocks=_written_blocks(pull),
+            seconds_after_failure=held_s,
+        )
 
     def blocks_retired(self, pull: Pull, now: float) -> None:
         """Log blocks that are given up: the alarm of a transfer that does not end."""
@@ -262,7 +273,7 @@ class Recorder:
             "error",
             EVENT.BLOCKS_RETIRED,
             **_names(pull),
-            blocks=sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0,
+            blocks=_written_blocks(pull),
             held_by=[x.where for x in pull.sources if x.running or x.doubtful],
             transfers=sum(len(x.running | x.doubtful) for x in pull.sources),
             seconds_after_failure=round(now - pull.published_at, 6),
@@ -512,6 +523,11 @@ def _why_kept(lease: Lease, now: float) -> dict[str, Any]:
         **({"late_s": round(late_s, 3)} if late_s > LATE_S else {}),
         "history": _relative(lease.history),
     }
+
+
+def _written_blocks(pull: Pull) -> int:
+    """How many of this side's blocks a pull writes."""
+    return sum(int((ids >= 0).sum()) for _, ids in pull.lists.local) if pull.lists else 0
 
 
 def _claim(grant: Grant, lent_at: float) -> dict[str, Any]:
