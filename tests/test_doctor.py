@@ -258,6 +258,9 @@ def test_a_configuration_is_read_as_an_engine_would(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError):
             software.read_config(path)
+    path.write_text('{"engine_idd": "p"}')
+    with pytest.raises(ConfigError, match="no field 'engine_idd'; there are engine_id, "):
+        software.read_config(path)
 
 
 # -- processes that do not do what they are to -----------------------------------------------------------------

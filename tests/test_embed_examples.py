@@ -29,6 +29,22 @@ def test_an_example_runs(way: str) -> None:
     assert (done.returncode, done.stdout) == (0, "393216 bytes, released\n"), done.stderr
 
 
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_the_example_of_a_trace_prints_one() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "traced.py")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
+    )
+    spans = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert sorted(name for _, name in spans) == ["asynckv.lease", "asynckv.pull", "asynckv.release", "request"]
+    assert (done.returncode, len({trace for trace, _ in spans})) == (0, 1), done.stderr
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_example_is_short(way: str) -> None:
     assert len((EXAMPLES / f"{way}.py").read_text().splitlines()) <= MOST_LINES

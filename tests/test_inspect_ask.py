@@ -30,7 +30,7 @@ from asynckv import (
 from asynckv.core.account import MAX_ACCOUNT, Account, encode_account
 from asynckv.core.types import Address, ReplyTo
 from asynckv.core.wire import MAJOR, Ping, Status, StatusRequest, decode_packet, encode_packet
-from asynckv.diagnose import inspect_cli
+from asynckv.diagnose import doctor_cli, inspect_cli
 from asynckv.diagnose.ask import Answer, Asker, ask_all, targets
 from asynckv.edges.local import MAX_GUESTS, LocalDoor, is_left_behind, rank_of, read_packet, socket_name, write_packet
 from asynckv.edges.zmq import ZmqPlane, make_pair
@@ -453,3 +453,14 @@ async def test_json_goes_where_it_is_told_to(tmp_path: Path, capsys: pytest.Capt
         assert "p0" in out[end:]  # a person sees it beside the file
         written = json.loads((tmp_path / "out.json").read_text())
         assert document["engines"][0]["rank"] == written["engines"][0]["rank"]
+
+
+async def test_doctor_is_told_by_a_socket_where_its_engine_listens(tmp_path: Path) -> None:
+    folder, two = str(tmp_path / "one"), str(tmp_path / "two")
+    config = EngineConfig(engine_id="p", inspect=InspectConfig(directory=folder))
+    async with Engine(config, memory(0)[0], data=SimData(SimNetwork(), "p")) as engine:
+        for named in (folder, f"{folder}/{os.listdir(folder)[0]}", engine.endpoint.address):
+            assert await asyncio.to_thread(doctor_cli._address, named) == engine.endpoint.address
+    async with pair(inspect=InspectConfig(directory=two)):
+        with pytest.raises(ConfigError, match="sockets of 2 engines"):
+            await asyncio.to_thread(doctor_cli._address, two)

@@ -17,6 +17,7 @@ from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
+from asynckv.diagnose.doctor import words
 from asynckv.observe.log import configure
 from tests.engines import Bench, Side, until
 
@@ -121,6 +122,17 @@ async def test_a_reader_that_is_turned_down_is_named_with_the_cause(sim: Bench, 
         await until(lambda: len(logs.of("reader_refused")) == 2)
         refused = logs.of("reader_refused")[1]
         assert (refused["reader"], refused["said"], refused["cause"]) == ("decode/tp0@55555555", "claim", "restarted")
+
+
+async def test_doctor_is_no_reader_whose_log_one_would_look_for(sim: Bench, logs: Lines) -> None:
+    async with sim.pair() as (prefill, _, _):
+        core = prefill.engine._driver.core
+        for name in (f"{words.DOCTOR}-77", "decode"):
+            hello = Hello(1, 1, 0, "prefill", 0, Cohort(name))
+            core.receive(ReplyTo(name.encode()), encode_packet(f"{name:0>32}", "", [hello]), sim.clock.now())
+        prefill.engine._driver.soon()
+        await until(lambda: logs.of("reader_met"))
+        assert logs.one("reader_met", "prefill")["reader"].startswith("decode/")
 
 
 async def test_strangers_cannot_fill_the_log(sim: Bench, logs: Lines) -> None:
