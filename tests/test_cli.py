@@ -287,16 +287,3 @@ def wait_for_pids(log: Path, driver: subprocess.Popen[str]) -> dict[str, int]:
         except subprocess.TimeoutExpired:
             continue
     raise AssertionError("the driver ended too early")
-
-
-def test_a_closed_pipe_is_one_status_whoever_notices_it() -> None:
-    def notice() -> None:
-        try:
-            raise BrokenPipeError
-        except BrokenPipeError:
-            raise SystemExit(1)  # noqa: B904 - as click and rich do
-
-    with pytest.raises(BrokenPipeError), cli._closed_pipes():
-        notice()
-    with pytest.raises(SystemExit), cli._closed_pipes():
-        raise SystemExit(1)
