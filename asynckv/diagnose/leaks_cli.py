@@ -82,13 +82,13 @@ def leaks(
     Logs of any number of processes, in any order, rotated or cut short; with both sides' logs it says most. What is
     late, and every cause, is in docs/leaks.md.
     """
-    import rich.progress
     from rich.console import Console
 
     from asynckv.diagnose import leaks_live, leaks_page, leaks_request
     from asynckv.diagnose.join import join
     from asynckv.diagnose.leaks import aligned, early_ends, find_leaks
-    from asynckv.diagnose.records import Logs, read_logs
+    from asynckv.diagnose.reading import read_with_progress
+    from asynckv.diagnose.records import Logs
     from asynckv.observe.output import check_writable, write_json
 
     if limit is not None and limit < 0:
@@ -99,17 +99,7 @@ def leaks(
     addresses = [x for x in sources if leaks_live.is_address(x)]
     paths = [x for x in sources if leaks_live.has_logs(x)]
     errors = Console(stderr=True)
-    columns = ("{task.description}", rich.progress.BarColumn(), rich.progress.DownloadColumn())
-    logs = Logs()
-    with rich.progress.Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("reading")
-        if paths:
-            # Every transition at debug level says again what the ends of requests say.
-            logs = read_logs(
-                paths,
-                lambda done, total: bar.update(task, completed=done, total=total or None),
-                keep=lambda event: not event.endswith("_transition"),
-            )
+    logs = read_with_progress(paths, errors) if paths else Logs()
     unanswered: list[str] = []
     ended: list[str] = []
     if addresses:

@@ -17,7 +17,7 @@ from asynckv.observe.output import check_writable, write, write_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asynckv.diagnose.records import Logs, Record
+    from asynckv.diagnose.records import Record
 
 __all__ = ["EPILOG", "report"]
 
@@ -92,6 +92,7 @@ def report(
     from rich.console import Console
 
     from asynckv.diagnose import report_bench, report_page
+    from asynckv.diagnose.reading import read_with_progress
     from asynckv.diagnose.records import Logs
     from asynckv.diagnose.summary import align, summarise
     from asynckv.tools import frame
@@ -103,7 +104,7 @@ def report(
     check_writable("--json", json)
     errors = Console(stderr=True)
     benches, names = _sorted(inputs)
-    logs = _read(names, errors) if names else Logs()
+    logs = read_with_progress(names, errors) if names else Logs()
     if names and not logs.records and not benches:
         raise ConfigError(logs.nothing)
     if target is not None and not frame.is_installed():
@@ -175,22 +176,6 @@ def _decoded(data: bytes) -> Any:
         return msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def _read(names: list[str], errors: Any) -> Logs:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from asynckv.diagnose.records import read_logs
-
-    shown = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
-    with Progress(*shown, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        # Every transition at debug level says again what the ends of requests say.
-        return read_logs(
-            names,
-            lambda done, total: bar.update(task, completed=done, total=total or None),
-            keep=lambda event: not event.endswith("_transition"),
-        )
 
 
 def _between(records: Sequence[Record], since: str | None, until: str | None) -> tuple[float, float]:

@@ -72,12 +72,11 @@ def timeline(
     Clocks of hosts are aligned by what was exchanged; how sure that is, is told.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     from asynckv.diagnose import timeline_text
     from asynckv.diagnose.axis import counted, make_axis
     from asynckv.diagnose.join import join
-    from asynckv.diagnose.records import read_logs
+    from asynckv.diagnose.reading import read_with_progress
     from asynckv.diagnose.timeline_model import families, ground, stories
     from asynckv.observe.console import without_control
     from asynckv.observe.output import check_writable, write, write_json
@@ -92,10 +91,7 @@ def timeline(
     for name, target in outputs.items():
         check_writable(name, target)
     errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, disable=not errors.is_terminal, transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        found = read_logs(logs, lambda done, total: bar.update(task, completed=done, total=total or None))
+    found = read_with_progress(logs, errors, transitions=True)
     if found.nothing:
         raise ConfigError(found.nothing)
     for skipped in found.skipped[:8]:
