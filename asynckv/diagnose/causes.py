@@ -242,9 +242,9 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "{reader} claimed it, was heard of last {heard_s} s after it was lent (at {heard_at}), and never released",
         "expired, or held and overdue when the log ends; the reader that is owed had claimed",
         "",
-        "this is what the prefill side's logs alone can say",
-        "Look into the decode side's logs, for the process of this name: it died, its loop was away, or its release "
-        "was lost.",
+        "this is what the prefill side's logs alone can say, or both sides' where they end a few seconds after",
+        "Look into the decode side's logs, and later ones, for the process of this name: it died, its loop was away, "
+        "or its release was lost.",
         is_class=True,
     ),
     C.ANNOUNCED_AND_FORGOTTEN: Entry(
