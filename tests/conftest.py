@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ COMPUTES = ("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "si
 processes and deadlines of their own."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which slow tests may run at the same time (`pytest -n 2 --dist loadgroup`)."""
     for item in items:
@@ -28,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def anyio_backend() -> str:
     """asyncio only: the control plane's sockets are driven by its loop."""
     return "asyncio"
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A new folder for sockets, whose paths may have 107 letters: a test's own folder may be too deep for them."""
+    with tempfile.TemporaryDirectory(prefix="akv-") as path:
+        yield Path(path)
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,8 @@ async def until_claimed(prefill: Process) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_reader_that_was_killed_is_named(tmp_path: Path) -> None:
-    directory = str(tmp_path / "sockets")
+async def test_a_reader_that_was_killed_is_named(short_path: Path) -> None:
+    directory = str(short_path / "sockets")
     async with Fleet() as fleet:
         prefill, decode = [
             await fleet.start(name, "tests.inspected:Side", name=name, directory=directory)

@@ -948,9 +948,9 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 @pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
-async def test_one_command_starts_it_all_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
-    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1", "--dir", str(tmp_path))
+    command = (sys.executable, "-m", "scripts.pd_service", "--prefill", "1", "--dir", str(short_path))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     assert process.stdout is not None
@@ -963,7 +963,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(tmp_path: Path) -> N
         async with aiohttp.ClientSession() as session:
             status, told = await Client(url, session).ask(asks("hello", 5))
             assert (status, told["usage"]["completion_tokens"]) == (200, 5)
-        answers = await ask_all(targets([str(tmp_path)]))
+        answers = await ask_all(targets([str(short_path)]))
         assert [answer.engine_id.partition("-")[0] for answer in answers] == ["decode", "prefill"]
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
@@ -971,7 +971,7 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(tmp_path: Path) -> N
         for name in ("prefill0", "decode0"):
             assert re.search(f"^{name}, process [0-9]+, listens on http://", told, re.MULTILINE)
         assert "stopping: 0 requests under way" in told
-        lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(tmp_path.iterdir())}  # noqa: ASYNC240
+        lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(short_path.iterdir())}  # noqa: ASYNC240
         assert sorted(lasts) == [answer.engine_id for answer in answers]
         assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())
     finally:
