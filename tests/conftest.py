@@ -14,18 +14,6 @@ from asynckv.observe.events import problems
 from asynckv.observe.log import Recorder
 from tests.engines import Bench
 
-COMPUTES = ("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "simulation")
-"""Modules whose slow tests only compute: they run beside all others, of which one runs at a time, because those have
-processes and deadlines of their own."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which slow tests may run at the same time (`pytest -n 2 --dist loadgroup`)."""
-    for item in items:
-        name = item.path.stem.removeprefix("test_")
-        item.add_marker(pytest.mark.xdist_group(name if name in COMPUTES else "one at a time"))
-
 
 @pytest.fixture
 def anyio_backend() -> str:
