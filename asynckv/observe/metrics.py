@@ -36,6 +36,7 @@ from asynckv.core.lifecycle import LifeState
 from asynckv.core.peer import PeerState
 from asynckv.core.pull import PullState
 from asynckv.core.types import Reason
+from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
@@ -149,25 +150,7 @@ FAMILIES: Mapping[str, Family] = {
 """Every metric: its name without `asynckv_` (and, of a counter, without `_total`), and what is said of it."""
 
 _KINDS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-_REFUSALS = (
-    Reason.UNKNOWN,
-    Reason.CONSUMED,
-    Reason.EXPIRED,
-    Reason.REVOKED,
-    Reason.WITHDRAWN,
-    Reason.RESTARTED,
-    Reason.STALE_MEMORY,
-    Reason.BLOCKS_DIFFER,
-    Reason.WRONG_REQUEST,
-    Reason.WRONG_TARGET,
-    Reason.WRONG_COHORT,
-    Reason.NOT_OWED,
-    Reason.RELEASED_ALREADY,
-    Reason.FOREIGN_PULL,
-    Reason.PROTOCOL,
-    Reason.OVERLOADED,
-    Reason.ENGINE_CLOSED,
-)
+_REFUSALS = tuple(reason for reason in Reason if reason in REFUSED | UNWELCOME)
 _OUTCOMES = tuple(reason for reason in Reason if reason not in (Reason.RELEASED, Reason.DISCHARGED))
 _PLAIN = {
     "pulls.started": "pulls_started",
