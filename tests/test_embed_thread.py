@@ -531,6 +531,27 @@ def test_a_process_that_forgets_to_close_ends_and_closes_its_engines() -> None:
     assert (done.returncode, done.stdout.split("\n")[0]) == (0, "False False it was closed"), done.stderr
 
 
+DESCRIBED = """
+import sys, threading
+from asynckv import *
+import asynckv.edges.process, tests.engines  # a type may be described on import: nobody else is in the module then
+
+described = []
+def watch(frame, event, _):
+    if event == "call" and frame.f_code.co_filename.endswith("msgspec/_utils.py"):
+        described.append((frame.f_code.co_name, frame.f_locals))
+sys.setprofile(watch), threading.setprofile(watch)
+"""
+
+
+@pytest.mark.slow
+def test_no_engine_is_the_first_to_decode_a_type() -> None:
+    """Two threads that were it at once made msgspec end the process with SIGSEGV."""
+    text = DESCRIBED + SCRIPT + "prefill.close(); decode.close()\nprint(described)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=40, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 @pytest.mark.slow
 def test_the_child_of_a_fork_has_no_engine_and_the_parent_keeps_its_own() -> None:
     done = script(

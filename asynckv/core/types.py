@@ -158,6 +158,14 @@ class Params(Struct, frozen=True, kw_only=True, gc=False):
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE)] = ""
 
 
+_described = msgspec.msgpack.Decoder(Params)
+"""Made on import, so that no two threads are the first to decode one.
+
+msgspec describes a `Struct` when it is first decoded. Two threads that do so at once end the process with SIGSEGV
+(0.22.0), as two engines did that had a thread each. `tests/test_embed_thread.py` holds that nothing is left to describe.
+"""
+
+
 class Outcome(enum.StrEnum):
     """How one reader's attempt ended, as told to the prefill rank."""
 

@@ -228,7 +228,6 @@ class Keeper:
         """The one that stands by."""
         self._ready = wire.Ready(AgentInfo("", b""), {})
         self._name = name
-        self._decoder = msgspec.msgpack.Decoder(list[wire.News])
         self._orders: list[wire.Order] = []
         self._is_flush_due = self._is_closing = self._has_settled = False
         self._ended = asyncio.Event()
@@ -505,7 +504,7 @@ class Keeper:
         for frame in frames:
             self.frames_in += 1
             try:
-                said = self._decoder.decode(frame)
+                said = wire.news.decode(frame)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
                 # It is out of its mind: what it says from here on counts for nothing.
                 process.cause = f"said what cannot be understood: {exc}"

@@ -12,7 +12,6 @@ import os
 import time
 from typing import Any, assert_never
 
-import msgspec
 import numpy as np
 
 from asynckv.core.events import TransferEnded
@@ -44,7 +43,6 @@ class Child:
 
     def __init__(self, link: wire.Link) -> None:
         self._link = link
-        self._orders = msgspec.msgpack.Decoder(list[wire.Order])
         self._plane: NixlPlane | None = None
         self._news: list[TransferEnded] = []
         self._told_at = 0.0
@@ -75,7 +73,7 @@ class Child:
     def _on_orders(self) -> None:
         frames, is_there = self._link.receive()
         for frame in frames:
-            for order in self._orders.decode(frame):
+            for order in wire.orders.decode(frame):
                 self._obey(order)
                 if self._news and time.monotonic() - self._told_at > TELL_S:
                     self._tell()

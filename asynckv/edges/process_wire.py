@@ -115,6 +115,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 Order = Setup | Load | Drop | Table | Forget | Read | Watch | Close | Beat
 
+orders: msgspec.msgpack.Decoder[list[Order]] = msgspec.msgpack.Decoder(list[Order])
+
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The agent serves."""
@@ -149,6 +151,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 News = Ready | Unready | Loaded | Ends | Stats
+
+news: msgspec.msgpack.Decoder[list[News]] = msgspec.msgpack.Decoder(list[News])
 
 
 class Link:
