@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 import structlog
+from hypothesis import settings
 
 from asynckv.observe.events import problems
 from asynckv.observe.log import Recorder
 from tests.engines import Bench
+
+# How long an example takes says what else the machine does.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 
 @pytest.fixture

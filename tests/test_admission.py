@@ -423,7 +423,7 @@ def ticket(number: int, priority: int) -> Any:
 Step = tuple[str, int, int]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     total=st.integers(1, 4),
     window=st.integers(1, 4),

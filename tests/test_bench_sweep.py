@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -88,7 +88,6 @@ def test_every_combination_is_a_point_and_the_last_axis_varies_fastest() -> None
     assert found.points[1].params["block_size"] == 16  # defaults are part of a point
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=4, unique=True), st.permutations(["tp", "seed", "layers"]))
 def test_a_points_key_knows_neither_the_order_of_options_nor_the_sweep(sizes: list[int], names: list[str]) -> None:
     args = [x for name in names for x in (f"--{name}", "2")]
@@ -175,7 +174,6 @@ def whole() -> bytes:
 
 
 # No deadline: every line waits for the disk.
-@settings(deadline=None)
 @given(st.integers(0, len(whole())), st.binary(max_size=30).filter(lambda b: b"\n" not in b))
 def test_a_sweep_torn_anywhere_goes_on_with_its_whole_lines(tmp_path_factory: Any, cut: int, rest: bytes) -> None:
     path = tmp_path_factory.mktemp("torn") / "s.jsonl"

@@ -115,7 +115,7 @@ def is_covered(local: Rank, remotes: list[Rank]) -> bool:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObject) -> None:
     layers = data.draw(models())
     tokens = data.draw(st.integers(0, 30), label="tokens")
@@ -145,7 +145,7 @@ def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObj
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @given(data=st.data())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched_for_long(data: st.DataObject) -> None:
     test_every_byte_is_where_it_belongs_and_no_other_is_touched.hypothesis.inner_test(data)  # type: ignore[attr-defined]
 
@@ -835,7 +835,7 @@ def test_a_packed_tensor_against_keys_and_values_names_the_remedy() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_window_of_one_token_needs_nothing_of_the_past(data: st.DataObject) -> None:
     size, there = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7))
     tokens = data.draw(st.integers(1, 30))
@@ -850,7 +850,7 @@ RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x
 
 
 @given(st.tuples(st.integers(0, 6), st.integers(1, 12)), st.lists(RANGES, max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_range_is_covered_from_the_left_by_whoever_reaches_farthest(
     wanted: tuple[int, int], held: list[tuple[int, int]]
 ) -> None:

@@ -199,7 +199,7 @@ async def test_a_request_between_two_attempts_is_listed(sim: Bench) -> None:
 
 @example(lease_s=67.0, fraction=0.05, renewals=0)
 @given(lease_s=st.floats(2.0, 1000.0), fraction=st.sampled_from([0.05, 1 / 3, 0.5, 2.0]), renewals=st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     lease_s: float, fraction: float, renewals: int
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_hostile_layout_is_refused_before_it_costs_anything() -> None:
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_mutated_layouts_are_fine_or_refused(data: st.DataObject) -> None:
     tree = msgspec.to_builtins(make_layout())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -412,7 +412,7 @@ def bytes_of(made: Layout, view: View) -> list[int]:
 
 
 @given(small_layouts())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_what_passes_has_no_byte_twice_in_a_group(made: Layout) -> None:
     owned = [[a for v in made.views if v.group == g for a in bytes_of(made, v)] for g in range(2)]
     twice = any(len(set(each)) < len(each) for each in owned)

@@ -797,7 +797,7 @@ ROWS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ROWS, max_size=8), st.sampled_from(list(CASES)))
 def test_hostile_lines_end_in_a_report(rows: list[Record], name: str) -> None:
     records = [*CASES[name][1], *rows]

@@ -225,7 +225,7 @@ JSON = st.recursive(
 KEYS = st.sampled_from([*row(), *records.TIMES, *records.EVENTS, *records.WRAPS, "cause", "owed", "history"])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=60) | st.dictionaries(KEYS, JSON).map(lambda x: json.dumps(row() | x).encode())))
 def test_anything_can_be_read(lines: list[bytes]) -> None:
     with tempfile.NamedTemporaryFile() as file:

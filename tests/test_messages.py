@@ -64,7 +64,7 @@ def test_every_message_survives_the_wire() -> None:
 
 
 @given(st.data())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> None:
     one = m.encode_packet("s", "t", [data.draw(st.sampled_from(ALL))])
     raw = bytearray(one)
@@ -77,7 +77,7 @@ def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> N
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_core_survives_mutated_packets(data: st.DataObject) -> None:
     world = World()
     prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
@@ -144,7 +144,7 @@ def test_a_detail_that_is_too_long_is_cut_to_what_may_be_said(length: int) -> No
 
 
 @given(st.lists(st.integers(1, MAX_ID), min_size=1, max_size=40))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_long_packets_are_cut_in_order_and_short_ones_are_not(sizes: list[int]) -> None:
     said: list[m.Message] = [m.Release(KEY, "x" * n, COHORT, str(i), Outcome.FAILED) for i, n in enumerate(sizes)]
     found = packets(said)

@@ -60,7 +60,7 @@ def outcome(case: dict[str, Any]) -> Any:
 
 
 @given(case=cases())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_usual_pairing_is_the_general_one(case: dict[str, Any]) -> None:
     usual = outcome(case)
     with pytest.MonkeyPatch.context() as patch:

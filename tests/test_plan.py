@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(case=cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_plan_writes_exactly_the_tokens_asked_for(case: dict[str, Any]) -> None:
     rng = np.random.default_rng(case["seed"])
     layouts, lists = [], []
@@ -235,7 +235,7 @@ def test_layouts_that_differ_are_told_apart_with_both_values(change: dict[str, A
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.one_of(st.integers(1, 3), st.integers(1, 66)), min_size=1, max_size=12))
     ids: list[int] = []
@@ -264,7 +264,7 @@ def test_no_post_exceeds_its_limits_whatever_the_runs(data: st.DataObject) -> No
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_plan_that_fits_is_posted_as_it_would_be_cut(data: st.DataObject) -> None:
     orders = data.draw(st.tuples(st.sampled_from(ORDERS), st.sampled_from(ORDERS)))
     here, there = (
@@ -339,7 +339,7 @@ def test_strides_that_differ_in_every_layer_and_block_sizes_that_do_not_meet_are
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_only_a_list_that_ends_before_its_tokens_is_refused_at_lending(data: st.DataObject) -> None:
     size, ratio = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))
     kind: Any = data.draw(st.sampled_from(["tokens", "tokens", "state"]))
@@ -420,7 +420,7 @@ def test_the_tables_used_longest_ago_go_first_and_regular_ones_never(monkeypatch
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_table_in_use_is_evicted(data: st.DataObject) -> None:
     """Whoever planned with a table has yet to post with it: its indices would mean another table's rows, or none."""
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv.config import EngineConfig, LeaseConfig
@@ -302,7 +302,6 @@ def by_arrays(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:
     return blocks
 
 
-@settings(deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(NULL, 40), st.integers(1, 2 * FEW)), max_size=4),
     single=st.lists(st.tuples(st.integers(NULL, 40), st.just(1)), max_size=FEW),

@@ -18,7 +18,7 @@ KEYS: list[FlowKey] = [((Address(f"tcp://{name}"), "start"),) for name in "ab"]
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["expect", "ask", "next", "leave"]), st.integers(0, 1), st.integers(0, 9))),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_who_would_have_to_wait_is_who_waits(total: int, window: int, steps: list[Any]) -> None:
     """Those who are on their way have their places already: they came first."""
     admission = Admission(total, window)

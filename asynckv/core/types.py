@@ -162,7 +162,7 @@ _described = msgspec.msgpack.Decoder(Params)
 """Made on import, so that no two threads are the first to decode one.
 
 msgspec describes a `Struct` when it is first decoded. Two threads that do so at once end the process with SIGSEGV
-(0.22.0), as two engines did that had a thread each. `tests/test_embed_thread.py` holds that nothing is left to describe.
+(0.22.0), as two engines did that had a thread each. `tests/test_embed_thread.py` holds that none is left.
 """
 
 
