@@ -71,6 +71,8 @@ WHEN: Mapping[EntryState, Mapping[Callable[[Entry], bool], EntryState]] = {
 }
 """Looked at when an event has led there, and whenever a holder or a transfer lets go."""
 
+CONDITIONS = {state: tuple(row.items()) for state, row in WHEN.items()}
+
 NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 
@@ -82,13 +84,18 @@ class Entry:
         group: Index of the group.
         hash: Its key within the group.
         slot: Where it lies.
+        kind: Which size of record it has, as its tier counts them.
+        chunk: The chunk of its tier that the slot lies in.
         used: When it was last used, in the tier's ticks.
     """
 
-    __slots__ = ("group", "hash", "holders", "moves", "slot", "state", "used")
+    __slots__ = ("chunk", "group", "hash", "holders", "kind", "moves", "slot", "state", "used")
 
-    def __init__(self, group: int, hash_: bytes, slot: int, state: EntryState, used: int) -> None:
+    def __init__(
+        self, group: int, hash_: bytes, slot: int, state: EntryState, used: int = 0, kind: int = 0, chunk: int = 0
+    ) -> None:
         self.group, self.hash, self.slot, self.state, self.used = group, hash_, slot, state, used
+        self.kind, self.chunk = kind, chunk
         self.holders = NOBODY
         self.moves = NOTHING
 
@@ -125,7 +132,7 @@ class Entry:
         return self._settle()
 
     def _settle(self) -> bool:
-        for condition, after in WHEN[self.state].items():
+        for condition, after in CONDITIONS[self.state]:
             if condition(self):
                 self.state = after
                 return True
