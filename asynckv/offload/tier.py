@@ -58,12 +58,14 @@ class Tier:
         self.onward: dict[Entry, None] = {}
         """What is to be copied to the next tier, the oldest first."""
         self.freed: list[tuple[int, int]] = []
-        """`(group, slot)` that nobody has any more."""
+        """`(group, slot)` of files that nobody has any more: their index is to forget them."""
         self.tick = 0
         self.is_off = False
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
+        self._has_spared = False
+        """Something was not evicted only because it was to be spared."""
         self._stuck: set[int] = set()
         """Sizes of record for which nothing was to be had, and nothing has been let go since."""
         self._evictions = [0] * len(self.slots.sizes)
@@ -85,7 +87,9 @@ class Tier:
         kind = self.slots.kinds[group]
         if spare != self._spared:
             self._spared = spare
-            self._stuck.clear()
+            if self._has_spared:
+                self._stuck.clear()
+                self._has_spared = False
         while self.slots.reserve(kind, len(hashes)) < len(hashes) and self._evict(kind):
             pass
         slots = self.slots.take(kind, len(hashes))
@@ -112,7 +116,11 @@ class Tier:
             self._used[entry.chunk] = self.tick
 
     def _is_busy(self, entry: Entry) -> bool:
-        return bool(entry.holders or entry.moves) or entry.used == self._spared or entry.state is not S.READY
+        if entry.holders or entry.moves or entry.state is not S.READY:
+            return True
+        is_spared = entry.used == self._spared
+        self._has_spared |= is_spared
+        return is_spared
 
     def _evict(self, kind: int) -> bool:
         if kind in self._stuck:
@@ -237,7 +245,8 @@ class Tier:
             self._in_chunk[entry.chunk].discard(entry)
         self._stuck.clear()
         self.slots.put(entry.kind, entry.slot)
-        self.freed.append((entry.group, entry.slot))
+        if self.place is Place.FILE:
+            self.freed.append((entry.group, entry.slot))
 
     # -- questions ---------------------------------------------------------------------------------
 
