@@ -20,6 +20,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 
+from msgspec import Struct
+
 from asynckv.core.types import members
 from asynckv.errors import LocalProtocolError
 
@@ -77,27 +79,32 @@ NOBODY: frozenset[str] = frozenset()
 NOTHING: frozenset[int] = frozenset()
 
 
-class Entry:
+class Entry(Struct, eq=False, gc=False):
     """One stored block in one tier. Its fields are everybody's to read, and nobody else's to write.
+
+    There may be millions, so the garbage collector does not look at them: they refer to nothing that refers to them.
 
     Attributes:
         group: Index of the group.
         hash: Its key within the group.
         slot: Where it lies.
+        state: Where it stands.
+        used: When it was last used, in the tier's ticks.
         kind: Which size of record it has, as its tier counts them.
         chunk: The chunk of its tier that the slot lies in.
-        used: When it was last used, in the tier's ticks.
+        holders: Who wants it to stay.
+        moves: Transfers that may touch its slot.
     """
 
-    __slots__ = ("chunk", "group", "hash", "holders", "kind", "moves", "slot", "state", "used")
-
-    def __init__(
-        self, group: int, hash_: bytes, slot: int, state: EntryState, used: int = 0, kind: int = 0, chunk: int = 0
-    ) -> None:
-        self.group, self.hash, self.slot, self.state, self.used = group, hash_, slot, state, used
-        self.kind, self.chunk = kind, chunk
-        self.holders = NOBODY
-        self.moves = NOTHING
+    group: int
+    hash: bytes
+    slot: int
+    state: EntryState
+    used: int = 0
+    kind: int = 0
+    chunk: int = 0
+    holders: frozenset[str] = NOBODY
+    moves: frozenset[int] = NOTHING
 
     def receive(self, event: EntryEvent) -> bool:
         """Take an event; True if it has just gone.
