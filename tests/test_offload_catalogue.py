@@ -55,7 +55,7 @@ def with_file(blocks: int = 100, stored: int = 10, **more: Any) -> Catalogue:
     for i in range(0, stored, blocks):
         catalogue.store(f"warm {i}", prompt(stored), positions=[range(i, min(stored, i + blocks))])
         carry_out(catalogue)
-    catalogue.evict(place=Place.HOST)
+        catalogue.evict(place=Place.HOST)
     catalogue.news()
     return catalogue
 
@@ -103,6 +103,18 @@ def test_a_store_does_not_evict_the_prefix_that_it_goes_on_from() -> None:
     assert isinstance(told, JobEnded)
     assert (told.outcome, told.blocks, told.known, told.missing) == (JobOutcome.DONE, 2, 8, (tuple(range(10, 20)),))
     assert catalogue.lookup(prompt(20)).tokens == 160
+
+
+def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
+    catalogue = Catalogue([FULL], 16, 20 * KIB)
+    catalogue.store("a", prompt(10))
+    catalogue.store("b", prompt(10, "q"))
+    carry_out(catalogue)
+    catalogue.load("c", prompt(10), positions=[range(5, 10)])
+    carry_out(catalogue)
+    catalogue.store("d", prompt(10, "r"))
+    assert catalogue.lookup(prompt(10)).tokens == 160
+    assert catalogue.lookup(prompt(10, "q")).tokens == 0
 
 
 def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:

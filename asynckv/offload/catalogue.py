@@ -229,8 +229,8 @@ class Catalogue:
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         self._tick_on()
-        used = [self._used(self.host, mine, where, is_whole=positions is None)]
-        used += [self._used(self.file, mine, where, is_whole=positions is None)] if self.file else []
+        used = [self._used(self.host, mine, where)]
+        used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
         for g, wanted in enumerate(where):
@@ -295,7 +295,7 @@ class Catalogue:
         if job.missing:
             self._fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         for position, entry, is_file in found:
             assert entry is not None
             if is_file:
@@ -323,7 +323,7 @@ class Catalogue:
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
         """Note that a prompt's blocks were used, so that they stay longer."""
         mine, where = self._prefix(hashes, tokens, 0, None)
-        self._use(mine, where, is_whole=True)
+        self._use(mine, where)
 
     def pin(
         self,
@@ -342,7 +342,7 @@ class Catalogue:
             LocalProtocolError: There is a pin or a job of that name.
         """
         mine, where = self._request(name, hashes, tokens, first_token, positions)
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         held = self.pins[name] = []
         pieces = []
         for g, wanted in enumerate(where):
@@ -620,23 +620,23 @@ class Catalogue:
                     )
         return mine, list(where)
 
-    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> None:
+    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]]) -> None:
         """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
         self._tick_on()
         for tier in self._tiers():
-            tier.use(self._used(tier, mine, where, is_whole=is_whole))
+            tier.use(self._used(tier, mine, where))
 
     def _tick_on(self) -> None:
         self._tick += 1
         for tier in self._tiers():
             tier.tick = self._tick
 
-    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> list[Entry]:
+    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
         """Return the blocks of a prompt that a tier has, each chain from its end."""
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]
-            if is_whole and not (group.is_state or group.window):
+            if not (group.is_state or group.window):
                 used = reversed(keys)
             else:
                 used = (keys[position] for position in reversed(where[g]))
