@@ -117,6 +117,16 @@ def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
     assert catalogue.lookup(prompt(10, "q")).tokens == 0
 
 
+def test_who_stores_what_is_known_uses_it() -> None:
+    catalogue = Catalogue([FULL], 16, 20 * KIB)
+    for name, prefix in (("a", "p"), ("b", "q"), ("c", "p")):
+        catalogue.store(name, prompt(10, prefix))
+        carry_out(catalogue)
+    catalogue.store("d", prompt(10, "r"))
+    assert catalogue.lookup(prompt(10)).tokens == 160
+    assert catalogue.lookup(prompt(10, "q")).tokens == 0
+
+
 def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(10))
@@ -160,6 +170,19 @@ def test_who_waits_for_a_store_that_fails_fails() -> None:
     carry_out(catalogue, only(MoveKind.STORE, Ending.FAILED))
     assert outcomes(catalogue) == dict.fromkeys("abc", JobOutcome.FAILED)
     assert catalogue.lookup(prompt(5)).tokens == 0
+
+
+def test_who_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
+    catalogue = Catalogue([FULL], 16, 1 << 20)
+    catalogue.store("a", prompt(2))
+    [move] = catalogue.moves(0.0)
+    catalogue.store("b", prompt(4))  # waits for a, and has to store two more
+    catalogue.load("c", prompt(4))  # waits for both
+    catalogue.ended(move.move_id, Ending.FAILED)
+    told = {told.job_id: told for told in catalogue.news() if isinstance(told, JobEnded)}
+    assert [told[name].outcome for name in "abc"] == [JobOutcome.FAILED, JobOutcome.FAILED, JobOutcome.MISSING]
+    assert told["b"].missing == told["c"].missing == ((0, 1, 2, 3),)
+    assert catalogue.check_integrity() == []
 
 
 def test_a_cancelled_job_ends_when_what_was_posted_has_ended() -> None:

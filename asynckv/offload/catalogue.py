@@ -316,7 +316,7 @@ class Catalogue:
         was_running = job.state is JobState.RUNNING
         job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
         if was_running:
-            self._abandon(job, JobOutcome.CANCELLED, "the job that stored it was cancelled")
+            self._abandon(job, "the job that stored it was cancelled")
         self._settle(job)
         return True
 
@@ -569,9 +569,10 @@ class Catalogue:
     def _lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
         """Fail whoever waits for a block that will not be written."""
         for job in self._waiting(entry):
-            job.missing.append((entry.group, job.waits.pop(entry)))
-            self._let_go(job, self.host, entry)
-            self._fail(job, outcome, cause)
+            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
+                job.missing.append((entry.group, job.waits.pop(entry)))
+                self._let_go(job, self.host, entry)
+                self._fail(job, outcome, cause)
 
     def _waiting(self, entry: Entry) -> list[Job]:
         jobs = (self.jobs.get(name) for name in sorted(entry.holders))
@@ -660,10 +661,10 @@ class Catalogue:
             was_running = job.state is JobState.RUNNING
             job.receive(JobEvent.FAILED, outcome, cause)
             if was_running:
-                self._abandon(job, outcome, f"the job that stored it failed: {cause}")
+                self._abandon(job, f"the job that stored it failed: {cause}")
         self._settle(job)
 
-    def _abandon(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+    def _abandon(self, job: Job, cause: str) -> None:
         """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
         todo, waits, absent = job.todo, job.waits, job.absent
         job.todo, job.waits, job.absent = deque(), {}, deque()
