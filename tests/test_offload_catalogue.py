@@ -333,6 +333,18 @@ def test_a_corrupt_block_fails_its_load_and_is_found_no_more() -> None:
     assert catalogue.forgotten() == [(0, 3)]
 
 
+def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
+    catalogue = Catalogue([FULL], 16, 10 * KIB)
+    catalogue.store("a", prompt(5))
+    carry_out(catalogue)
+    catalogue.load("b", prompt(5))
+    assert catalogue.evict() == 5
+    catalogue.store("c", prompt(10, "q"))
+    moves = {move.job_id: set(move.pieces[0].host_slots) for move in carry_out(catalogue)}
+    assert (len(moves["b"]), len(moves["c"]), moves["b"] & moves["c"]) == (5, 5, set())
+    assert set(outcomes(catalogue).values()) == {JobOutcome.DONE}
+
+
 def test_the_source_of_a_promotion_stays_until_it_has_ended() -> None:
     catalogue = with_file()
     catalogue.load("a", prompt(10))

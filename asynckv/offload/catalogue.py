@@ -878,6 +878,13 @@ class Catalogue:
         for job in self.jobs.values():
             for entry in job.holding:
                 holders.setdefault(entry, set()).add(job.job_id)
+            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | set(job.waits) | {
+                item.entry
+                for running in self._running.values()
+                if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful
+                for item in running.items
+            }:
+                wrong.append(f"job {job.job_id!r} holds what it does not need, or does not hold what it needs")
         for name, held in self.pins.items():
             for _, entry in held:
                 holders.setdefault(entry, set()).add(name)
