@@ -362,7 +362,7 @@ class Machine(RuleBasedStateMachine):
                 by_kind.setdefault(move.kind, []).append(move.num_bytes)
             assert move.num_bytes <= self.budgets.move_bytes or move.num_blocks == 1
         for kind, sizes in by_kind.items():
-            assert len(sizes) == 1 or sum(sizes) <= self.catalogue._limits[kind]
+            assert len(sizes) == 1 or sum(sizes) <= self.catalogue.traffic.limits[kind]
 
     def teardown(self) -> None:
         if not hasattr(self, "catalogue"):
