@@ -35,9 +35,11 @@ if TYPE_CHECKING:
         Failed,
         Finished,
         Lend,
+        Load,
         Order,
         Pull,
         Refused,
+        Store,
         Withdraw,
     )
     from asynckv.engine import Engine, LentRequest, Offload
@@ -98,7 +100,8 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Order Pull Refused Withdraw"
+        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Order Pull Refused "
+        "Store Withdraw"
     ),
     "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (
@@ -150,6 +153,7 @@ __all__ = [
     "Lend",
     "LentRequest",
     "LimitsConfig",
+    "Load",
     "Loaded",
     "LocalProtocolError",
     "LogConfig",
@@ -185,6 +189,7 @@ __all__ = [
     "RemoteTooShort",
     "RequestStatus",
     "Statistics",
+    "Store",
     "Stored",
     "TensorPart",
     "Tracing",
