@@ -404,7 +404,6 @@ class OffloadConfig:
         max_post_bytes: Most bytes in one copy: nothing that is copied can be stopped, so this bounds for how long a
             cancelled request's blocks are still in use.
         timeout_s: Default deadline of a load.
-        drain_s: How long a failed load waits for its copies before it says so.
         held_s: How long after its outcome a load's blocks may still be held by a copy that does not end, before they
             are retired: an error is logged, and whoever waits for them is told.
         network: How the host tier's own engine is reached, by which stored blocks are lent (`Offload.lend`), with an
@@ -421,7 +420,6 @@ class OffloadConfig:
     max_bytes: int = 256 * 1024 * 1024
     max_post_bytes: int = 16 * 1024 * 1024
     timeout_s: float = 30.0
-    drain_s: float = 5.0
     held_s: float = 600.0
     network: EngineConfig | None = None
 
@@ -437,7 +435,7 @@ class OffloadConfig:
         ):
             value = integer(f"offload.{name}", getattr(self, name), least, MAX_INTEGER, ConfigError)
             object.__setattr__(self, name, value)
-        for name in ("timeout_s", "drain_s", "held_s"):
+        for name in ("timeout_s", "held_s"):
             object.__setattr__(self, name, seconds(f"offload.{name}", getattr(self, name), ConfigError))
         if not isinstance(self.directory, str | os.PathLike) or not is_text(os.fspath(self.directory), MAX_PATH):
             raise ConfigError(f"offload.directory is {shown(self.directory)}; give a path, or '' for no files")

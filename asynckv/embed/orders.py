@@ -114,8 +114,9 @@ class Failed:
 
     Attributes:
         request_id: Whose.
-        error: What `Engine.pull` or `Offload.load` raised. If it names blocks (`PullError.held`) they may still be written; the
-            request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or else a bug.
+        error: What `Engine.pull` or `Offload.load` raised. If it names blocks (`PullError.held`) they may still be
+            written; the request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or
+            else a bug.
     """
 
     request_id: str

@@ -349,9 +349,24 @@ class Engine:
         return self._driver.core.prefill.memory_epoch if hasattr(self._driver, "core") else 0
 
     @property
-    def guests(self) -> list[Guest]:
+    def guests(self) -> tuple[Guest, ...]:
         """Who uses the memory beside the engine: an `Offload`."""
-        return self._driver.guests
+        return tuple(self._driver.guests)
+
+    def attach(self, guest: Guest) -> Driver:
+        """Let somebody use the memory beside the engine until it ends; what `Offload.start` calls.
+
+        Raises:
+            EngineClosed: The engine does not run.
+            LocalProtocolError: It has a guest already.
+        """
+        self._home.here(self.attach)
+        if self._ending.is_closing or self._life.state is not LifeState.RUNNING:
+            raise EngineClosed(f"the engine is {self._life.state.value}, and takes no offload")
+        if self._driver.guests:
+            raise LocalProtocolError("the engine has an offload already; close that first")
+        self._driver.guests.append(guest)
+        return self._driver
 
     @property
     def _is_started(self) -> bool:

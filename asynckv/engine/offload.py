@@ -2,8 +2,8 @@
 
 Blocks are found by what they hold, not by who stored them: a caller gives the hashes of a prompt, and the longest
 prefix of it that is kept anywhere is loaded. `asynckv/offload/` decides what is where, what is given up and what is
-moved next; the copy plane moves it, on threads of its own. What is said here is who may call, which blocks of the
-engine are in use meanwhile, and what a caller hears.
+moved next; the copy plane and the record plane move it, on threads of their own. What is said here is who may call,
+which blocks of the engine are in use meanwhile, and what a caller hears.
 
 No call waits for a copy but those that are awaited, and these may be cancelled. What is under way then is drained:
 blocks that are read for a store stay *lent*, and blocks that are loaded into stay *written* in the engine's ledger,
@@ -12,39 +12,178 @@ until nothing can read or write them any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import anyio
+import numpy as np
+
+from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import OffloadConfig
+from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
+from asynckv.core.lifecycle import LifeState
+from asynckv.core.rank import RankCore
+from asynckv.core.types import TransferId
+from asynckv.edges.host_pool import HostPool
+from asynckv.engine.carrier import Carrier
+from asynckv.engine.driver import Driver
 from asynckv.engine.engine import Engine, Groups
-from asynckv.geometry.check import Registration
-from asynckv.ports import Clock
+from asynckv.engine.jobs import OffloadJob
+from asynckv.errors import AsyncKVError, BackendError, ConfigError, EngineClosed, LocalProtocolError, PlanRefused
+from asynckv.geometry.blocks import BlockList, check_block_ids
+from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.packed import placed, record_form, record_sizes
+from asynckv.geometry.plan import ReadRequest
+from asynckv.observe.events import EVENT
+from asynckv.observe.sampling import Rate
+from asynckv.offload.catalogue import Budgets, Catalogue
+from asynckv.offload.found import Found
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
+from asynckv.offload.keys import as_hashes, needed, stored_groups
+from asynckv.ports import Clock, CopyOp, CopyPlane, Record, RecordPlane, RecordsEnded, RecordsLost, TimerHandle
 from asynckv.results import Loaded, Statistics, Stored
 
-__all__ = ["Offload"]
+__all__ = ["Offload", "Pin"]
+
+HOST = "host"
+"""The name of the host tier's memory among what the copy plane knows."""
+
+MAX_FAILURES = 10
+"""That are logged at once; then one per second."""
+
+GRACE_S = 1.0
+"""How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
+
+
+NAMESPACE = 16
+"""Bytes of a record's key before the hash: what the hash means."""
+
+MOVE_BYTES = 64 << 20
+"""In one move at most, which then has one ending for all of it."""
+
+COUNTED = frozenset(
+    (
+        *("lookups", "hits", "host_evicted", "file_evicted", "corrupt_or_unread"),
+        *("write_backs_without_room", "lost_before_write_back"),
+    )
+)
+"""Which of the catalogue's figures only grow."""
+
+
+@dataclass(slots=True)
+class _Posted:
+    """A move that has not ended."""
+
+    move: Move
+    is_doubtful: bool = False
+
+
+class Pin:
+    """What is kept from being given up, until it is released."""
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release: Callable[[], None] | None = release
+
+    def release(self) -> None:
+        """Let go; harmless a second time."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Offload:
     """What one rank keeps of its blocks outside of the accelerator.
 
-    Use it as an async context manager inside of its engine's, or call `start` and `aclose`. It belongs to the engine's
-    event loop, and every method raises `WrongThread` elsewhere.
+    Use it as an async context manager inside of its engine's, or call `start` and `aclose`; an engine that ends closes
+    it first. It belongs to the engine's event loop, and every method raises `WrongThread` elsewhere.
 
     Ranks of one engine have one each, and are told the same in the same order. A prefix is usable if every rank has it:
-    take the least `Found.num_tokens`, and the least `Loaded.num_tokens`.
+    take the least `Found.tokens`, and the least `Loaded.num_tokens`.
 
     Args:
         config: Checked configuration.
-        engine: Whose blocks these are, started before; or a registration, for a process without an engine.
+        engine: Whose blocks these are; started before this is.
+        copies: Copy plane; NIXL if left out.
+        records: Record plane; files of `config.directory` if left out.
 
     Raises:
-        ConfigError: A block size is not a multiple of `hash_tokens`, or a group cannot be kept; names the remedy.
+        ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the host tier is too
+            small; names the numbers and the remedy.
     """
 
-    def __init__(self, config: OffloadConfig, engine: Engine | Registration, *, clock: Clock | None = None) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        config: OffloadConfig,
+        engine: Engine,
+        *,
+        copies: CopyPlane | None = None,
+        records: RecordPlane | None = None,
+    ) -> None:
+        if not isinstance(config, OffloadConfig):
+            raise ConfigError(f"config is {shown(config)}; it must be an OffloadConfig")
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"engine is {shown(engine)}; it must be an Engine")
+        self.config, self.engine = config, engine
+        layout = engine.registration.layout
+        self._form = record_form(layout)
+        self._strides = [size.stride for size in record_sizes(self._form)]
+        self._kept = [index for index, stride in enumerate(self._strides) if stride]
+        """Groups that this rank has a part of: what the catalogue calls a group is a place in this list."""
+        groups = stored_groups(layout, self._strides, config.hash_tokens, config.model)
+        self._groups = tuple(groups[index] for index in self._kept)
+        self._namespaces = [bytes.fromhex(group.namespace) for group in groups]
+        self._copies, self._records = copies, records
+        self._align = math.lcm(*(group.block_size for group in self._groups))
+        self._catalogue = Catalogue(
+            self._groups,
+            config.hash_tokens,
+            config.host_bytes,
+            config.file_bytes,
+            policy=config.policy,
+            budgets=Budgets(
+                move_bytes=min(config.max_bytes, MOVE_BYTES),
+                load_bytes=config.max_bytes,
+                store_bytes=config.max_bytes,
+                promotion_bytes=config.max_bytes,
+                write_back_bytes=config.max_bytes,
+                write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
+            ),
+        )
+        self._memory: HostPool | None = None
+        self._is_copying = False
+        self._driver: Driver | None = None
+        self._carrier: Carrier | None = None
+        self._cause = "it is not started; use `async with Offload(config, engine)`"
+        """Why nothing is taken; empty while something is."""
+        self._jobs: dict[str, OffloadJob] = {}
+        """Those that have not ended, or whose blocks something may still touch."""
+        self._posted: dict[int, _Posted] = {}
+        """Moves that have not ended, those in doubt as well."""
+        self._ids = itertools.count(1)
+        self._counts: Counter[str] = Counter()
+        self._filed: dict[tuple[int, int], bytes] = {}
+        """What is in which slot of the files: (group, slot) -> hash."""
+        self._timer: TimerHandle | None = None
+        self._is_due = False
+        self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
+        self._idle = asyncio.Event()
+        self._failures = Rate(1.0, MAX_FAILURES)
+
+    # -- life ----------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -59,44 +198,670 @@ class Offload:
         """Take the memory, open the files, and find out what they hold.
 
         Raises:
-            BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory.
+            BackendError: The memory, the disk's space or NIXL is not to be had, or another process has the directory;
+                nothing is left running.
+            EngineClosed: The engine does not run.
         """
-        raise NotImplementedError
+        engine, config = self.engine, self.config
+        if self._driver is not None:
+            raise LocalProtocolError("the offload was started before; make a new one")
+        driver = self._driver = engine.attach(self)
+        began = driver.clock.now()
+        try:
+            self._memory = HostPool(config.host_bytes)
+            self._take(engine)
+            found = self._open_files()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._let_go_of_planes()
+            driver.guests.remove(self)
+            raise
+        self._cause = ""
+        driver.recorder.event(
+            "info",
+            EVENT.OFFLOAD_STARTED,
+            host_bytes=config.host_bytes,
+            file_bytes=config.file_bytes,
+            blocks_found=found,
+            seconds=round(driver.clock.now() - began, 6),
+            tiers=self.describe(),
+        )
+        self._pump()
+
+    def _take(self, engine: Engine) -> None:
+        """Use the engine's memory, as it is registered now."""
+        layout, memory = engine.registration.layout, self._memory
+        assert memory is not None
+        if record_form(layout) != self._form:
+            raise LocalProtocolError(
+                "the engine's blocks have another form than those that the offload keeps; make a new Offload"
+            )
+        host = placed(self._form, memory.memory.base, memory.memory.length)
+        self._carrier = Carrier(layout, host, self._namespaces, self.config.max_post_bytes)
+        if self._copies is None:
+            self._copies = _nixl_copies(f"{engine.config.engine_id}-{engine.incarnation[:16]}")
+        self._copies.start(layout.memories, {HOST: [memory.memory]}, self._on_copies)
+        self._is_copying = True
+
+    def _open_files(self) -> int:
+        """Open the file tier and say how many blocks it has."""
+        if self._records is None and self.config.directory:
+            self._records = _files(self.config, self.engine)
+        if self._records is None:
+            return 0
+        assert self._memory is not None
+        assert self._carrier is not None
+        found, strange = [], []
+        spaces = {self._namespaces[index]: at for at, index in enumerate(self._kept)}
+        for stored in self._records.start(self._memory.memory, self._on_records):
+            at = spaces.get(stored.key[:NAMESPACE])
+            stride = self._strides[self._kept[at]] if at is not None else 0
+            if at is None or stored.layout != self._carrier.form or stored.size != stride or stored.far % stride:
+                strange.append((stored.key, stored.far))
+            else:
+                slot, key = stored.far // stride, stored.key[NAMESPACE:]
+                found.append((at, slot, key))
+                self._filed[at, slot] = key
+        self._records.forget(strange)
+        self._counts["blocks_of_another_form"] += len(strange)
+        return self._catalogue.recover(found)
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
 
-        What is in files stays there. What was only in host memory is written back for as long as `timeout_s` has room.
+        What is in files stays there; what is in host memory alone is lost.
+
+        Args:
+            timeout_s: How long copies that run are waited for; a second if left out.
+
+        Returns:
+            What was not waited for.
+
+        Raises:
+            BackendError: Something may still write the memory. Call again to wait again.
         """
-        raise NotImplementedError
+        if self._driver is None:
+            return ()
+        self._here(self.aclose)
+        timeout = GRACE_S if timeout_s is None else number("timeout_s", timeout_s, 0)
+        if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
+            self._closing = asyncio.get_running_loop().create_task(self._close(timeout))
+        left: tuple[HeldBlocks, ...] = ()
+        with anyio.CancelScope(shield=True):
+            left = await asyncio.shield(self._closing)
+        return left
+
+    async def _close(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        driver = self._driver
+        assert driver is not None
+        was_open, self._cause = not self._cause, self._cause or "it was closed"
+        left = await self._end_work(timeout_s)
+        await self._let_go_of_planes()
+        self._forsake()
+        if self in driver.guests:
+            driver.guests.remove(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if was_open:
+            driver.recorder.event("info", EVENT.OFFLOAD_STOPPED, counters=self._said())
+        driver.soon()
+        return left
+
+    async def _end_work(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+        """Cancel what is asked for, and wait for what runs; returns who holds blocks still."""
+        driver = self._driver
+        assert driver is not None
+        for job in list(self._jobs.values()):
+            self._catalogue.cancel(job.job_id)
+        self._pump()
+        until = driver.clock.now() + timeout_s
+        handle = driver.clock.call_at(until, self._idle.set)
+        try:
+            while any(not posted.is_doubtful for posted in self._posted.values()) and driver.clock.now() < until:
+                self._idle.clear()
+                await self._idle.wait()
+        finally:
+            handle.cancel()
+        now = driver.clock.now()
+        return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self._jobs)
+
+    async def _let_go_of_planes(self) -> None:
+        """End both planes; nothing touches any memory afterwards."""
+        await self._let_go_of_device()
+        if self._records is not None:
+            await self._records.quiesce()
+            self._records.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    async def _let_go_of_device(self) -> None:
+        if self._copies is not None and self._is_copying:
+            await self._copies.quiesce()
+            self._copies.close()
+            self._is_copying = False
+
+    def _forsake(self, kinds: Sequence[MoveKind] = tuple(MoveKind)) -> None:
+        """Moves whose plane is gone have ended: nothing touches their blocks any more."""
+        for move_id, posted in list(self._posted.items()):
+            if posted.move.kind in kinds:
+                self._ended(move_id, Ending.FAILED, "the plane was closed")
+        self._pump()
+        if self._cause:
+            for job in list(self._jobs.values()):
+                job.closed()
+                self._release(job)
+
+    # -- what the engine asks of its guest -----------------------------------------------------------
+
+    async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+        """The engine ends, or is suspended: use its memory no more."""
+        driver = self._driver
+        assert driver is not None
+        if driver.life.state is not LifeState.SUSPENDING:
+            return await self.aclose(timeout_s)
+        self._cause = "its engine is suspended"
+        left = await self._end_work(GRACE_S if timeout_s is None else timeout_s)
+        await self._let_go_of_device()
+        self._forsake((MoveKind.STORE, MoveKind.LOAD))
+        return left
+
+    def take_again(self) -> None:
+        """The engine was resumed: use its memory as it is registered now."""
+        try:
+            self._take(self.engine)
+        except (LocalProtocolError, BackendError) as exc:
+            self._cause = str(exc)
+            assert self._driver is not None
+            self._driver.recorder.event("error", EVENT.OFFLOAD_BROKEN, cause=str(exc))
+        else:
+            self._cause = ""
+            self._pump()
+
+    def counters(self) -> dict[str, int]:
+        """What is told with the engine's own."""
+        return {f"offload.{name}": count for name, count in self._said().items()}
 
     # -- questions: answered at once -----------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Any:
-        """Say how long a prefix of a prompt could be loaded.
+    def lookup(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Found:
+        """Say how long a prefix of a prompt could be loaded. Microseconds; nothing is changed or waited for.
 
         Args:
             hashes: One per `hash_tokens` tokens, each covering all tokens before it as well.
-            num_tokens: Consider no more tokens than these.
-        """
-        raise NotImplementedError
+            num_tokens: Consider no more tokens than these; a scheduler that computes the last token again gives one
+                less than the prompt has.
 
-    # -- moves: awaited, and cancelled by cancelling -------------------------------------------------
+        Raises:
+            LocalProtocolError: These are no hashes.
+        """
+        self._here(self.lookup)
+        self._counts["lookups"] += 1
+        chain = self._chain(hashes, num_tokens)
+        found = self._catalogue.lookup(chain)
+        self._counts["lookup_tokens"] += len(chain) * self.config.hash_tokens
+        self._counts["lookup_tokens_found"] += found.tokens
+        return found
+
+    def would_wait(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> bool:
+        """Say whether loading that prefix would wait for files, or for a store that is under way."""
+        self._here(self.would_wait)
+        return self._catalogue.lookup(self._chain(hashes, num_tokens)).would_wait
+
+    def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
+        """Say that a prompt is wanted: what is kept of it is given up later."""
+        self._here(self.touch)
+        self._catalogue.touch(self._chain(hashes, num_tokens))
+
+    def pin(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> Pin:
+        """Keep what is kept of a prompt, until the pin is released or left (`with offload.pin(hashes):`)."""
+        self._here(self.pin)
+        name = f"pin-{next(self._ids)}"
+        self._catalogue.pin(name, self._chain(hashes, num_tokens))
+        return Pin(lambda: self._unpin(name))
+
+    def _unpin(self, name: str) -> None:
+        if self._catalogue.unpin(name) and not self._cause:
+            self._soon()
+
+    def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
+        """Give up what is kept of a prompt, or all that is kept, unless it is in use; returns how many blocks."""
+        self._here(self.evict)
+        count = self._catalogue.evict(None if hashes is None else self._chain(hashes, None))
+        self._soon()
+        return count
+
+    # -- moves: awaited, and given up by cancelling --------------------------------------------------
 
     async def store(self, request_id: str, groups: Groups, hashes: Sequence[str | bytes]) -> Stored:
-        """Copy blocks to the host tier; returns when they are there, and nobody reads the blocks any more."""
-        raise NotImplementedError
+        """Copy blocks to the host tier; returns when they are there, and nobody reads the blocks any more.
 
-    async def load(self, request_id: str, groups: Groups, hashes: Sequence[str | bytes], *, num_tokens: int) -> Loaded:
-        """Fill blocks with what is kept of a prompt."""
-        raise NotImplementedError
+        What is there already is not copied, and what another store copies just now is waited for. From the host tier
+        they go on to the files, in the background.
+
+        Args:
+            request_id: For people, and for `cancel` and `returned`; several stores may have the same.
+            groups: Per cache group `(first_token, block ids)`, as for `Engine.pull`. `None` in the list is a place of
+                which nothing is to be stored. Blocks that end after the last hash are not whole, and left out.
+            hashes: Of the whole prompt, from its start.
+
+        Raises:
+            EngineClosed: The offload or its engine is closed or suspended.
+            PlanRefused: The blocks do not fit the layout.
+            LocalProtocolError: A block is being written, or an argument is malformed.
+            PullCancelled: It was given up (`cancel`); the blocks are the engine's again.
+        """
+        self._here(self.store)
+        request_id, chain = text("request_id", request_id), as_hashes(hashes)
+        blocks = check_block_ids(self.engine.registration.layout, groups)
+        tokens = len(chain) * self.config.hash_tokens
+        wanted: list[list[int]] = []
+        for index in self._kept:
+            (first, ids), size = blocks[index], self._layout.groups[index].block_size
+            start, end = first // size, tokens // size
+            wanted.append([start + i for i, block in enumerate(ids[: max(end - start, 0)].tolist()) if block != NULL])
+        job = self._begin(JobKind.STORE, request_id, blocks, chain, tokens, wanted, None)
+        ended = await self._outcome(job)
+        if ended.outcome is JobOutcome.CANCELLED:
+            raise job.error()
+        missed = sum(map(len, ended.missing))
+        seconds = self._clock.now() - job.begun_at
+        return Stored(request_id, ended.known + ended.blocks, ended.blocks, missed, job.num_bytes, seconds)
+
+    async def load(
+        self,
+        request_id: str,
+        groups: Groups,
+        hashes: Sequence[str | bytes],
+        *,
+        num_tokens: int,
+        timeout_s: float | None = None,
+    ) -> Loaded:
+        """Fill blocks with what is kept of a prompt, from files if need be.
+
+        A miss is no error: the result says how many tokens are in place. What lies above them is to be computed, and
+        the blocks given for that may have been written in part.
+
+        Args:
+            request_id: One load at a time per id.
+            groups: Per cache group `(first_token, block ids)`, as for `Engine.pull`: what is before `first_token`,
+                where a block has to begin, is there already. `None` is a place where nothing is wanted.
+            hashes: Of the whole prompt, from its start.
+            num_tokens: Tokens that are wanted: `Found.tokens`, or less by whole blocks of all groups.
+            timeout_s: What is not copied by then is a miss; the configuration's if left out.
+
+        Raises:
+            EngineClosed: The offload or its engine is closed or suspended.
+            PlanRefused: The blocks do not fit the layout or the tokens.
+            LocalProtocolError: A block is in use, the request is being loaded already, or an argument is malformed.
+            PullError: A copy failed so that it may still write; says which blocks are held, as for a pull.
+                `PullCancelled` if the load was given up (`cancel`).
+        """
+        self._here(self.load)
+        request_id, chain = text("request_id", request_id), as_hashes(hashes)
+        timeout = self.config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
+        tokens = integer("num_tokens", num_tokens, 0, len(chain) * self.config.hash_tokens)
+        if tokens % self._align:
+            raise LocalProtocolError(
+                f"num_tokens is {tokens}, which is no end of a block in all groups; give a multiple of {self._align}, "
+                f"such as Found.tokens"
+            )
+        if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._jobs.values()):
+            raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
+        blocks = check_block_ids(self.engine.registration.layout, groups, tokens)
+        wanted = []
+        for group, index in zip(self._groups, self._kept, strict=True):
+            first, ids = blocks[index]
+            if first % group.block_size and first < tokens:
+                raise PlanRefused(
+                    f"group {index} ({group.name!r}): the first token {first} is inside a block of {group.block_size} "
+                    f"tokens; blocks are loaded whole, so begin at token {first - first % group.block_size}",
+                    request_id=request_id,
+                )
+            start, places = first // group.block_size, needed(group, first, tokens)
+            wanted.append([j for j in places if 0 <= j - start < len(ids) and ids[j - start] != NULL])
+        job = self._begin(JobKind.LOAD, request_id, blocks, chain, tokens, wanted, timeout)
+        ended = await self._outcome(job)
+        if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
+            raise job.error()
+        loaded = self._loaded_tokens(job, ended, tokens)
+        self._counts["loaded_tokens"] += loaded
+        self._counts["missed_tokens"] += tokens - loaded
+        seconds_ = self._clock.now() - job.begun_at
+        return Loaded(request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, seconds_)
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up the stores and the load of a request; False if there are none."""
+        self._here(self.cancel)
+        jobs = [job for job in self._jobs.values() if job.request_id == request_id and job.ended is None]
+        for job in jobs:
+            self._give_up(job)
+        return bool(jobs)
+
+    async def returned(self, request_id: str) -> None:
+        """Wait until nothing reads or writes a request's blocks, whatever became of its stores and loads.
+
+        What `PullError.returned` is for a load that failed, this is for a call whose task was cancelled.
+
+        Raises:
+            BlocksRetired: A copy did not end within `held_s`; the blocks must never be used again.
+        """
+        self._here(self.returned)
+        for job in [job for job in self._jobs.values() if job.request_id == request_id]:
+            await job.until_returned()
+
+    def _begin(
+        self,
+        kind: JobKind,
+        request_id: str,
+        blocks: Sequence[BlockList],
+        chain: list[bytes],
+        tokens: int,
+        wanted: Sequence[Sequence[int]],
+        timeout_s: float | None,
+    ) -> OffloadJob:
+        """Take the blocks, and hand a job to the catalogue."""
+        if self._cause:
+            raise EngineClosed(f"the offload takes nothing: {self._cause}")
+        ledger, now = self._core.ledger, self._clock.now()
+        ids: dict[int, Int64s] = {}
+        for index, places in zip(self._kept, wanted, strict=True):
+            if places:
+                first, given = blocks[index]
+                ids[index] = given[np.asarray(places) - first // self._layout.groups[index].block_size]
+        held = ledger.check("lent" if kind is JobKind.STORE else "writing", ids)
+        until = math.inf if timeout_s is None else now + timeout_s
+        job = OffloadJob(f"{kind.value}-{next(self._ids)}", request_id, kind, blocks, held, now, until)
+        ask = self._catalogue.store if kind is JobKind.STORE else self._catalogue.load
+        ask(job.job_id, chain, tokens, positions=wanted, until=until)
+        ledger.hold(job.job_id, "lent" if kind is JobKind.STORE else "writing", request_id, held, now)
+        self._core.inspect.guests[job.job_id] = job
+        self._jobs[job.job_id] = job
+        self._counts[f"{kind.value}s"] += 1
+        self._pump()
+        return job
+
+    async def _outcome(self, job: OffloadJob) -> JobEnded:
+        try:
+            return await job.outcome
+        except asyncio.CancelledError:
+            if job.ended is None:
+                self._give_up(job)
+            raise
+
+    def _give_up(self, job: OffloadJob) -> None:
+        """Begin nothing more of a job, and wait for what runs."""
+        self._catalogue.cancel(job.job_id)
+        if job.kind is JobKind.LOAD and self._copies is not None:
+            # A store's copies go on: others may wait for them.
+            for move_id, posted in self._posted.items():
+                if posted.move.job_id == job.job_id and posted.move.kind is MoveKind.LOAD:
+                    self._copies.cancel(TransferId(move_id))
+        self._pump()
+
+    def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
+        """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
+        if not any(ended.missing):
+            return tokens
+        had = min(min(job.blocks[index][0], tokens) for index in self._kept)
+        if any(group.is_state or group.window for group in self._groups):
+            return had - had % self._align  # a shorter prefix needs other blocks than those that were loaded
+        ends = [
+            min(missing) * group.block_size
+            for group, missing in zip(self._groups, ended.missing, strict=True)
+            if missing
+        ]
+        return max(min(ends) // self._align * self._align, had - had % self._align)
+
+    # -- between the catalogue and the planes --------------------------------------------------------
+
+    def _soon(self) -> None:
+        """Look what is to be done, in the loop's next turn."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._pump_soon)
+
+    def _pump_soon(self) -> None:
+        self._is_due = False
+        self._pump()
+
+    def _pump(self) -> None:
+        """Do what the catalogue wants, and tell what became of jobs."""
+        catalogue, now = self._catalogue, self._clock.now()
+        if forgotten := catalogue.forgotten():
+            self._forget(forgotten)
+        if not self._cause:
+            for move in catalogue.moves(now):
+                self._post(move)
+        for news in catalogue.news():
+            job = self._jobs[news.job_id]
+            if isinstance(news, JobReturned):
+                self._release(job)
+                continue
+            job.end(news, now, self.config.held_s)
+            self._counts[f"{news.kind.value}s_{news.outcome.value}"] += 1
+            if not news.is_held:
+                self._release(job)
+            if news.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
+                self._log_failed(job, news)
+        self._retire(now)
+        self._arm(now)
+
+    def _retire(self, now: float) -> None:
+        """Give up blocks that something may have been touching for too long."""
+        for job in self._jobs.values():
+            if job.retired_at <= now and not job.is_retired:
+                job.retire()
+                self._counts["jobs_retired"] += 1
+                self._log_retired(job, now)
+
+    def _arm(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        held = [job.retired_at for job in self._jobs.values() if not job.is_retired]
+        when = min([self._catalogue.wake_at, *held])
+        if when < math.inf and self._is_copying:
+            self._timer = self._clock.call_at(max(when, now), self._soon)
+
+    def _release(self, job: OffloadJob) -> None:
+        """Nothing touches a job's blocks any more: they are the engine's."""
+        core = self._core
+        core.ledger.drop(job.job_id)
+        core.inspect.guests.pop(job.job_id, None)
+        self._jobs.pop(job.job_id, None)
+        job.is_free = True
+        job.is_returned.set()
+        assert self._driver is not None
+        self._driver.soon()  # somebody may wait until nothing is held
+
+    def _forget(self, freed: Sequence[tuple[int, int]]) -> None:
+        """What is in these slots of the files is to be found no more."""
+        if self._records is None or self._carrier is None:
+            return
+        gone = []
+        for at, slot in freed:
+            if (key := self._filed.pop((at, slot), None)) is not None:
+                record = self._carrier.record(self._kept[at], key, 0, slot)
+                gone.append((record.key, record.far))
+        self._records.forget(gone)
+
+    def _post(self, move: Move) -> None:
+        """Hand a move to its plane."""
+        self._posted[move.move_id] = _Posted(move)
+        if move.kind in (MoveKind.LOAD, MoveKind.STORE):
+            assert self._copies is not None
+            op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
+            self._copies.post(TransferId(move.move_id), op, HOST, self._copied(move, self._jobs[move.job_id]))
+            return
+        assert self._records is not None
+        assert self._carrier is not None
+        op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
+        records: list[Record] = []
+        for piece in move.pieces:
+            index = self._kept[piece.group]
+            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
+                records.append(self._carrier.record(index, key, near, far))
+                if op is CopyOp.WRITE:
+                    self._filed[piece.group, far] = key
+        self._records.post(TransferId(move.move_id), op, records)
+
+    def _copied(self, move: Move, job: OffloadJob) -> Iterator[ReadRequest]:
+        """What is copied between the device and the host tier, piece by piece."""
+        assert self._carrier is not None
+        for piece in move.pieces:
+            index = self._kept[piece.group]
+            first, ids = job.blocks[index]
+            at = np.asarray(piece.positions) - first // self._layout.groups[index].block_size
+            yield from self._carrier.pieces(index, ids[at], np.asarray(piece.host_slots))
+
+    def _on_copies(self) -> None:
+        assert self._copies is not None
+        for news in self._copies.poll():
+            self._ended(int(news.transfer_id), news.ending, news.cause)
+        self._pump()
+
+    def _on_records(self) -> None:
+        assert self._records is not None
+        for news in self._records.poll():
+            if isinstance(news, RecordsEnded):
+                self._ended(int(news.move_id), news.ending, news.cause, news.lost)
+            else:
+                self._lose_files(news)
+        self._pump()
+
+    def _ended(self, move_id: int, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
+        """Tell the catalogue of a move, and count it."""
+        posted = self._posted.get(move_id)
+        if posted is None:
+            return
+        move = posted.move
+        if ending is Ending.IN_DOUBT:
+            posted.is_doubtful = True
+            self._counts["moves_doubted"] += 1
+        else:
+            del self._posted[move_id]
+            self._idle.set()
+        if ending is Ending.FAILED and lost:
+            ending = Ending.DONE  # but for those
+        if ending is Ending.DONE:
+            self._counts[f"{move.kind.value}_bytes"] += move.num_bytes
+            self._counts[f"{move.kind.value}_blocks"] += move.num_blocks - len(lost)
+            self._counts["records_lost"] += len(lost)
+            if (job := self._jobs.get(move.job_id)) is not None:
+                if move.kind is MoveKind.PROMOTION:
+                    job.file_bytes += move.num_bytes
+                else:
+                    job.num_bytes += move.num_bytes
+        elif ending is not Ending.IN_DOUBT:
+            self._counts["moves_failed"] += 1
+        self._catalogue.ended(move_id, ending, cause, lost)
+
+    def _lose_files(self, news: RecordsLost) -> None:
+        """The file tier takes no more writes, or nothing at all."""
+        assert self._driver is not None
+        if news.reads:
+            self._catalogue.switch_off()
+        self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
+
+    # -- what is said --------------------------------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """Take a snapshot of counters and gauges."""
-        raise NotImplementedError
+        """Take a snapshot: counters and gauges of this offload; the loop's are its engine's."""
+        self._here(self.statistics)
+        said = self._catalogue.statistics()
+        gauges = {name: said[name] for name in said if name not in COUNTED}
+        return Statistics(self._said(), gauges, (), 0.0, 0.0, {})
+
+    def _said(self) -> dict[str, int]:
+        said = self._catalogue.statistics()
+        counters = dict(self._counts) | {name: said[name] for name in COUNTED if name in said}
+        for plane, name in ((self._copies, "copies"), (self._records, "files")):
+            if plane is not None and self._driver is not None:
+                counters |= {f"{name}.{key}": count for key, count in plane.statistics().items()}
+        return counters
 
     def describe(self) -> dict[str, str]:
-        """Name tiers, sizes and modes."""
-        raise NotImplementedError
+        """Name versions, transports and modes in use."""
+        said = {} if self._copies is None else dict(self._copies.describe())
+        if self._records is not None:
+            said |= self._records.describe()
+        return said
 
-    on_news: Callable[[], None]
+    def check_integrity(self) -> None:
+        """Audit what is kept against what is under way.
+
+        Raises:
+            AsyncKVError: Something does not add up; a bug to report, with this message.
+        """
+        self._here(self.check_integrity)
+        wrong = self._catalogue.check_integrity()
+        idle = {job_id for job_id in self._jobs if self._core.ledger.get(job_id) is None}
+        wrong += [f"job {job_id} holds no blocks" for job_id in sorted(idle) if self._jobs[job_id].ids]
+        if wrong:
+            raise AsyncKVError("integrity: " + "; ".join(wrong))
+
+    def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
+        assert self._driver is not None
+        now = self._clock.now()
+        if self._failures.take(now):
+            self._driver.recorder.event(
+                "warning",
+                EVENT.OFFLOAD_FAILED,
+                cause=ended.outcome.value,
+                detail=ended.cause,
+                what=job.kind.value,
+                request_id=job.request_id,
+                blocks=sum(map(len, ended.missing)),
+                held=int(ended.is_held),
+                seconds=round(now - job.begun_at, 6),
+                **self._failures.left_out(),
+            )
+
+    def _log_retired(self, job: OffloadJob, now: float) -> None:
+        assert self._driver is not None
+        self._driver.recorder.event(
+            "error",
+            EVENT.OFFLOAD_RETIRED,
+            what=job.kind.value,
+            request_id=job.request_id,
+            blocks=sum(map(len, job.ids.values())),
+            seconds_after_failure=round(now - job.ended_at, 6),
+        )
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    @property
+    def _layout(self) -> Layout:
+        return self.engine.registration.layout
+
+    @property
+    def _core(self) -> RankCore:
+        assert self._driver is not None
+        return self._driver.core
+
+    @property
+    def _clock(self) -> Clock:
+        assert self._driver is not None
+        return self._driver.clock
+
+    def _here(self, call: Callable[..., Any]) -> None:
+        if self._driver is None:
+            raise EngineClosed(f"the offload takes nothing: {self._cause}")
+        self._driver.home.here(call)
+
+    def _chain(self, hashes: Sequence[str | bytes], num_tokens: int | None) -> list[bytes]:
+        chain = as_hashes(hashes)
+        if num_tokens is not None:
+            return chain[: integer("num_tokens", num_tokens, 0, MAX_TOKENS) // self.config.hash_tokens]
+        return chain
+
+
+def _nixl_copies(name: str) -> CopyPlane:
+    from asynckv.edges.copies import NixlCopies
+
+    return NixlCopies(name)
+
+
+def _files(config: OffloadConfig, engine: Engine) -> RecordPlane:
+    raise NotImplementedError

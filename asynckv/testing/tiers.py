@@ -59,9 +59,7 @@ class SimCopies:
         self._news: list[TransferEnded] = []
         self._on_ready: Callable[[], None] = lambda: None
 
-    def start(
-        self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]
-    ) -> None:
+    def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
         """Know the memory."""
         assert not self.is_open
         self.is_open, self._on_ready = True, on_ready
@@ -80,7 +78,8 @@ class SimCopies:
     def _go_on(self, move_id: TransferId, fate: str) -> None:
         if move_id not in self.moves:
             return
-        {"finish": self.finish, "fail": self.fail, "doubt": self.doubt, "wait": lambda _: None}[fate](move_id)
+        if fate != "wait":
+            {"finish": self.finish, "fail": self.fail, "doubt": self.doubt}[fate](move_id)
 
     def cancel(self, move_id: TransferId) -> None:
         """Post nothing more of it; what flies goes on."""
@@ -98,7 +97,9 @@ class SimCopies:
             return True
         del self.moves[move_id]
         was_cut = move.is_cancelled and following is not None
-        self._tell(TransferEnded(move_id, Ending.FAILED, "cancelled") if was_cut else TransferEnded(move_id, Ending.DONE))
+        self._tell(
+            TransferEnded(move_id, Ending.FAILED, "cancelled") if was_cut else TransferEnded(move_id, Ending.DONE)
+        )
         return False
 
     def finish(self, move_id: TransferId | None = None) -> None:

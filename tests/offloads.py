@@ -1,0 +1,106 @@
+"""An engine with an offload: on simulated planes and a manual clock, or on real NIXL and files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from asynckv import Engine, EngineConfig, Offload, OffloadConfig, register_memory
+from asynckv.geometry.layout import Layout, Memory
+from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
+from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
+from tests.engines import until
+from tests.world import make_layout
+
+BLOCKS = 32
+SIZE = 16
+"""Tokens per block, and per hash."""
+
+RECORD = 8192
+"""Bytes of one block in a tier: 2 layers, keys and values, 16 tokens, 4 heads of 8, 2 bytes."""
+
+
+def layout_of(tp_rank: int = 0, tp_size: int = 1, *, num_blocks: int = BLOCKS, **more: Any) -> Layout:
+    """A small attention layout."""
+    return make_layout(tp_rank, tp_size, num_blocks=num_blocks, **{"block_size": SIZE, "head_dim": 8} | more)
+
+
+def chain(name: str, count: int) -> list[str]:
+    """Hashes of a prompt."""
+    return [f"{name}-{i}" for i in range(count)]
+
+
+class Rank:
+    """An engine with its memory and its offload.
+
+    Attributes:
+        arrays: One per memory of the layout.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        seed: int = 1,
+        real: bool = False,
+        disk: SimDisk | None = None,
+        network: SimNetwork | None = None,
+        engine: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        self.arrays: list[npt.NDArray[np.uint8]] = [rng.integers(0, 256, m.length, np.uint8) for m in layout.memories]
+        memories = tuple(Memory(a.ctypes.data, a.nbytes) for a in self.arrays)
+        self.layout = msgspec.structs.replace(layout, memories=memories)
+        self.clock, self.network = ManualClock(), network or SimNetwork()
+        registration = register_memory(self.layout, tuple(self.arrays))
+        settings = EngineConfig(engine_id="worker", **engine or {})
+        config = {"model": "toy", "hash_tokens": SIZE, "host_bytes": 16 * RECORD} | config
+        if real:
+            self.engine = Engine(settings, registration)
+            self.offload = Offload(OffloadConfig(**config), self.engine)
+            return
+        data = SimData(self.network, f"worker-{seed}")
+        self.engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
+        self.copies = SimCopies()
+        self.records = SimRecords(disk) if disk is not None else None
+        if disk is not None:
+            config |= {"directory": "simulated", "file_bytes": disk.num_bytes}
+        self.offload = Offload(OffloadConfig(**config), self.engine, copies=self.copies, records=self.records)
+
+    def block(self, *ids: int) -> bytes:
+        """What blocks hold, layer by layer."""
+        n = self.layout.groups[0].num_blocks
+        return b"".join(a.reshape(2, n, -1)[:, [i]].tobytes() for i in ids for a in self.arrays)
+
+    def scribble(self, ids: Sequence[int], seed: int = 99) -> None:
+        """Use blocks for something else."""
+        rng, n = np.random.default_rng(seed), self.layout.groups[0].num_blocks
+        for a in self.arrays:
+            some = a.reshape(2, n, -1)
+            some[:, list(ids)] = rng.integers(0, 256, some[:, list(ids)].shape, np.uint8)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Offload]:
+        """Start both; afterwards all adds up, nothing is held, and both are closed."""
+        async with self.engine:
+            await self.offload.start()
+            yield self.offload
+            if not self.offload._cause:
+                self.offload.check_integrity()
+                self.engine.check_integrity()
+            closing = asyncio.create_task(self.engine.aclose())
+            while not closing.done():
+                await asyncio.sleep(0)
+                self.clock.advance(0.01)
+            await closing
+            assert not self.engine.holds()
+
+
+__all__ = ["BLOCKS", "RECORD", "SIZE", "Rank", "chain", "layout_of", "until"]
