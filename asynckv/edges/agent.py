@@ -118,9 +118,11 @@ class _Lists(NamedTuple):
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("lists", "memories")
+    __slots__ = ("lists", "memories", "name")
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
+    def __init__(self, name: str, memories: Sequence[Memory]) -> None:
+        self.name = name
+        """NIXL's."""
         self.memories = memories
         self.lists: dict[int, _Lists] = {}
         """By the id of their table, the oldest first."""
@@ -176,7 +178,7 @@ class Agent:
         self._life = weakref.finalize(self._raw, int)
         """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
         self._life.atexit = False
-        self._read = agent.nixl_ops["READ"]
+        self._read, self._write = agent.nixl_ops["READ"], agent.nixl_ops["WRITE"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
@@ -194,11 +196,24 @@ class Agent:
     # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory.
+        """Register local memory, which tables number in this order.
 
         Raises:
             BackendError: NIXL refuses.
         """
+        self._register(memories)
+        self._memories += tuple(memories)
+
+    def register_own(self, name: str, memories: Sequence[Memory]) -> None:
+        """Register memory that is the other side of copies within this process, under a name.
+
+        Raises:
+            BackendError: NIXL refuses.
+        """
+        self._register(memories)
+        self._remotes[name] = _Remote(self.name, memories)
+
+    def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
             refused = ""
@@ -208,7 +223,6 @@ class Agent:
                 refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
             if refused:
                 raise BackendError(refused)
-        self._memories += tuple(memories)
 
     def info(self) -> AgentInfo:
         """Return the name and NIXL's metadata blob."""
@@ -234,7 +248,7 @@ class Agent:
                 with suppress(Exception):
                     self._agent.remove_remote_agent(found)
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._remotes[name] = _Remote(memories)
+        self._remotes[name] = _Remote(name, memories)
 
     def is_connected(self, name: str) -> bool:
         """Say whether a remote agent is loaded, and its connection has not broken."""
@@ -271,7 +285,8 @@ class Agent:
         if name not in self._remotes:
             return
         self.drop_lists(name)
-        del self._remotes[name]
+        if self._remotes.pop(name).name == self.name:
+            return
         with suppress(Exception):  # a connection that broke is gone as it is
             self._agent.remove_remote_agent(name)
 
@@ -288,7 +303,7 @@ class Agent:
         made, refused = [], ""
         try:
             made.append(self._prepare("", table.local, table.length, table.local_blocks, self._memories))
-            made.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote.memories))
+            made.append(self._prepare(remote.name, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
         except Exception as exc:
@@ -339,8 +354,11 @@ class Agent:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read; local transports finish it in here. News if it has ended or is in doubt."""
+    def post(
+        self, transfer_id: TransferId, name: str, read: ReadRequest, is_write: bool = False
+    ) -> TransferEnded | None:
+        """Post a read, or the same the other way; local transports finish it in here. News if it has ended or is in
+        doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
@@ -353,7 +371,8 @@ class Agent:
         local, theirs = lists.local._handle, lists.remote._handle
         try:
             # The bare handle: the wrapper would release it behind our back when it is collected.
-            handle = self._raw.makeXferReq(self._read, local, read.local, theirs, read.remote, b"", [], False)
+            op = self._write if is_write else self._read
+            handle = self._raw.makeXferReq(op, local, read.local, theirs, read.remote, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
