@@ -41,13 +41,16 @@ from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
-__all__ = ["Agent", "make_epoll"]
+__all__ = ["SINK", "SOURCE", "Agent", "make_epoll"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
 """Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
 (`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
+
+SOURCE, SINK = " is copied from", " is copied to"
+"""What follows the name of memory of this process, by which way the bytes go."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -118,12 +121,12 @@ class _Lists(NamedTuple):
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("lists", "memories", "name")
+    __slots__ = ("lists", "memories", "own")
 
-    def __init__(self, name: str, memories: Sequence[Memory]) -> None:
-        self.name = name
-        """NIXL's."""
+    def __init__(self, memories: Sequence[Memory], own: str = "") -> None:
         self.memories = memories
+        self.own = own
+        """Of this process: `SOURCE` or `SINK`."""
         self.lists: dict[int, _Lists] = {}
         """By the id of their table, the oldest first."""
 
@@ -205,13 +208,15 @@ class Agent:
         self._memories += tuple(memories)
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
-        """Register memory that is the other side of copies within this process, under a name.
+        """Register memory that is the other side of copies within this process: under `name + SOURCE` it is copied
+        from, under `name + SINK` to.
 
         Raises:
             BackendError: NIXL refuses.
         """
         self._register(memories)
-        self._remotes[name] = _Remote(self.name, memories)
+        for suffix in (SOURCE, SINK):
+            self._remotes[name + suffix] = _Remote(memories, suffix)
 
     def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
@@ -248,7 +253,7 @@ class Agent:
                 with suppress(Exception):
                     self._agent.remove_remote_agent(found)
             raise BackendError(f"NIXL metadata is of agent {found!r}, but {name!r} was announced")
-        self._remotes[name] = _Remote(name, memories)
+        self._remotes[name] = _Remote(memories)
 
     def is_connected(self, name: str) -> bool:
         """Say whether a remote agent is loaded, and its connection has not broken."""
@@ -285,7 +290,7 @@ class Agent:
         if name not in self._remotes:
             return
         self.drop_lists(name)
-        if self._remotes.pop(name).name == self.name:
+        if self._remotes.pop(name).own:
             return
         with suppress(Exception):  # a connection that broke is gone as it is
             self._agent.remove_remote_agent(name)
@@ -302,8 +307,9 @@ class Agent:
             return known
         made, refused = [], ""
         try:
-            made.append(self._prepare("", table.local, table.length, table.local_blocks, self._memories))
-            made.append(self._prepare(remote.name, table.remote, table.length, table.remote_blocks, remote.memories))
+            mine, theirs = ("", name) if not remote.own else ("", self.name) if remote.own == SINK else (self.name, "")
+            made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
+            made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
         except Exception as exc:
@@ -354,11 +360,8 @@ class Agent:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post(
-        self, transfer_id: TransferId, name: str, read: ReadRequest, is_write: bool = False
-    ) -> TransferEnded | None:
-        """Post a read, or the same the other way; local transports finish it in here. News if it has ended or is in
-        doubt."""
+    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+        """Post a read, or a copy; local transports finish it in here. News if it has ended or is in doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
@@ -368,11 +371,21 @@ class Agent:
                 lists = self.prepare(name, read.table)
             except BackendError as exc:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        local, theirs = lists.local._handle, lists.remote._handle
+        op, local, mine, theirs, remotes = (
+            self._read,
+            lists.local._handle,
+            read.local,
+            lists.remote._handle,
+            read.remote,
+        )
+        if remote.own:
+            # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
+            op = self._write
+            if remote.own == SOURCE:
+                local, mine, theirs, remotes = theirs, remotes, local, mine
         try:
             # The bare handle: the wrapper would release it behind our back when it is collected.
-            op = self._write if is_write else self._read
-            handle = self._raw.makeXferReq(op, local, read.local, theirs, read.remote, b"", [], False)
+            handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.edges.agent import Agent
+from asynckv.edges.agent import SINK, SOURCE, Agent
 from asynckv.edges.nixl import CLOSE_S, load_nixl, wait_all
 from asynckv.edges.posters import Poster
 from asynckv.errors import BackendError
@@ -49,7 +49,8 @@ class _Move:
     __slots__ = ("cause", "doubtful", "ending", "far", "is_told_doubt", "move_id", "op", "pieces", "running")
 
     def __init__(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
-        self.move_id, self.op, self.far = move_id, op, far
+        self.move_id, self.op = move_id, op
+        self.far = far + (SOURCE if op is CopyOp.READ else SINK)
         self.pieces: Iterator[ReadRequest] | None = iter(pieces)
         """None once nothing more is to be posted."""
         self.running: set[TransferId] = set()
@@ -225,7 +226,7 @@ class NixlCopies:
 
     def _hand_over(self, move: _Move, piece: ReadRequest, poster: Poster | None) -> None:
         number = TransferId(next(self._ids))
-        if poster is None or not poster.post(number, move.far, piece, move.op is CopyOp.WRITE):
+        if poster is None or not poster.post(number, move.far, piece):
             name = poster.name if poster is not None else "the copy plane"
             move.spoil(Ending.FAILED, f"{name} takes nothing: it has ended")
             self._settle(move)

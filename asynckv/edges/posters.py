@@ -77,7 +77,6 @@ class _Post:
     transfer_id: TransferId
     name: str
     read: ReadRequest
-    is_write: bool
 
 
 _Order = _Load | _Drop | _Post
@@ -161,11 +160,11 @@ class Poster:
         """Forget a remote agent, or only what was prepared for it, once what was ordered before is done."""
         self._order(_Drop(name, keep))
 
-    def post(self, transfer_id: TransferId, name: str, read: ReadRequest, is_write: bool = False) -> bool:
-        """Take a read (or a write) over; False if it is not taken, because the thread is gone or has too many."""
+    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
+        """Take a read over; False if it is not taken, because the thread is gone or has too many."""
         if self._queued - self.posts >= MAX_QUEUED:
             return False
-        if not self._order(_Post(transfer_id, name, read, is_write)):
+        if not self._order(_Post(transfer_id, name, read)):
             return False
         self._queued += 1
         self._queued_bytes += read.num_bytes
@@ -265,11 +264,11 @@ class Poster:
         while self._orders and not self._is_stopping:
             order = self._orders.popleft()
             match order:
-                case _Post(transfer_id, name, read, is_write):
+                case _Post(transfer_id, name, read):
                     self._mine[transfer_id] = read.num_bytes
                     self.posts += 1
                     began = time.monotonic()
-                    if (ended := agent.post(transfer_id, name, read, is_write)) is not None:
+                    if (ended := agent.post(transfer_id, name, read)) is not None:
                         self._news.append(ended)
                         if ended.ending is Ending.DONE:
                             num_bytes, seconds = self._copied
