@@ -22,8 +22,8 @@ BLOCKS = 32
 SIZE = 16
 """Tokens per block, and per hash."""
 
-RECORD = 8192
-"""Bytes of one block in a tier: 2 layers, keys and values, 16 tokens, 4 heads of 8, 2 bytes."""
+RECORD = 4096
+"""Bytes of one block in a tier: 2 layers, keys and values, 16 tokens, 4 heads of 8, of 2 bytes."""
 
 
 def layout_of(tp_rank: int = 0, tp_size: int = 1, *, num_blocks: int = BLOCKS, **more: Any) -> Layout:

@@ -10,6 +10,8 @@ from asynckv import LocalProtocolError, PullCancelled, PullError
 from asynckv.testing.tiers import SimDisk
 from tests.offloads import RECORD, Rank, chain, layout_of, until
 
+pytestmark = pytest.mark.anyio
+
 
 async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
     rank = Rank(layout_of())
