@@ -41,7 +41,7 @@ class HeldBlocks:
         held_s: For how long.
         left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
         waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
-        pull_id: Of a pull, as in the logs.
+        pull_id: Of a pull, as in the logs; of an offload's, its job.
     """
 
     request_id: str
@@ -219,7 +219,7 @@ class Inspector:
             held_s=now - hold.since,
             left_s=max(until - now, 0.0),
             waits_for=waits_for,
-            pull_id=hold.holder if isinstance(request, Pull) else "",
+            pull_id="" if request is None or isinstance(request, Lease) else hold.holder,
         )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:

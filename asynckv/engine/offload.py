@@ -69,6 +69,13 @@ NAMESPACE = 16
 MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
 
+COUNTERS = (
+    *("stores", "loads", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
+    *(f"{kind.value}_{what}" for kind in MoveKind for what in ("bytes", "blocks")),
+    *("moves_failed", "moves_doubted", "records_lost", "blocks_of_another_form", "jobs_retired"),
+)
+"""What is counted here; `stores_` and `loads_` with an outcome besides."""
+
 COUNTED = frozenset(
     (
         *("lookups", "hits", "host_evicted", "file_evicted", "corrupt_or_unread"),
@@ -174,7 +181,7 @@ class Offload:
         self._posted: dict[int, _Posted] = {}
         """Moves that have not ended, those in doubt as well."""
         self._ids = itertools.count(1)
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._filed: dict[tuple[int, int], bytes] = {}
         """What is in which slot of the files: (group, slot) -> hash."""
         self._timer: TimerHandle | None = None
@@ -506,6 +513,8 @@ class Offload:
                 f"num_tokens is {tokens}, which is no end of a block in all groups; give a multiple of {self._align}, "
                 f"such as Found.tokens"
             )
+        if len(set(chain)) < len(chain):
+            raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
         if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._jobs.values()):
             raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
         blocks = check_block_ids(self.engine.registration.layout, groups, tokens)
@@ -601,11 +610,12 @@ class Offload:
 
     def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
         """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
-        if not any(ended.missing):
+        moved, missing = ended.blocks, sum(map(len, ended.missing))
+        if not missing:
             return tokens
         had = min(min(job.blocks[index][0], tokens) for index in self._kept)
-        if any(group.is_state or group.window for group in self._groups):
-            return had - had % self._align  # a shorter prefix needs other blocks than those that were loaded
+        if moved + missing < sum(map(len, job.ids.values())) or any(g.is_state or g.window for g in self._groups):
+            return had - had % self._align  # nothing was moved, or a shorter prefix would need other blocks
         ends = [
             min(missing) * group.block_size
             for group, missing in zip(self._groups, ended.missing, strict=True)
