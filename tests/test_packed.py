@@ -104,7 +104,7 @@ def test_keys_and_values_that_alternate_are_kept_as_they_are() -> None:
         )
         wider = (msgspec.structs.replace(made.memories[0], length=1 << 20),)
         layout = msgspec.structs.replace(
-            made, views=(msgspec.structs.replace(view, stride=4 * step, parts=parts),), memories=wider
+            made, views=(msgspec.structs.replace(view, offset=96, stride=4 * step, parts=parts),), memories=wider
         )
         check_layout(layout)
         return layout
@@ -133,6 +133,10 @@ def test_ranks_of_different_sizes_may_have_the_same_slots() -> None:
     assert [record_sizes(f)[0].stride for f in forms] == [12288, 4096]
     kept = [packed(Rank(engine(uneven, 2), r).layout, 1 << 20, strides=most) for r in range(2)]
     assert [record_sizes(k)[0].num_slots for k in kept] == [85, 85]
+    two = Rank(engine((latent(),), sizes=[(8, 2)]), 0).layout
+    assert record_sizes(packed(two, 1 << 20, strides=[12288]))[0] == (80, 12288, 85)
+    with pytest.raises(LayoutError, match="takes 4096 bytes; give a multiple of 4096"):
+        packed(two, 1 << 20, strides=[2048])
     for wrong, message in (
         ([4096], "strides.0. is 4096, but a record of group 'g0' takes 12288 bytes; give a multiple of 4096"),
         ([12289], "give a multiple of 4096"),
@@ -142,13 +146,18 @@ def test_ranks_of_different_sizes_may_have_the_same_slots() -> None:
             record_form(Rank(engine(uneven, 2), 0).layout, strides=wrong)
 
 
+def test_a_group_alone_has_its_range_for_itself() -> None:
+    assert record_form(Rank(engine((latent(),)), 0).layout).slotted is msgspec.UNSET
+
+
 def test_a_range_without_room_is_refused_with_both_numbers() -> None:
     with pytest.raises(LayoutError, match=r"4095 bytes have not room for one block of group 'g0', .* 4096; give 12288"):
         packed(Rank(HYBRID, 0).layout, 4095)
     with pytest.raises(LayoutError, match="capacity is 0"):
         packed(Rank(HYBRID, 0).layout, 0)
-    with pytest.raises(LayoutError, match="align is 'x'"):
-        packed(Rank(HYBRID, 0).layout, 1 << 20, align="x")  # type: ignore[arg-type]
+    for align in ("x", 0):
+        with pytest.raises(LayoutError, match=f"align is {align!r}"):
+            packed(Rank(HYBRID, 0).layout, 1 << 20, align=align)  # type: ignore[arg-type]
 
 
 def test_a_form_that_was_tampered_with_is_refused() -> None:
@@ -448,5 +457,7 @@ def test_slots_that_hold_too_little_are_refused() -> None:
         with pytest.raises(RemoteTooShort, match=message):
             plan_loads(tables, local, [oracle.offers(slots)], tokens)
     [plan] = plan_loads(tables, local, [oracle.offers([(0, [None, None, 2, 3]), (0, [None, 1])])], 16)
+    with pytest.raises(ValueError, match="zip"):
+        plan_loads(tables, local, [], 16)
     assert plan is not None
     assert {s.table.span.group: len(s.local) for s in plan.sections} == {0: 2, 1: 1}
