@@ -291,7 +291,7 @@ def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pyte
     before = list(root.handlers)
     try:
         root.addHandler(ours)
-        assert nixl._load().endswith("._api")
+        assert nixl.load_nixl().endswith("._api")
         assert root.handlers == [*before, ours]
         assert logging.raiseExceptions is raises
     finally:

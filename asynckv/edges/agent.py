@@ -41,13 +41,16 @@ from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
-__all__ = ["Agent", "make_epoll"]
+__all__ = ["SINK", "SOURCE", "Agent", "make_epoll"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
 """Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
 (`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
+
+SOURCE, SINK = " is copied from", " is copied to"
+"""What follows the name of memory of this process, by which way the bytes go."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -118,10 +121,12 @@ class _Lists(NamedTuple):
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("lists", "memories")
+    __slots__ = ("lists", "memories", "own")
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
+    def __init__(self, memories: Sequence[Memory], own: str = "") -> None:
         self.memories = memories
+        self.own = own
+        """Of this process: `SOURCE` or `SINK`."""
         self.lists: dict[int, _Lists] = {}
         """By the id of their table, the oldest first."""
 
@@ -176,7 +181,7 @@ class Agent:
         self._life = weakref.finalize(self._raw, int)
         """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
         self._life.atexit = False
-        self._read = agent.nixl_ops["READ"]
+        self._read, self._write = agent.nixl_ops["READ"], agent.nixl_ops["WRITE"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
@@ -194,11 +199,26 @@ class Agent:
     # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory.
+        """Register local memory, which tables number in this order.
 
         Raises:
             BackendError: NIXL refuses.
         """
+        self._register(memories)
+        self._memories += tuple(memories)
+
+    def register_own(self, name: str, memories: Sequence[Memory]) -> None:
+        """Register memory that is the other side of copies within this process: under `name + SOURCE` it is copied
+        from, under `name + SINK` to.
+
+        Raises:
+            BackendError: NIXL refuses.
+        """
+        self._register(memories)
+        for suffix in (SOURCE, SINK):
+            self._remotes[name + suffix] = _Remote(memories, suffix)
+
+    def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
             refused = ""
@@ -208,7 +228,6 @@ class Agent:
                 refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
             if refused:
                 raise BackendError(refused)
-        self._memories += tuple(memories)
 
     def info(self) -> AgentInfo:
         """Return the name and NIXL's metadata blob."""
@@ -271,7 +290,8 @@ class Agent:
         if name not in self._remotes:
             return
         self.drop_lists(name)
-        del self._remotes[name]
+        if self._remotes.pop(name).own:
+            return
         with suppress(Exception):  # a connection that broke is gone as it is
             self._agent.remove_remote_agent(name)
 
@@ -287,8 +307,9 @@ class Agent:
             return known
         made, refused = [], ""
         try:
-            made.append(self._prepare("", table.local, table.length, table.local_blocks, self._memories))
-            made.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote.memories))
+            mine, theirs = ("", name) if not remote.own else ("", self.name) if remote.own == SINK else (self.name, "")
+            made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
+            made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
         except Exception as exc:
@@ -340,7 +361,7 @@ class Agent:
     # -- transfers ---------------------------------------------------------------------------------
 
     def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read; local transports finish it in here. News if it has ended or is in doubt."""
+        """Post a read, or a copy; local transports finish it in here. News if it has ended or is in doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
@@ -350,10 +371,21 @@ class Agent:
                 lists = self.prepare(name, read.table)
             except BackendError as exc:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        local, theirs = lists.local._handle, lists.remote._handle
+        op, local, mine, theirs, remotes = (
+            self._read,
+            lists.local._handle,
+            read.local,
+            lists.remote._handle,
+            read.remote,
+        )
+        if remote.own:
+            # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
+            op = self._write
+            if remote.own == SOURCE:
+                local, mine, theirs, remotes = theirs, remotes, local, mine
         try:
             # The bare handle: the wrapper would release it behind our back when it is collected.
-            handle = self._raw.makeXferReq(self._read, local, read.local, theirs, read.remote, b"", [], False)
+            handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
