@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.edges.copies import NixlCopies
 from asynckv.errors import LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.kept import kept_tables, plan_copies, plan_loads
-from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, fingerprint
+from asynckv.geometry.layout import ONE_PER_REQUEST, Layout, Memory, fingerprint
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
+from asynckv.ports import CopyOp
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
 from tests.test_geometry import allocate, attention, engine, engines, latent, mamba2, models
@@ -461,3 +467,60 @@ def test_slots_that_hold_too_little_are_refused() -> None:
         plan_loads(tables, local, [], 16)
     assert plan is not None
     assert {s.table.span.group: len(s.local) for s in plan.sections} == {0: 2, 1: 1}
+
+
+# -- on real NIXL --------------------------------------------------------------------------------------------
+
+
+async def copy(near: Rank, far: Sequence[Rank], op: CopyOp, plans: Sequence[Plan | None]) -> None:
+    """Have a copy plane carry plans out, and compare all memory with what the oracle makes of them."""
+    sides = [near, *far]
+    real = [[array.copy() for array in side.arrays] for side in sides]
+    kept = [[Memory(a.ctypes.data, a.nbytes) for a in arrays] for arrays in real]
+    plane, done = NixlCopies("packed"), asyncio.Event()
+    plane.start(kept[0], {str(i): memories for i, memories in enumerate(kept[1:])}, done.set)
+    news: list[TransferEnded] = []
+    try:
+        posted = [(i, plan) for i, plan in enumerate(plans) if plan is not None]
+        for i, plan in posted:
+            plane.post(TransferId(i), op, str(i), plan.posts(1 << 12, 64))
+        with anyio.fail_after(10):
+            while len(news) < len(posted):
+                await done.wait()
+                done.clear()
+                news += plane.poll()
+    finally:
+        plane.close()
+    assert {ended.ending for ended in news} == {Ending.DONE}
+    for i, plan in posted:
+        written = [np.zeros(len(a), np.bool_) for a in (far[i] if op is CopyOp.WRITE else near).arrays]
+        oracle.execute(plan, near, far[i], written, (1 << 12, 64), store=op is CopyOp.WRITE)
+    for side, arrays in zip(sides, real, strict=True):
+        assert all(map(np.array_equal, side.arrays, arrays))
+
+
+@pytest.mark.nixl
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "way", ["a hybrid whose groups see the same pages", "layers with page sizes of their own", "kernel blocks"]
+)
+async def test_nixl_stores_and_loads_what_the_oracle_does(way: str) -> None:
+    (stored, loading), rng = WAYS[way], np.random.default_rng(1)
+    wanted = most_wanted(stored, 71)
+    lists = [ids for _, ids in allocate(stored, 71, rng, [0] * len(stored.groups), lean=False)]
+    ranges, slots = [], []
+    for rank in ranks_of(stored, 100):
+        kept = Kept(rank, room_for(rank.layout, list(map(len, lists))), align=64)
+        slots.append(slots_for(kept.layout, list(map(len, lists)), rng))
+        [tables] = kept_tables(rank.layout, [kept.layout], itertools.count())
+        assert tables is not None
+        await copy(rank, [kept], CopyOp.WRITE, [plan_copies(tables, list(zip(lists, slots[-1], strict=True)))])  # type: ignore[arg-type]
+        ranges.append(kept)
+    local = ranks_of(loading)[-1]
+    loads = plan_loads(
+        kept_tables(local.layout, [kept.layout for kept in ranges], itertools.count()),
+        oracle.arrays(allocate(loading, wanted, rng, [0] * len(loading.groups), lean=True)),
+        [oracle.offers([(0, ids) for ids in each]) for each in slots],
+        wanted,
+    )
+    await copy(local, ranges, CopyOp.READ, loads)
