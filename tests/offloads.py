@@ -61,18 +61,18 @@ class Rank:
         self.clock, self.network = ManualClock(), network or SimNetwork()
         registration = register_memory(self.layout, tuple(self.arrays))
         settings = EngineConfig(engine_id="worker", **engine or {})
-        config = {"model": "toy", "hash_tokens": SIZE, "host_bytes": 16 * RECORD} | config
+        wanted: dict[str, Any] = {"model": "toy", "hash_tokens": SIZE, "host_bytes": 16 * RECORD} | config
         if real:
             self.engine = Engine(settings, registration)
-            self.offload = Offload(OffloadConfig(**config), self.engine)
+            self.offload = Offload(OffloadConfig(**wanted), self.engine)
             return
         data = SimData(self.network, f"worker-{seed}")
         self.engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
         self.copies = SimCopies()
         self.records = SimRecords(disk) if disk is not None else None
         if disk is not None:
-            config |= {"directory": "simulated", "file_bytes": disk.num_bytes}
-        self.offload = Offload(OffloadConfig(**config), self.engine, copies=self.copies, records=self.records)
+            wanted |= {"directory": "simulated", "file_bytes": disk.num_bytes}
+        self.offload = Offload(OffloadConfig(**wanted), self.engine, copies=self.copies, records=self.records)
 
     def block(self, *ids: int) -> bytes:
         """What blocks hold, layer by layer."""
