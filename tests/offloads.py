@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from asynckv import Engine, EngineConfig, Offload, OffloadConfig, register_memory
+from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, register_memory
 from asynckv.geometry.layout import Layout, Memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
@@ -52,6 +52,7 @@ class Rank:
         disk: SimDisk | None = None,
         network: SimNetwork | None = None,
         engine: dict[str, Any] | None = None,
+        network_: EngineConfig | None = None,
         **config: Any,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -60,19 +61,30 @@ class Rank:
         self.layout = msgspec.structs.replace(layout, memories=memories)
         self.clock, self.network = ManualClock(), network or SimNetwork()
         registration = register_memory(self.layout, tuple(self.arrays))
-        settings = EngineConfig(engine_id="worker", **engine or {})
-        wanted: dict[str, Any] = {"model": "toy", "hash_tokens": SIZE, "host_bytes": 16 * RECORD} | config
+        settings = EngineConfig(**{"engine_id": "worker"} | (engine or {}))
+        wanted: dict[str, Any] = {
+            "model": "toy",
+            "hash_tokens": SIZE,
+            "host_bytes": 16 * RECORD,
+            "network": network_,
+        } | config
         if real:
             self.engine = Engine(settings, registration)
             self.offload = Offload(OffloadConfig(**wanted), self.engine)
             return
-        data = SimData(self.network, f"worker-{seed}")
+        data = SimData(self.network, f"{settings.engine_id}-{seed}")
         self.engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
         self.copies = SimCopies()
         self.records = SimRecords(disk) if disk is not None else None
         if disk is not None:
             wanted |= {"directory": "simulated", "file_bytes": disk.num_bytes}
-        self.offload = Offload(OffloadConfig(**wanted), self.engine, copies=self.copies, records=self.records)
+        self.offload = Offload(
+            OffloadConfig(**wanted), self.engine, copies=self.copies, records=self.records, serve=self._serve
+        )
+
+    def _serve(self, config: EngineConfig, registration: Registration) -> Engine:
+        data, control = SimData(self.network, config.engine_id), SimControl(self.network)
+        return Engine(config, registration, data=data, control=control, clock=self.clock)
 
     def block(self, *ids: int) -> bytes:
         """What blocks hold, layer by layer."""

@@ -12,6 +12,7 @@ from asynckv import (
     BlocksRetired,
     ConfigError,
     EngineClosed,
+    EngineConfig,
     LocalProtocolError,
     Offload,
     OffloadConfig,
@@ -386,6 +387,41 @@ async def test_what_is_evicted_under_a_load_still_arrives() -> None:
         rank.copies.deferred = False
         rank.copies.finish()
         await asyncio.gather(*others)
+
+
+# -- the network -----------------------------------------------------------------------------------------------
+
+
+async def test_stored_blocks_are_lent_over_the_network_and_pinned_meanwhile() -> None:
+    rank = Rank(layout_of(), host_bytes=4 * RECORD, network_=EngineConfig(engine_id="worker-host"), policy="lru")
+    decode = Rank(layout_of(block_size=32, num_blocks=8), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = rank.block(3, 4, 9, 11)
+        await offload.store("a", [(0, [3, 4, 9, 11])], chain("p", 4))
+        params = await offload.lend("a", chain("p", 4), num_tokens=64)
+        assert (await offload.store("b", [(0, [1])], chain("q", 1))).num_missed == 1  # all is pinned
+        result = await decode.engine.pull("d", [(0, [5, 2])], params, hashes=chain("p", 4))
+        assert result.num_tokens == 64
+        assert sorted(decode.block(5, 2)) == sorted(before)  # of 32 tokens each, so in another order
+        await until(lambda: not offload.statistics().gauges["pins"])
+        assert (await offload.store("b", [(0, [1])], chain("q", 1))).num_missed == 0
+        with pytest.raises(LocalProtocolError, match="not all of its 16 tokens are kept"):
+            await offload.lend("c", chain("unknown", 1), num_tokens=SIZE)
+        await decode.engine.aclose()
+
+
+async def test_what_is_in_files_alone_is_lent_as_well() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, network_=EngineConfig(engine_id="worker-host"), policy="lru")
+    decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = rank.block(1, 2)
+        await store_in_files(rank, offload, "p", [1, 2])
+        assert offload.lookup(chain("p", 2)).ready_tokens == 0
+        params = await offload.lend("a", chain("p", 2), num_tokens=32)
+        await decode.engine.pull("d", [(0, [8, 9])], params)
+        assert decode.block(8, 9) == before
+        await until(lambda: not offload.statistics().gauges["pins"])
 
 
 # -- ends ------------------------------------------------------------------------------------------------------

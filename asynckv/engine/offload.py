@@ -25,7 +25,7 @@ import anyio
 import numpy as np
 
 from asynckv.arguments import integer, number, seconds, shown, text
-from asynckv.config import OffloadConfig
+from asynckv.config import EngineConfig, OffloadConfig
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
@@ -36,9 +36,11 @@ from asynckv.engine.carrier import Carrier
 from asynckv.engine.driver import Driver
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.jobs import OffloadJob
+from asynckv.engine.lent import LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
+from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import ReadRequest
@@ -50,6 +52,7 @@ from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move
 from asynckv.offload.keys import as_hashes, needed, stored_groups
 from asynckv.ports import Clock, CopyOp, CopyPlane, Record, RecordPlane, RecordsEnded, RecordsLost, TimerHandle
 from asynckv.results import Loaded, Statistics, Stored
+from asynckv.scheduler import PrefillGroup
 
 __all__ = ["Offload", "Pin"]
 
@@ -70,7 +73,7 @@ MOVE_BYTES = 64 << 20
 """In one move at most, which then has one ending for all of it."""
 
 COUNTERS = (
-    *("stores", "loads", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
+    *("stores", "loads", "lent", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
     *(f"{kind.value}_{what}" for kind in MoveKind for what in ("bytes", "blocks")),
     *("moves_failed", "moves_doubted", "records_lost", "blocks_of_another_form", "jobs_retired"),
 )
@@ -126,6 +129,10 @@ class Offload:
         engine: Whose blocks these are; started before this is.
         copies: Copy plane; NIXL if left out.
         records: Record plane; files of `config.directory` if left out.
+        serve: Makes the host tier's own engine of `config.network`; for tests.
+
+    Attributes:
+        network: The host tier's own engine, by which stored blocks are lent; None without `config.network`.
 
     Raises:
         ConfigError: A block size is not a multiple of `hash_tokens`, a group cannot be kept, or the host tier is too
@@ -139,12 +146,15 @@ class Offload:
         *,
         copies: CopyPlane | None = None,
         records: RecordPlane | None = None,
+        serve: Callable[[EngineConfig, Registration], Engine] = Engine,
     ) -> None:
         if not isinstance(config, OffloadConfig):
             raise ConfigError(f"config is {shown(config)}; it must be an OffloadConfig")
         if not isinstance(engine, Engine):
             raise ConfigError(f"engine is {shown(engine)}; it must be an Engine")
         self.config, self.engine = config, engine
+        self.network: Engine | None = None
+        self._serve = serve
         layout = engine.registration.layout
         self._form = record_form(layout)
         self._strides = [size.stride for size in record_sizes(self._form)]
@@ -188,6 +198,7 @@ class Offload:
         self._is_due = False
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._idle = asyncio.Event()
+        self._leases: set[asyncio.Task[None]] = set()
         self._failures = Rate(1.0, MAX_FAILURES)
 
     # -- life ----------------------------------------------------------------------------------------
@@ -218,9 +229,12 @@ class Offload:
             self._memory = HostPool(config.host_bytes)
             self._take(engine)
             found = self._open_files()
+            if config.network is not None:
+                self.network = self._serve(config.network, Registration(self._host_layout, (self._memory,)))
+                await self.network.start()
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await self._let_go_of_planes()
+                await self._let_go_of_planes(0.0)
             driver.guests.remove(self)
             raise
         self._cause = ""
@@ -243,8 +257,8 @@ class Offload:
             raise LocalProtocolError(
                 "the engine's blocks have another form than those that the offload keeps; make a new Offload"
             )
-        host = placed(self._form, memory.memory.base, memory.memory.length)
-        self._carrier = Carrier(layout, host, self._namespaces, self.config.max_post_bytes)
+        self._host_layout = placed(self._form, memory.memory.base, memory.memory.length)
+        self._carrier = Carrier(layout, self._host_layout, self._namespaces, self.config.max_post_bytes)
         if self._copies is None:
             self._copies = _nixl_copies(f"{engine.config.engine_id}-{engine.incarnation[:16]}")
         self._copies.start(layout.memories, {HOST: [memory.memory]}, self._on_copies)
@@ -279,7 +293,7 @@ class Offload:
         What is in files stays there; what is in host memory alone is lost.
 
         Args:
-            timeout_s: How long copies that run are waited for; a second if left out.
+            timeout_s: How long copies that run are waited for (a second if left out), and promises of what is lent.
 
         Returns:
             What was not waited for.
@@ -290,7 +304,7 @@ class Offload:
         if self._driver is None:
             return ()
         self._here(self.aclose)
-        timeout = GRACE_S if timeout_s is None else number("timeout_s", timeout_s, 0)
+        timeout = None if timeout_s is None else number("timeout_s", timeout_s, 0)
         if self._closing is None or (self._closing.done() and self._closing.exception() is not None):
             self._closing = asyncio.get_running_loop().create_task(self._close(timeout))
         left: tuple[HeldBlocks, ...] = ()
@@ -298,12 +312,12 @@ class Offload:
             left = await asyncio.shield(self._closing)
         return left
 
-    async def _close(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
+    async def _close(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
         driver = self._driver
         assert driver is not None
         was_open, self._cause = not self._cause, self._cause or "it was closed"
-        left = await self._end_work(timeout_s)
-        await self._let_go_of_planes()
+        left = await self._end_work(GRACE_S if timeout_s is None else timeout_s)
+        await self._let_go_of_planes(timeout_s)
         self._forsake()
         if self in driver.guests:
             driver.guests.remove(self)
@@ -332,8 +346,10 @@ class Offload:
         now = driver.clock.now()
         return tuple(hold for hold in driver.core.inspect.holds(now) if hold.pull_id in self._jobs)
 
-    async def _let_go_of_planes(self) -> None:
-        """End both planes; nothing touches any memory afterwards."""
+    async def _let_go_of_planes(self, timeout_s: float | None) -> None:
+        """End all planes; nothing touches any memory afterwards."""
+        if self.network is not None:
+            await self.network.aclose(timeout_s)
         await self._let_go_of_device()
         if self._records is not None:
             await self._records.quiesce()
@@ -507,12 +523,7 @@ class Offload:
         self._here(self.load)
         request_id, chain = text("request_id", request_id), as_hashes(hashes)
         timeout = self.config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
-        tokens = integer("num_tokens", num_tokens, 0, len(chain) * self.config.hash_tokens)
-        if tokens % self._align:
-            raise LocalProtocolError(
-                f"num_tokens is {tokens}, which is no end of a block in all groups; give a multiple of {self._align}, "
-                f"such as Found.tokens"
-            )
+        tokens = self._whole(num_tokens, chain)
         if len(set(chain)) < len(chain):
             raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
         if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._jobs.values()):
@@ -539,6 +550,83 @@ class Offload:
         seconds_ = self._clock.now() - job.begun_at
         return Loaded(request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, seconds_)
 
+    async def lend(
+        self,
+        request_id: str,
+        hashes: Sequence[str | bytes],
+        *,
+        num_tokens: int,
+        lease_s: float | None = None,
+        readers: int = 1,
+    ) -> dict[str, Any]:
+        """Lend what is kept of a prompt to engines of other processes, which pull it as any other request.
+
+        What is in files alone is brought to the host tier first. All of it is pinned until the lease has ended.
+
+        Args:
+            request_id: For people, and for the decode side.
+            hashes: Of the whole prompt, from its start; if they are texts they travel along, for `Engine.pull(hashes=)`.
+            num_tokens: Tokens that are lent: `Found.tokens`, or less by whole blocks of all groups.
+            lease_s: As for `PrefillGroup.make_params`.
+            readers: As for `Engine.lend`.
+
+        Returns:
+            Params, as `PrefillGroup.make_params` makes them.
+
+        Raises:
+            LocalProtocolError: There is no `config.network`; or not all of it is kept (any more).
+            EngineClosed: The offload or its engine is closed.
+        """
+        self._here(self.lend)
+        chain = as_hashes(hashes)
+        tokens = self._whole(num_tokens, chain)
+        if (host := self.network) is None:
+            raise LocalProtocolError("nothing can be lent without OffloadConfig(network=EngineConfig(...))")
+        if self._layout.tp_size * self._layout.pp_size > 1:
+            raise LocalProtocolError("stored blocks are lent by engines of one rank: ranks choose their slots apart")
+        job = self._begin(JobKind.LOAD, request_id, (), chain, tokens, None, self.config.timeout_s)
+        ended = await self._outcome(job)
+        pin = f"{job.job_id}-lent"
+        pieces = {piece.group: piece for piece in self._catalogue.pin(pin, chain, tokens)}
+        try:
+            groups = []
+            for at, group in enumerate(self._groups):
+                places, slots = needed(group, 0, tokens), list[int | None]()
+                if (piece := pieces.get(at)) is not None:
+                    known = dict(zip(piece.positions, piece.host_slots, strict=True))
+                    slots = [known.get(place) for place in range(places.stop)]
+                if len(slots) < places.stop or any(slots[place] is None for place in places):
+                    raise LocalProtocolError(
+                        f"request {request_id[:200]!r}: not all of its {tokens} tokens are kept any more "
+                        f"({ended.cause or 'they were given up'}); look them up again"
+                    )
+                groups.append((0, slots))
+            texts = [h for h in hashes if isinstance(h, str)]
+            scheduler = PrefillGroup(host.config.engine_id, [host.endpoint], lease=host.config.lease)
+            params = scheduler.make_params(
+                request_id,
+                groups,
+                tokens,
+                lease_s=lease_s,
+                written=True,
+                hashes=texts if len(texts) == len(chain) else (),
+                hash_tokens=self.config.hash_tokens if len(texts) == len(chain) else 0,
+            )
+            lent = host.lend(params, readers=readers)
+        except BaseException:
+            self._unpin(pin)
+            raise
+        self._counts["lent"] += 1
+        task = asyncio.get_running_loop().create_task(self._keep(lent, pin))
+        self._leases.add(task)
+        task.add_done_callback(self._leases.discard)
+        return params
+
+    async def _keep(self, lent: LentRequest, pin: str) -> None:
+        """Keep what is lent until nobody may read it any more."""
+        await lent.wait_released()
+        self._unpin(pin)
+
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
@@ -559,6 +647,16 @@ class Offload:
         for job in [job for job in self._jobs.values() if job.request_id == request_id]:
             await job.until_returned()
 
+    def _whole(self, num_tokens: int, chain: list[bytes]) -> int:
+        """Refuse tokens that are not hashed, or end inside of a block."""
+        tokens = integer("num_tokens", num_tokens, 0, len(chain) * self.config.hash_tokens)
+        if tokens % self._align:
+            raise LocalProtocolError(
+                f"num_tokens is {tokens}, which is no end of a block in all groups; give a multiple of {self._align}, "
+                f"such as Found.tokens"
+            )
+        return tokens
+
     def _begin(
         self,
         kind: JobKind,
@@ -566,15 +664,15 @@ class Offload:
         blocks: Sequence[BlockList],
         chain: list[bytes],
         tokens: int,
-        wanted: Sequence[Sequence[int]],
+        wanted: Sequence[Sequence[int]] | None,
         timeout_s: float | None,
     ) -> OffloadJob:
-        """Take the blocks, and hand a job to the catalogue."""
+        """Take the blocks, and hand a job to the catalogue; None are wanted by who only brings them to the host tier."""
         if self._cause:
             raise EngineClosed(f"the offload takes nothing: {self._cause}")
         ledger, now = self._core.ledger, self._clock.now()
         ids: dict[int, Int64s] = {}
-        for index, places in zip(self._kept, wanted, strict=True):
+        for index, places in zip(self._kept, wanted or (), strict=wanted is not None):
             if places:
                 first, given = blocks[index]
                 ids[index] = given[np.asarray(places) - first // self._layout.groups[index].block_size]
@@ -699,6 +797,10 @@ class Offload:
     def _post(self, move: Move) -> None:
         """Hand a move to its plane."""
         self._posted[move.move_id] = _Posted(move)
+        if move.kind is MoveKind.LOAD and not self._jobs[move.job_id].blocks:
+            # It is where it was to be brought.
+            asyncio.get_running_loop().call_soon(self._arrived, move.move_id)
+            return
         if move.kind in (MoveKind.LOAD, MoveKind.STORE):
             assert self._copies is not None
             op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
@@ -715,6 +817,10 @@ class Offload:
                 if op is CopyOp.WRITE:
                     self._filed[piece.group, far] = key
         self._records.post(TransferId(move.move_id), op, records)
+
+    def _arrived(self, move_id: int) -> None:
+        self._ended(move_id, Ending.DONE, "")
+        self._pump()
 
     def _copied(self, move: Move, job: OffloadJob) -> Iterator[ReadRequest]:
         """What is copied between the device and the host tier, piece by piece."""
