@@ -8,21 +8,21 @@ stored are planned as those of a remote rank are (`asynckv/engine/archive.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator, Mapping, Sequence
 
 from asynckv.geometry.bounds import Int64s
+from asynckv.geometry.kept import kept_tables, plan_copies
 from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.geometry.match import assign
 from asynckv.geometry.packed import record_form, record_sizes
-from asynckv.geometry.plan import PeerTables, Plan, ReadRequest, Section
+from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import Record
 
-__all__ = ["Carrier"]
+__all__ = ["MAX_DESCRIPTORS", "Carrier"]
 
 MAX_DESCRIPTORS = 4096
 """In one copy: as many as take no longer than the bytes of `max_post_bytes`."""
+
+NOTHING: tuple[list[int], list[int]] = [], []
 
 
 class Carrier:
@@ -37,29 +37,18 @@ class Carrier:
 
     def __init__(self, device: Layout, host: Layout, keys: Sequence[bytes], max_post_bytes: int) -> None:
         self._groups, self._keys, self._max_bytes = device.groups, keys, max_post_bytes
-        self._tables = PeerTables(device, host, assign(device, [host])[0], itertools.count(1))
-        self._pairs = {pair.local_index: pair for pair in self._tables.group_pairs}
+        (tables,) = kept_tables(device, [host], itertools.count(1))
+        assert tables is not None
+        self._tables = tables
         self.strides = tuple(size.stride for size in record_sizes(host))
         """Bytes from slot to slot, per group."""
         self.form = fingerprint(record_form(device))
         """Of what is in a record."""
 
-    def num_bytes(self, group: int) -> int:
-        """Bytes of one block that are copied."""
-        table, ratio = self._tables.table(self._pairs[group].whole), self._groups[group].ratio
-        return table.block_bytes * ratio
-
-    def pieces(self, group: int, blocks: Int64s, slots: Int64s) -> Iterator[ReadRequest]:
-        """What is copied between blocks of a group and slots, whichever way; made when it is asked for."""
-        pair, ratio = self._pairs[group], self._groups[group].ratio
-        order = np.argsort(slots, kind="stable")
-        local, remote = blocks[order], slots[order]
-        if ratio > 1:
-            kernel = np.arange(ratio)
-            local = (local[:, None] * ratio + kernel).ravel()
-            remote = (remote[:, None] * ratio + kernel).ravel()
-        section = Section(self._tables.table(pair.whole), local.astype(np.int32), remote.astype(np.int32))
-        return Plan((section,)).posts(self._max_bytes, MAX_DESCRIPTORS)
+    def pieces(self, copies: Mapping[int, tuple[Int64s, Int64s]]) -> Iterator[ReadRequest]:
+        """What is copied between blocks and slots, per group, whichever way; each made when it is asked for."""
+        blocks = [copies.get(index, NOTHING) for index in range(len(self._groups))]
+        return plan_copies(self._tables, blocks).posts(self._max_bytes, MAX_DESCRIPTORS)
 
     def record(self, group: int, hash_: bytes, near: int, far: int) -> Record:
         """A slot of the range, and the one that its record has in a file."""

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,7 +42,7 @@ from asynckv.errors import AsyncKVError, BackendError, ConfigError, EngineClosed
 from asynckv.geometry.blocks import BlockList, check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
 from asynckv.geometry.check import Registration
-from asynckv.geometry.layout import Layout
+from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import ReadRequest
 from asynckv.observe.events import EVENT
@@ -267,7 +268,7 @@ class Offload:
     def _open_files(self) -> int:
         """Open the file tier and say how many blocks it has."""
         if self._records is None and self.config.directory:
-            self._records = _files(self.config, self.engine)
+            self._records = _files(self.config, self._layout, fingerprint(self._form))
         if self._records is None:
             return 0
         assert self._memory is not None
@@ -565,7 +566,7 @@ class Offload:
 
         Args:
             request_id: For people, and for the decode side.
-            hashes: Of the whole prompt, from its start; if they are texts they travel along, for `Engine.pull(hashes=)`.
+            hashes: Of the whole prompt, from its start; texts travel along, for `Engine.pull(hashes=)`.
             num_tokens: Tokens that are lent: `Found.tokens`, or less by whole blocks of all groups.
             lease_s: As for `PrefillGroup.make_params`.
             readers: As for `Engine.lend`.
@@ -667,7 +668,7 @@ class Offload:
         wanted: Sequence[Sequence[int]] | None,
         timeout_s: float | None,
     ) -> OffloadJob:
-        """Take the blocks, and hand a job to the catalogue; None are wanted by who only brings them to the host tier."""
+        """Take the blocks, and hand a job to the catalogue; without blocks it only brings them to the host tier."""
         if self._cause:
             raise EngineClosed(f"the offload takes nothing: {self._cause}")
         ledger, now = self._core.ledger, self._clock.now()
@@ -825,11 +826,13 @@ class Offload:
     def _copied(self, move: Move, job: OffloadJob) -> Iterator[ReadRequest]:
         """What is copied between the device and the host tier, piece by piece."""
         assert self._carrier is not None
+        copies = {}
         for piece in move.pieces:
             index = self._kept[piece.group]
             first, ids = job.blocks[index]
             at = np.asarray(piece.positions) - first // self._layout.groups[index].block_size
-            yield from self._carrier.pieces(index, ids[at], np.asarray(piece.host_slots))
+            copies[index] = ids[at], np.asarray(piece.host_slots)
+        return self._carrier.pieces(copies)
 
     def _on_copies(self) -> None:
         assert self._copies is not None
@@ -979,5 +982,11 @@ def _nixl_copies(name: str) -> CopyPlane:
     return NixlCopies(name)
 
 
-def _files(config: OffloadConfig, engine: Engine) -> RecordPlane:
-    raise NotImplementedError
+def _files(config: OffloadConfig, layout: Layout, form: str) -> RecordPlane:
+    """The files of one rank: each geometry has a directory of its own, for what it keeps has another form."""
+    from asynckv.edges.file_tier import FileTier
+
+    name = f"tp{layout.tp_rank}of{layout.tp_size}" + (
+        f"-pp{layout.pp_stage}of{layout.pp_size}" if layout.pp_size > 1 else ""
+    )
+    return FileTier(Path(config.directory) / f"{name}-{form}", config.file_bytes)

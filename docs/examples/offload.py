@@ -20,7 +20,7 @@ async def worker(directory: str) -> None:
         kv.overwrite(tensors, [3, 4, 9])  # they are the engine's again
 
         found = offload.lookup(hashes)  # another request, whose prompt begins with the same 48 tokens
-        loaded = await offload.load("r2", [(0, [7, 5, 6, None])], hashes, num_tokens=found.num_tokens)
+        loaded = await offload.load("r2", [(0, [7, 5, 6, None])], hashes, num_tokens=found.tokens)
         assert kv.content(tensors, [7, 5, 6]) == before
         print(stored.num_bytes, "bytes,", loaded.num_tokens, "tokens")
 
