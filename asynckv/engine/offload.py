@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import msgspec
 import numpy as np
 
 from asynckv.arguments import integer, number, seconds, shown, text
@@ -193,8 +194,6 @@ class Offload:
         """Moves that have not ended, those in doubt as well."""
         self._ids = itertools.count(1)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._filed: dict[tuple[int, int], bytes] = {}
-        """What is in which slot of the files: (group, slot) -> hash."""
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
@@ -279,12 +278,11 @@ class Offload:
             at = spaces.get(stored.key[:NAMESPACE])
             stride = self._strides[self._kept[at]] if at is not None else 0
             if at is None or stored.layout != self._carrier.form or stored.size != stride or stored.far % stride:
-                strange.append((stored.key, stored.far))
+                strange.append(stored.far)
             else:
-                slot, key = stored.far // stride, stored.key[NAMESPACE:]
-                found.append((at, slot, key))
-                self._filed[at, slot] = key
+                found.append((at, stored.far // stride, stored.key[NAMESPACE:]))
         self._records.forget(strange)
+        self._records.keep_layout(self._carrier.form, msgspec.msgpack.encode(self._form))
         self._counts["blocks_of_another_form"] += len(strange)
         return self._catalogue.recover(found)
 
@@ -786,14 +784,9 @@ class Offload:
 
     def _forget(self, freed: Sequence[tuple[int, int]]) -> None:
         """What is in these slots of the files is to be found no more."""
-        if self._records is None or self._carrier is None:
+        if self._records is None:
             return
-        gone = []
-        for at, slot in freed:
-            if (key := self._filed.pop((at, slot), None)) is not None:
-                record = self._carrier.record(self._kept[at], key, 0, slot)
-                gone.append((record.key, record.far))
-        self._records.forget(gone)
+        self._records.forget([slot * self._strides[self._kept[at]] for at, slot in freed])
 
     def _post(self, move: Move) -> None:
         """Hand a move to its plane."""
@@ -815,8 +808,6 @@ class Offload:
             index = self._kept[piece.group]
             for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
                 records.append(self._carrier.record(index, key, near, far))
-                if op is CopyOp.WRITE:
-                    self._filed[piece.group, far] = key
         self._records.post(TransferId(move.move_id), op, records)
 
     def _arrived(self, move_id: int) -> None:

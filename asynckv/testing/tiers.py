@@ -178,6 +178,7 @@ class SimDisk:
         self.num_bytes = num_bytes
         self.records: dict[int, tuple[Record, bytes]] = {}
         self.rotten: set[bytes] = set()
+        self.layouts: dict[str, bytes] = {}
 
 
 class SimRecords:
@@ -272,11 +273,18 @@ class SimRecords:
         self._tell(RecordsLost(cause, reads))
         self.finish()
 
-    def forget(self, records: Iterable[tuple[bytes, int]]) -> None:
+    def forget(self, places: Iterable[int]) -> None:
         """Drop what is stored."""
-        for key, far in records:
-            if far in self.disk.records and self.disk.records[far][0].key == key:
-                del self.disk.records[far]
+        for far in places:
+            self.disk.records.pop(far, None)
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write a layout down."""
+        self.disk.layouts[fingerprint] = body
+
+    def layouts(self) -> Mapping[str, bytes]:
+        """Return what was written down."""
+        return self.disk.layouts
 
     def cancel(self, move_id: TransferId) -> None:
         """Nothing of it has begun, or all of it has."""
