@@ -10,6 +10,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from asynckv.errors import BlocksRetired, EngineClosed, PullCancelled, PullError, PullTimeout, ReadFailed
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import Int64s
@@ -49,6 +51,10 @@ class OffloadJob:
         self.num_bytes = self.file_bytes = 0
         self.retired_at = math.inf
         self.is_retired = self.is_free = False
+        self.parts: dict[str, JobEnded | None] = {}
+        """Shelf -> what became of the job there; a prefix of another geometry is on several."""
+        self.held_by: set[str] = set()
+        """Shelves that may still touch the blocks, though the job has ended there."""
         self.ended: JobEnded | None = None
         self.ended_at = math.inf
         self.outcome: asyncio.Future[JobEnded] = asyncio.get_running_loop().create_future()
@@ -71,13 +77,18 @@ class OffloadJob:
 
     # -- its end -------------------------------------------------------------------------------------
 
-    def end(self, ended: JobEnded, now: float, held_s: float) -> None:
-        """It has its outcome; its blocks may follow."""
-        self.ended, self.ended_at = ended, now
+    def end(self, now: float, held_s: float) -> JobEnded:
+        """It has ended everywhere; its blocks may follow. Returns what counts: the first that was not well."""
+        parts = [part for part in self.parts.values() if part is not None]
+        worst = sorted(parts, key=lambda part: (part.outcome is JobOutcome.DONE, part.cause == ""))[0]
+        blocks = sum(part.blocks for part in parts)
+        ended = self.ended = structs.replace(worst, blocks=blocks, is_held=bool(self.held_by))
+        self.ended_at = now
         if ended.is_held:
             self.retired_at = now + held_s
         if not self.outcome.done():
             self.outcome.set_result(ended)
+        return ended
 
     def retire(self) -> None:
         """Give its blocks up."""

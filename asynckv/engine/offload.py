@@ -16,8 +16,9 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,26 +34,30 @@ from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lifecycle import LifeState
 from asynckv.core.rank import RankCore
 from asynckv.core.types import TransferId
-from asynckv.edges.host_pool import HostPool
-from asynckv.engine.carrier import Carrier
 from asynckv.engine.driver import Driver
 from asynckv.engine.engine import Engine, Groups
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.lent import LentRequest
-from asynckv.errors import AsyncKVError, BackendError, ConfigError, EngineClosed, LocalProtocolError, PlanRefused
+from asynckv.engine.shelf import Shelf, reading
+from asynckv.errors import (
+    AsyncKVError,
+    BackendError,
+    ConfigError,
+    EngineClosed,
+    LocalProtocolError,
+    PlanRefused,
+)
 from asynckv.geometry.blocks import BlockList, check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS, NULL, Int64s
 from asynckv.geometry.check import Registration
-from asynckv.geometry.layout import Layout, fingerprint
-from asynckv.geometry.packed import placed, record_form, record_sizes
-from asynckv.geometry.plan import ReadRequest
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.packed import record_form
 from asynckv.observe.events import EVENT
 from asynckv.observe.sampling import Rate
-from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.found import Found
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
-from asynckv.offload.keys import as_hashes, needed, stored_groups
-from asynckv.ports import Clock, CopyOp, CopyPlane, Record, RecordPlane, RecordsEnded, RecordsLost, TimerHandle
+from asynckv.offload.keys import as_hashes, needed
+from asynckv.ports import Clock, CopyOp, CopyPlane, RecordPlane, RecordsEnded, RecordsLost, TimerHandle
 from asynckv.results import Loaded, Statistics, Stored
 from asynckv.scheduler import PrefillGroup
 
@@ -67,12 +72,6 @@ MAX_FAILURES = 10
 GRACE_S = 1.0
 """How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
 
-
-NAMESPACE = 16
-"""Bytes of a record's key before the hash: what the hash means."""
-
-MOVE_BYTES = 64 << 20
-"""In one move at most, which then has one ending for all of it."""
 
 COUNTERS = (
     *("stores", "loads", "lent", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
@@ -94,6 +93,7 @@ COUNTED = frozenset(
 class _Posted:
     """A move that has not ended."""
 
+    shelf: Shelf
     move: Move
     is_doubtful: bool = False
 
@@ -132,6 +132,7 @@ class Offload:
         copies: Copy plane; NIXL if left out.
         records: Record plane; files of `config.directory` if left out.
         serve: Makes the host tier's own engine of `config.network`; for tests.
+        leftovers: Finds what ranks of another geometry have left in files; for tests.
 
     Attributes:
         network: The host tier's own engine, by which stored blocks are lent; None without `config.network`.
@@ -149,6 +150,7 @@ class Offload:
         copies: CopyPlane | None = None,
         records: RecordPlane | None = None,
         serve: Callable[[EngineConfig, Registration], Engine] = Engine,
+        leftovers: Callable[[OffloadConfig, Shelf], list[Shelf]] | None = None,
     ) -> None:
         if not isinstance(config, OffloadConfig):
             raise ConfigError(f"config is {shown(config)}; it must be an OffloadConfig")
@@ -156,41 +158,27 @@ class Offload:
             raise ConfigError(f"engine is {shown(engine)}; it must be an Engine")
         self.config, self.engine = config, engine
         self.network: Engine | None = None
-        self._serve = serve
+        self._serve, self._leftovers = serve, leftovers or _left_by_others
         layout = engine.registration.layout
-        self._form = record_form(layout)
-        self._strides = [size.stride for size in record_sizes(self._form)]
-        self._kept = [index for index, stride in enumerate(self._strides) if stride]
-        """Groups that this rank has a part of: what the catalogue calls a group is a place in this list."""
-        groups = stored_groups(layout, self._strides, config.hash_tokens, config.model)
-        self._groups = tuple(groups[index] for index in self._kept)
-        self._namespaces = [bytes.fromhex(group.namespace) for group in groups]
-        self._copies, self._records = copies, records
-        self._align = math.lcm(*(group.block_size for group in self._groups))
-        self._catalogue = Catalogue(
-            self._groups,
-            config.hash_tokens,
-            config.host_bytes,
-            config.file_bytes,
-            policy=config.policy,
-            budgets=Budgets(
-                move_bytes=min(config.max_bytes, MOVE_BYTES),
-                load_bytes=config.max_bytes,
-                store_bytes=config.max_bytes,
-                promotion_bytes=config.max_bytes,
-                write_back_bytes=config.max_bytes,
-                write_back_bytes_per_s=config.write_back_bytes_per_s or math.inf,
-            ),
+        self._own = Shelf(
+            HOST,
+            record_form(layout),
+            config,
+            host_bytes=config.host_bytes,
+            file_bytes=config.file_bytes,
+            records=records,
         )
-        self._memory: HostPool | None = None
+        self._others: list[Shelf] = []
+        """What ranks of another geometry have left: all of them are needed for a prefix."""
+        self._catalogue, self._groups, self._kept = self._own.catalogue, self._own.groups, self._own.kept
+        self._align, self._copies = self._own.align, copies
         self._is_copying = False
         self._driver: Driver | None = None
-        self._carrier: Carrier | None = None
         self._cause = "it is not started; use `async with Offload(config, engine)`"
         """Why nothing is taken; empty while something is."""
         self._jobs: dict[str, OffloadJob] = {}
         """Those that have not ended, or whose blocks something may still touch."""
-        self._posted: dict[int, _Posted] = {}
+        self._posted: dict[TransferId, _Posted] = {}
         """Moves that have not ended, those in doubt as well."""
         self._ids = itertools.count(1)
         self._counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
@@ -226,11 +214,11 @@ class Offload:
         driver = self._driver = engine.attach(self)
         began = driver.clock.now()
         try:
-            self._memory = HostPool(config.host_bytes)
+            self._own.take_memory()
+            found = await self._open_files()
             self._take(engine)
-            found = self._open_files()
             if config.network is not None:
-                self.network = self._serve(config.network, Registration(self._host_layout, (self._memory,)))
+                self.network = self._serve(config.network, Registration(self._own.layout, (self._own.memory,)))
                 await self.network.start()
         except BaseException:
             with anyio.CancelScope(shield=True):
@@ -251,40 +239,44 @@ class Offload:
 
     def _take(self, engine: Engine) -> None:
         """Use the engine's memory, as it is registered now."""
-        layout, memory = engine.registration.layout, self._memory
-        assert memory is not None
-        if record_form(layout) != self._form:
+        layout = engine.registration.layout
+        if record_form(layout) != self._own.form:
             raise LocalProtocolError(
                 "the engine's blocks have another form than those that the offload keeps; make a new Offload"
             )
-        self._host_layout = placed(self._form, memory.memory.base, memory.memory.length)
-        self._carrier = Carrier(layout, self._host_layout, self._namespaces, self.config.max_post_bytes)
+        self._own.use(layout)
+        if self._others:
+            reading(layout, self._others)
         if self._copies is None:
             self._copies = _nixl_copies(f"{engine.config.engine_id}-{engine.incarnation[:16]}")
-        self._copies.start(layout.memories, {HOST: [memory.memory]}, self._on_copies)
+        far = {shelf.far: [shelf.memory.memory] for shelf in self._shelves if shelf.memory is not None}
+        self._copies.start(layout.memories, far, self._on_copies)
         self._is_copying = True
 
-    def _open_files(self) -> int:
-        """Open the file tier and say how many blocks it has."""
-        if self._records is None and self.config.directory:
-            self._records = _files(self.config, self._layout, fingerprint(self._form))
-        if self._records is None:
-            return 0
-        assert self._memory is not None
-        assert self._carrier is not None
-        found, strange = [], []
-        spaces = {self._namespaces[index]: at for at, index in enumerate(self._kept)}
-        for stored in self._records.start(self._memory.memory, self._on_records):
-            at = spaces.get(stored.key[:NAMESPACE])
-            stride = self._strides[self._kept[at]] if at is not None else 0
-            if at is None or stored.layout != self._carrier.form or stored.size != stride or stored.far % stride:
-                strange.append(stored.far)
-            else:
-                found.append((at, stored.far // stride, stored.key[NAMESPACE:]))
-        self._records.forget(strange)
-        self._records.keep_layout(self._carrier.form, msgspec.msgpack.encode(self._form))
-        self._counts["blocks_of_another_form"] += len(strange)
-        return self._catalogue.recover(found)
+    @property
+    def _shelves(self) -> tuple[Shelf, ...]:
+        return self._own, *self._others
+
+    async def _open_files(self) -> int:
+        """Open the files, this rank's own and what others have left; returns how many blocks they have."""
+        own, config, layout = self._own, self.config, self._layout
+        if own.records is None and config.directory:
+            own.records = _files(config, layout, own.form_id)
+        found = own.open_files(partial(self._on_records, own))
+        opened: list[Shelf] = []
+        try:
+            for shelf in self._leftovers(config, own):
+                opened.append(shelf)
+                shelf.take_memory()
+                found += shelf.open_files(partial(self._on_records, shelf))
+            self._others = reading(layout, opened) if opened else []
+        except (BackendError, ConfigError) as exc:
+            assert self._driver is not None
+            self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=str(exc))
+        for shelf in opened:
+            if shelf not in self._others:
+                await shelf.close()
+        return found
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
@@ -332,8 +324,7 @@ class Offload:
         driver = self._driver
         assert driver is not None
         for job in list(self._jobs.values()):
-            self._catalogue.cancel(job.job_id)
-        self._pump()
+            self._give_up(job)
         until = driver.clock.now() + timeout_s
         handle = driver.clock.call_at(until, self._idle.set)
         try:
@@ -350,12 +341,8 @@ class Offload:
         if self.network is not None:
             await self.network.aclose(timeout_s)
         await self._let_go_of_device()
-        if self._records is not None:
-            await self._records.quiesce()
-            self._records.close()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        for shelf in self._shelves:
+            await shelf.close()
 
     async def _let_go_of_device(self) -> None:
         if self._copies is not None and self._is_copying:
@@ -365,9 +352,9 @@ class Offload:
 
     def _forsake(self, kinds: Sequence[MoveKind] = tuple(MoveKind)) -> None:
         """Moves whose plane is gone have ended: nothing touches their blocks any more."""
-        for move_id, posted in list(self._posted.items()):
+        for transfer_id, posted in list(self._posted.items()):
             if posted.move.kind in kinds:
-                self._ended(move_id, Ending.FAILED, "the plane was closed")
+                self._ended(transfer_id, Ending.FAILED, "the plane was closed")
         self._pump()
         if self._cause:
             for job in list(self._jobs.values()):
@@ -420,7 +407,7 @@ class Offload:
         self._here(self.lookup)
         self._counts["lookups"] += 1
         chain = self._chain(hashes, num_tokens)
-        found = self._catalogue.lookup(chain)
+        found = self._found(chain)
         self._counts["lookup_tokens"] += len(chain) * self.config.hash_tokens
         self._counts["lookup_tokens_found"] += found.tokens
         return found
@@ -428,7 +415,17 @@ class Offload:
     def would_wait(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> bool:
         """Say whether loading that prefix would wait for files, or for a store that is under way."""
         self._here(self.would_wait)
-        return self._catalogue.lookup(self._chain(hashes, num_tokens)).would_wait
+        return self._found(self._chain(hashes, num_tokens)).would_wait
+
+    def _found(self, chain: list[bytes]) -> Found:
+        """What is kept on the rank's own shelf, or on those of others if that is more."""
+        found = self._catalogue.lookup(chain)
+        if self._others and found.tokens < len(chain) * self.config.hash_tokens:
+            there = min((shelf.catalogue.lookup(chain) for shelf in self._others), key=lambda each: each.tokens)
+            tokens = there.tokens // self._align * self._align
+            if tokens > found.tokens:
+                return msgspec.structs.replace(there, tokens=tokens, ready_tokens=found.ready_tokens)
+        return found
 
     def touch(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> None:
         """Say that a prompt is wanted: what is kept of it is given up later."""
@@ -678,14 +675,28 @@ class Offload:
         held = ledger.check("lent" if kind is JobKind.STORE else "writing", ids)
         until = math.inf if timeout_s is None else now + timeout_s
         job = OffloadJob(f"{kind.value}-{next(self._ids)}", request_id, kind, blocks, held, now, until)
-        ask = self._catalogue.store if kind is JobKind.STORE else self._catalogue.load
-        ask(job.job_id, chain, tokens, positions=wanted, until=until)
+        if kind is JobKind.STORE:
+            self._catalogue.store(job.job_id, chain, tokens, positions=wanted)
+            job.parts[self._own.far] = None
+        else:
+            for shelf in self._sources(chain, tokens):
+                where = wanted if shelf is self._own else _by_their_blocks(shelf, self._own, blocks, tokens)
+                shelf.catalogue.load(job.job_id, chain, tokens, positions=where, until=until)
+                job.parts[shelf.far] = None
         ledger.hold(job.job_id, "lent" if kind is JobKind.STORE else "writing", request_id, held, now)
         self._core.inspect.guests[job.job_id] = job
         self._jobs[job.job_id] = job
         self._counts[f"{kind.value}s"] += 1
         self._pump()
         return job
+
+    def _sources(self, chain: list[bytes], tokens: int) -> Sequence[Shelf]:
+        """Say of which shelves a prefix is loaded."""
+        found = self._catalogue.lookup(chain[: tokens // self.config.hash_tokens])
+        if found.tokens < tokens and all(tokens % shelf.align == 0 for shelf in self._others):
+            if self._others and self._found(chain[: tokens // self.config.hash_tokens]).tokens >= tokens:
+                return self._others
+        return (self._own,)
 
     async def _outcome(self, job: OffloadJob) -> JobEnded:
         try:
@@ -697,28 +708,30 @@ class Offload:
 
     def _give_up(self, job: OffloadJob) -> None:
         """Begin nothing more of a job, and wait for what runs."""
-        self._catalogue.cancel(job.job_id)
+        for shelf in self._shelves:
+            shelf.catalogue.cancel(job.job_id)
         if job.kind is JobKind.LOAD and self._copies is not None:
             # A store's copies go on: others may wait for them.
-            for move_id, posted in self._posted.items():
+            for transfer_id, posted in self._posted.items():
                 if posted.move.job_id == job.job_id and posted.move.kind is MoveKind.LOAD:
-                    self._copies.cancel(TransferId(move_id))
+                    self._copies.cancel(transfer_id)
         self._pump()
 
     def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
         """Say how long a prefix is in place in all groups: all, what precedes the first gap, or what was there."""
-        moved, missing = ended.blocks, sum(map(len, ended.missing))
-        if not missing:
+        if all(part is not None and not any(part.missing) for part in job.parts.values()):
             return tokens
-        had = min(min(job.blocks[index][0], tokens) for index in self._kept)
-        if moved + missing < sum(map(len, job.ids.values())) or any(g.is_state or g.window for g in self._groups):
-            return had - had % self._align  # nothing was moved, or a shorter prefix would need other blocks
-        ends = [
-            min(missing) * group.block_size
-            for group, missing in zip(self._groups, ended.missing, strict=True)
-            if missing
-        ]
-        return max(min(ends) // self._align * self._align, had - had % self._align)
+        had = min(min(job.blocks[index][0], tokens) for index in self._kept) // self._align * self._align
+        if any(group.is_state or group.window for group in self._groups):
+            return had  # a shorter prefix would need other blocks
+        ends = [tokens]
+        for shelf in self._shelves:
+            if (part := job.parts.get(shelf.far)) is None:
+                continue
+            if part.outcome is JobOutcome.MISSING and not part.blocks:
+                return had  # nothing was moved
+            ends += [min(m) * g.block_size for g, m in zip(shelf.groups, part.missing, strict=True) if m]
+        return max(min(ends) // self._align * self._align, had)
 
     # -- between the catalogue and the planes --------------------------------------------------------
 
@@ -734,25 +747,36 @@ class Offload:
 
     def _pump(self) -> None:
         """Do what the catalogue wants, and tell what became of jobs."""
-        catalogue, now = self._catalogue, self._clock.now()
-        if forgotten := catalogue.forgotten():
-            self._forget(forgotten)
-        if not self._cause:
-            for move in catalogue.moves(now):
-                self._post(move)
-        for news in catalogue.news():
-            job = self._jobs[news.job_id]
-            if isinstance(news, JobReturned):
-                self._release(job)
-                continue
-            job.end(news, now, self.config.held_s)
-            self._counts[f"{news.kind.value}s_{news.outcome.value}"] += 1
-            if not news.is_held:
-                self._release(job)
-            if news.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
-                self._log_failed(job, news)
+        now = self._clock.now()
+        for shelf in self._shelves:
+            shelf.forget()
+            if not self._cause:
+                for move in shelf.catalogue.moves(now):
+                    self._post(shelf, move)
+            for news in shelf.catalogue.news():
+                self._take_news(shelf, news, now)
         self._retire(now)
         self._arm(now)
+
+    def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
+        """A part of a job has ended, or touches its caller's blocks no more."""
+        job = self._jobs[news.job_id]
+        if isinstance(news, JobReturned):
+            job.held_by.discard(shelf.far)
+        else:
+            job.parts[shelf.far] = news
+            if news.is_held:
+                job.held_by.add(shelf.far)
+            if news.outcome is not JobOutcome.DONE:
+                for other in self._shelves:  # a prefix needs all of them
+                    other.catalogue.cancel(job.job_id)
+        if job.ended is None and all(part is not None for part in job.parts.values()):
+            ended = job.end(now, self.config.held_s)
+            self._counts[f"{ended.kind.value}s_{ended.outcome.value}"] += 1
+            if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
+                self._log_failed(job, ended)
+        if job.ended is not None and not job.held_by:
+            self._release(job)
 
     def _retire(self, now: float) -> None:
         """Give up blocks that something may have been touching for too long."""
@@ -767,7 +791,7 @@ class Offload:
             self._timer.cancel()
             self._timer = None
         held = [job.retired_at for job in self._jobs.values() if not job.is_retired]
-        when = min([self._catalogue.wake_at, *held])
+        when = min([*(shelf.catalogue.wake_at for shelf in self._shelves), *held])
         if when < math.inf and self._is_copying:
             self._timer = self._clock.call_at(max(when, now), self._soon)
 
@@ -782,67 +806,44 @@ class Offload:
         assert self._driver is not None
         self._driver.soon()  # somebody may wait until nothing is held
 
-    def _forget(self, freed: Sequence[tuple[int, int]]) -> None:
-        """What is in these slots of the files is to be found no more."""
-        if self._records is None:
-            return
-        self._records.forget([slot * self._strides[self._kept[at]] for at, slot in freed])
-
-    def _post(self, move: Move) -> None:
+    def _post(self, shelf: Shelf, move: Move) -> None:
         """Hand a move to its plane."""
-        self._posted[move.move_id] = _Posted(move)
-        if move.kind is MoveKind.LOAD and not self._jobs[move.job_id].blocks:
-            # It is where it was to be brought.
-            asyncio.get_running_loop().call_soon(self._arrived, move.move_id)
-            return
-        if move.kind in (MoveKind.LOAD, MoveKind.STORE):
-            assert self._copies is not None
-            op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
-            self._copies.post(TransferId(move.move_id), op, HOST, self._copied(move, self._jobs[move.job_id]))
-            return
-        assert self._records is not None
-        assert self._carrier is not None
-        op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
-        records: list[Record] = []
-        for piece in move.pieces:
-            index = self._kept[piece.group]
-            for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True):
-                records.append(self._carrier.record(index, key, near, far))
-        self._records.post(TransferId(move.move_id), op, records)
+        transfer_id = TransferId(next(self._ids))
+        self._posted[transfer_id] = _Posted(shelf, move)
+        match move.kind:
+            case MoveKind.LOAD if not self._jobs[move.job_id].blocks:
+                asyncio.get_running_loop().call_soon(self._arrived, transfer_id)  # it is where it was to be brought
+            case MoveKind.LOAD | MoveKind.STORE:
+                assert self._copies is not None
+                op = CopyOp.READ if move.kind is MoveKind.LOAD else CopyOp.WRITE
+                self._copies.post(transfer_id, op, shelf.far, shelf.pieces(move, self._jobs[move.job_id]))
+            case MoveKind.PROMOTION | MoveKind.WRITE_BACK:
+                assert shelf.records is not None
+                op = CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE
+                shelf.records.post(transfer_id, op, shelf.record_list(move))
 
-    def _arrived(self, move_id: int) -> None:
-        self._ended(move_id, Ending.DONE, "")
+    def _arrived(self, transfer_id: TransferId) -> None:
+        self._ended(transfer_id, Ending.DONE, "")
         self._pump()
-
-    def _copied(self, move: Move, job: OffloadJob) -> Iterator[ReadRequest]:
-        """What is copied between the device and the host tier, piece by piece."""
-        assert self._carrier is not None
-        copies = {}
-        for piece in move.pieces:
-            index = self._kept[piece.group]
-            first, ids = job.blocks[index]
-            at = np.asarray(piece.positions) - first // self._layout.groups[index].block_size
-            copies[index] = ids[at], np.asarray(piece.host_slots)
-        return self._carrier.pieces(copies)
 
     def _on_copies(self) -> None:
         assert self._copies is not None
         for news in self._copies.poll():
-            self._ended(int(news.transfer_id), news.ending, news.cause)
+            self._ended(news.transfer_id, news.ending, news.cause)
         self._pump()
 
-    def _on_records(self) -> None:
-        assert self._records is not None
-        for news in self._records.poll():
+    def _on_records(self, shelf: Shelf) -> None:
+        assert shelf.records is not None
+        for news in shelf.records.poll():
             if isinstance(news, RecordsEnded):
-                self._ended(int(news.move_id), news.ending, news.cause, news.lost)
+                self._ended(news.move_id, news.ending, news.cause, news.lost)
             else:
-                self._lose_files(news)
+                self._lose_files(shelf, news)
         self._pump()
 
-    def _ended(self, move_id: int, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
+    def _ended(self, transfer_id: TransferId, ending: Ending, cause: str, lost: Sequence[int] = ()) -> None:
         """Tell the catalogue of a move, and count it."""
-        posted = self._posted.get(move_id)
+        posted = self._posted.get(transfer_id)
         if posted is None:
             return
         move = posted.move
@@ -850,7 +851,7 @@ class Offload:
             posted.is_doubtful = True
             self._counts["moves_doubted"] += 1
         else:
-            del self._posted[move_id]
+            del self._posted[transfer_id]
             self._idle.set()
         if ending is Ending.FAILED and lost:
             ending = Ending.DONE  # but for those
@@ -865,13 +866,13 @@ class Offload:
                     job.num_bytes += move.num_bytes
         elif ending is not Ending.IN_DOUBT:
             self._counts["moves_failed"] += 1
-        self._catalogue.ended(move_id, ending, cause, lost)
+        posted.shelf.catalogue.ended(move.move_id, ending, cause, lost)
 
-    def _lose_files(self, news: RecordsLost) -> None:
+    def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
         assert self._driver is not None
         if news.reads:
-            self._catalogue.switch_off()
+            shelf.catalogue.switch_off()
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
     # -- what is said --------------------------------------------------------------------------------
@@ -886,7 +887,7 @@ class Offload:
     def _said(self) -> dict[str, int]:
         said = self._catalogue.statistics()
         counters = dict(self._counts) | {name: said[name] for name in COUNTED if name in said}
-        for plane, name in ((self._copies, "copies"), (self._records, "files")):
+        for plane, name in ((self._copies, "copies"), (self._own.records, "files")):
             if plane is not None and self._driver is not None:
                 counters |= {f"{name}.{key}": count for key, count in plane.statistics().items()}
         return counters
@@ -894,8 +895,8 @@ class Offload:
     def describe(self) -> dict[str, str]:
         """Name versions, transports and modes in use."""
         said = {} if self._copies is None else dict(self._copies.describe())
-        if self._records is not None:
-            said |= self._records.describe()
+        if self._own.records is not None:
+            said |= self._own.records.describe()
         return said
 
     def check_integrity(self) -> None:
@@ -905,7 +906,7 @@ class Offload:
             AsyncKVError: Something does not add up; a bug to report, with this message.
         """
         self._here(self.check_integrity)
-        wrong = self._catalogue.check_integrity()
+        wrong = [text for shelf in self._shelves for text in shelf.catalogue.check_integrity()]
         idle = {job_id for job_id in self._jobs if self._core.ledger.get(job_id) is None}
         wrong += [f"job {job_id} holds no blocks" for job_id in sorted(idle) if self._jobs[job_id].ids]
         if wrong:
@@ -981,3 +982,13 @@ def _files(config: OffloadConfig, layout: Layout, form: str) -> RecordPlane:
         f"-pp{layout.pp_stage}of{layout.pp_size}" if layout.pp_size > 1 else ""
     )
     return FileTier(Path(config.directory) / f"{name}-{form}", config.file_bytes)
+
+
+def _left_by_others(config: OffloadConfig, own: Shelf) -> list[Shelf]:
+    return []
+
+
+def _by_their_blocks(shelf: Shelf, own: Shelf, blocks: Sequence[BlockList], tokens: int) -> list[list[int]]:
+    """Per group of another geometry, which blocks are needed of it."""
+    firsts = {group.namespace: blocks[index][0] for group, index in zip(own.groups, own.kept, strict=True)}
+    return [list(needed(group, firsts.get(group.namespace, 0), tokens)) for group in shelf.groups]

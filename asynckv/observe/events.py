@@ -57,6 +57,7 @@ class EVENT(enum.StrEnum):
     OFFLOAD_RETIRED = "offload_retired"
     OFFLOAD_FILES_LOST = "offload_files_lost"
     OFFLOAD_BROKEN = "offload_broken"
+    OFFLOAD_LEFT_OUT = "offload_left_out"
     # the process
     LOOP_WAS_AWAY = "loop_was_away"
     INTERNAL_ERROR = "internal_error"
@@ -566,6 +567,12 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(TEXT, "cause", "What happened, and the remedy."),
             always(INTEGER, "reads", "1 if nothing is read either."),
         ),
+    ),
+    EVENT.OFFLOAD_LEFT_OUT: Event(
+        "both",
+        ("info",),
+        "What ranks of another geometry have left in files cannot be read here.",
+        (always(TEXT, "cause", "Why: they belong to a process that lives, some are missing, or they do not fit."),),
     ),
     EVENT.OFFLOAD_BROKEN: Event(
         "both",
