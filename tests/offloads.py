@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, register_memory
+from asynckv.engine.shelf import Shelf
+from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Layout, Memory
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
@@ -36,6 +39,23 @@ def chain(name: str, count: int) -> list[str]:
     return [f"{name}-{i}" for i in range(count)]
 
 
+def _left(disks: Sequence[SimDisk], config: OffloadConfig, own: Shelf) -> list[Shelf]:
+    """What others have left."""
+    forms = [next(decode_layout(body) for body in disk.layouts.values()) for disk in disks]
+    return [
+        Shelf(
+            f"left{i}",
+            form,
+            config,
+            host_bytes=4 * RECORD,
+            file_bytes=disk.num_bytes,
+            records=SimRecords(disk),
+            is_own=False,
+        )
+        for i, (form, disk) in enumerate(zip(forms, disks, strict=True))
+    ]
+
+
 class Rank:
     """An engine with its memory and its offload.
 
@@ -53,6 +73,7 @@ class Rank:
         network: SimNetwork | None = None,
         engine: dict[str, Any] | None = None,
         network_: EngineConfig | None = None,
+        left: Sequence[SimDisk] = (),
         **config: Any,
     ) -> None:
         rng = np.random.default_rng(seed)
@@ -79,7 +100,12 @@ class Rank:
         if disk is not None:
             wanted |= {"directory": "simulated", "file_bytes": disk.num_bytes}
         self.offload = Offload(
-            OffloadConfig(**wanted), self.engine, copies=self.copies, records=self.records, serve=self._serve
+            OffloadConfig(**wanted),
+            self.engine,
+            copies=self.copies,
+            records=self.records,
+            serve=self._serve,
+            leftovers=partial(_left, left),
         )
 
     def _serve(self, config: EngineConfig, registration: Registration) -> Engine:

@@ -23,7 +23,7 @@ from asynckv import (
 )
 from asynckv.results import Loaded, Stored
 from asynckv.testing.tiers import SimDisk
-from tests.offloads import RECORD, SIZE, Rank, chain, layout_of, until
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of, until
 
 pytestmark = pytest.mark.anyio
 
@@ -346,6 +346,58 @@ async def test_an_engine_lives_when_its_disk_does_not() -> None:
         await offload.store("c", [(0, [9])], chain("q", 1))
         assert (await offload.load("d", [(0, [5])], chain("q", 1), num_tokens=SIZE)).num_tokens == SIZE
         assert rank.block(5) == before
+
+
+# -- other geometries --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [("kv", "block", "token", "head", "dim"), ("block", "kv", "head", "token", "dim")])
+@pytest.mark.parametrize("size", [16, 32, 64])
+async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[str, ...]) -> None:
+    disks = [SimDisk(64 * RECORD), SimDisk(64 * RECORD)]
+    whole = Rank(layout_of(), seed=3)  # what the two ranks have, each its heads of it
+    heads = [array.reshape(2, BLOCKS, SIZE, 4, 16) for array in whole.arrays]
+    for tp_rank, disk in enumerate(disks):
+        rank = Rank(layout_of(tp_rank, 2), disk=disk, policy="lru")
+        for array, of in zip(rank.arrays, heads, strict=True):
+            array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
+        async with rank.running() as offload:
+            await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
+            await until(lambda: offload.statistics().counters["write_back_blocks"] == 8)
+    one = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
+    count = 128 // size
+    async with one.running() as offload:
+        found = offload.lookup(chain("p", 9))
+        assert (found.tokens, found.ready_tokens) == (128, 0)
+        blocks = list(range(15, 15 - count, -1))
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 9), num_tokens=128)
+        assert loaded.num_tokens == 128
+        for array, of in zip(one.arrays, heads, strict=True):
+            sizes = {"kv": 2, "block": 16, "token": size, "head": 4, "dim": 16}
+            placed = array.reshape([sizes[name] for name in order])
+            placed = placed.transpose([order.index(name) for name in ("block", "kv", "token", "head", "dim")])
+            got = placed[blocks].transpose(1, 0, 2, 3, 4).reshape(2, 8, SIZE, 4, 16)
+            assert (got == of[:, 1:9]).all()
+        await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
+        assert offload.lookup(chain("p", 9)).ready_tokens == 128
+    disks[1].rotten |= {record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5")}
+    two = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
+    async with two.running() as offload:
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
+        assert loaded.num_tokens <= 5 * SIZE // size * size
+        assert offload.lookup(chain("p", 9)).tokens == 5 * SIZE // size * size
+
+
+async def test_what_does_not_fit_is_left_alone() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(0, 2), disk=disk)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        await until(lambda: offload.statistics().counters["write_back_blocks"] == 1)
+    one = Rank(layout_of(), left=[disk])  # the other rank's heads are missing
+    async with one.running() as offload:
+        assert offload.lookup(chain("p", 1)).tokens == 0
+        assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
 
 
 # -- room ------------------------------------------------------------------------------------------------------

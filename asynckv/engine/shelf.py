@@ -61,6 +61,7 @@ class Shelf:
         host_bytes: Of host memory.
         file_bytes: Of files; 0 for none.
         records: Where its files are.
+        is_own: The form is this rank's, and blocks are stored here; else it is only read.
 
     Attributes:
         kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
@@ -79,8 +80,10 @@ class Shelf:
         host_bytes: int,
         file_bytes: int,
         records: RecordPlane | None = None,
+        is_own: bool = True,
     ) -> None:
         self.far, self.form, self.form_id, self.records = far, form, fingerprint(form), records
+        self._is_own = is_own
         self._config, self._host_bytes = config, host_bytes
         strides = [size.stride for size in record_sizes(form)]
         groups = stored_groups(form, strides, config.hash_tokens, config.model)
@@ -106,7 +109,6 @@ class Shelf:
         self.memory: HostPool | None = None
         self._tables: PeerTables | None = None
         self._device: Layout | None = None
-        self._is_own = True
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -163,7 +165,7 @@ class Shelf:
         """Plan for a device's memory; with tables of its own where the form is another's."""
         self._device = device
         if tables is not None:
-            self._tables, self._is_own = tables, False
+            self._tables = tables
         else:
             (self._tables,) = kept_tables(device, [self.layout], itertools.count(1))
 
