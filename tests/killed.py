@@ -30,7 +30,7 @@ from asynckv.edges.host_pool import HostPool
 from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded
 
 PLACES, SIZE, AT_ONCE = 64, 16 * 4096, 8
-MOST_S = 0.03
+MOST_S = 0.08
 """Until a kill, from when the first record was stored."""
 
 BackEnd = Literal["plain", "nixl"]

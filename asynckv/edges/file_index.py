@@ -178,10 +178,11 @@ class FileIndex:
         """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
 
-    def entries(self) -> Iterator[Entry]:
-        """Return all records, by place; those of no sensible shape are left out."""
+    def entries(self, malformed: list[int] | None = None) -> Iterator[Entry]:
+        """Return all records, by place; those of no sensible shape are left out, and their places noted."""
         rows = self._db.execute(
-            "SELECT far, size, key, checksum, layout, tag, stored_at FROM records JOIN kinds ON kind = id ORDER BY far"
+            "SELECT far, size, key, checksum, layout, tag, stored_at FROM records LEFT JOIN kinds ON kind = id "
+            "ORDER BY far"
         )
         for row in rows:
             entry = Entry(*row)
@@ -196,10 +197,8 @@ class FileIndex:
                 and entry.far % ALIGN == entry.size % ALIGN == 0
             ):
                 yield entry
-
-    def count(self) -> int:
-        """Count the rows, sensible or not."""
-        return int(self._db.execute("SELECT count(*) FROM records").fetchone()[0])
+            elif malformed is not None:
+                malformed.append(entry.far)
 
     # -- changes -------------------------------------------------------------------------------------
 

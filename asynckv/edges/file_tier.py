@@ -53,7 +53,7 @@ SLOW_S = 10.0
 MAX_PENDING = 256
 """Changes of the index that one transaction takes."""
 
-COMMIT_S = 0.05
+COMMIT_S = 0.02
 """How long a change of the index waits for others."""
 
 MAX_ERRORS = 8
@@ -209,8 +209,9 @@ class FileTier:
 
     def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
         """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
-        entries = list(index.entries())
-        self.found["malformed"] = index.count() - len(entries)
+        malformed: list[int] = []
+        entries = list(index.entries(malformed))
+        self.found["malformed"] = len(malformed)
         if index.dropped:
             self.found["index_damaged"] = 1
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
@@ -220,8 +221,8 @@ class FileTier:
         }
         self.found["overlapping"] = len(doubled)
         good = {entry.far: entry for entry in kept if entry.far not in doubled}
-        if len(good) < len(entries):
-            index.change({}, [entry.far for entry in entries if entry.far not in good])
+        if bad := [*malformed, *(entry.far for entry in entries if entry.far not in good)]:
+            index.change({}, bad)
         self.found["records"] = len(good)
         self.found["bytes"] = sum(entry.size for entry in good.values())
         return good
