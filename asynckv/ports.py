@@ -355,11 +355,17 @@ class RecordPlane(Protocol):
     def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
         """Take over a move; `poll` will tell. Reads go before writes. Never raises for what the back end does."""
 
-    def forget(self, records: Iterable[tuple[bytes, int]]) -> None:
-        """Drop what is stored of some keys at some places, so that no later start finds it; harmless if nothing is."""
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop the records that begin at some places, before anything that is posted later; harmless if none does."""
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write down what the layout of records is, for those who find them later."""
+
+    def layouts(self) -> Mapping[str, bytes]:
+        """What was written down, by fingerprint."""
 
     def cancel(self, move_id: TransferId) -> None:
-        """Begin nothing more of a move. It ends like any other; what was written of it stays, and is forgotten."""
+        """Begin nothing more of a move. It ends like any other; what was written of it is forgotten."""
 
     def poll(self) -> Sequence[RecordNews]:
         """What has ended since the last call, as for `CopyPlane`. Never blocks."""

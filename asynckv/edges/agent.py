@@ -136,8 +136,9 @@ class _Transfer(NamedTuple):
 
     handle: int
     name: str
-    lists: _Lists
-    remote: _Remote
+    lists: _Lists | None
+    """None for files."""
+    remote: _Remote | None
     """Loaded under that name when it was posted; it may have been loaded anew since."""
 
 
@@ -218,6 +219,20 @@ class Agent:
         for suffix in (SOURCE, SINK):
             self._remotes[name + suffix] = _Remote(memories, suffix)
 
+    def register_files(self, fds: Mapping[int, int]) -> None:
+        """Register open files, by descriptor, with their lengths.
+
+        Raises:
+            BackendError: NIXL refuses.
+        """
+        rows, refused = [(0, length, fd, "") for fd, length in fds.items()], ""
+        try:
+            self._registered.append(self._agent.register_memory(rows, "FILE"))
+        except Exception as exc:
+            refused = f"NIXL cannot register {len(rows)} files: {exc!r}"
+        if refused:
+            raise BackendError(refused)
+
     def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
@@ -273,7 +288,7 @@ class Agent:
         if any(transfer.name == name for transfer in self.running.values()):
             raise BackendError(f"the connection to {name} has broken, and a transfer over it has not ended yet")
         for transfer in self.doubtful.values():
-            if transfer.name == name:
+            if transfer.name == name and transfer.lists is not None:
                 self._remotes[name].lists.pop(id(transfer.lists.table), None)
         self.drop(name)
 
@@ -327,7 +342,8 @@ class Agent:
         num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
         if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
             return
-        in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+        posted = (*self.running.values(), *self.doubtful.values())
+        in_use = {id(each.lists.table) for each in posted if each.lists is not None}
         for key in [key for key in remote.lists if key not in in_use]:
             if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
                 break
@@ -389,15 +405,37 @@ class Agent:
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, name, lists, remote))
+
+    def post_file(
+        self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
+    ) -> TransferEnded | None:
+        """Post a copy between registered host memory and registered files.
+
+        Args:
+            transfer_id: Unique among those that have not ended.
+            near: Rows of address, length and 0.
+            far: As many rows of offset, length and descriptor.
+            is_write: Into the files.
+        """
+        op = self._write if is_write else self._read
         try:
-            status = int(self._raw.postXferReq(handle, b""))
+            mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
+            handle = self._raw.createXferReq(op, mine, files, self.name, b"", [])
         except Exception as exc:
-            return self._trouble(transfer_id, _Transfer(handle, name, lists, remote), exc)
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, self.name, None, None))
+
+    def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+        try:
+            status = int(self._raw.postXferReq(transfer.handle, b""))
+        except Exception as exc:
+            return self._trouble(transfer_id, transfer, exc)
         if status == 0:
             self.done_in_post += 1
-            self._release(handle)
+            self._release(transfer.handle)
             return TransferEnded(transfer_id, Ending.DONE)
-        self.running[transfer_id] = _Transfer(handle, name, lists, remote)
+        self.running[transfer_id] = transfer
         return None
 
     @property
@@ -407,13 +445,18 @@ class Agent:
 
     def sweep(self) -> list[TransferEnded]:
         """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
+        news = self.ask()
+        if not self.running:
+            self._progress()
+        return news
+
+    def ask(self) -> list[TransferEnded]:
+        """Ask about every transfer until nothing new is found."""
         news: list[TransferEnded] = []
         while self.running and (found := self._ask(self.running)):
             news += found
         if self.doubtful:
             news += self._ask(self.doubtful)
-        if not self.running:
-            self._progress()
         if self.unreleased:
             waiting, self.unreleased = self.unreleased, []
             for handle in waiting:
