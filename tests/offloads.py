@@ -39,7 +39,7 @@ def chain(name: str, count: int) -> list[str]:
     return [f"{name}-{i}" for i in range(count)]
 
 
-def _left(disks: Sequence[SimDisk], config: OffloadConfig, own: Shelf) -> list[Shelf]:
+def _left(disks: Sequence[SimDisk], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
     """What others have left."""
     forms = [next(decode_layout(body) for body in disk.layouts.values()) for disk in disks]
     return [

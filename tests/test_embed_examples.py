@@ -59,6 +59,6 @@ def test_the_example_of_an_offload_runs() -> None:
     assert (done.returncode, done.stdout) == (0, "393216 bytes, 48 tokens\n"), done.stderr
 
 
-@pytest.mark.parametrize("way", (*WAYS, "offload"))
+@pytest.mark.parametrize("way", [*WAYS, "offload"])
 def test_an_example_is_short(way: str) -> None:
     assert len((EXAMPLES / f"{way}.py").read_text().splitlines()) <= MOST_LINES

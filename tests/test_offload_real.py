@@ -5,17 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
 from asynckv import EngineConfig, EngineThread, Load, Offload, OffloadConfig, Store, register_memory
 from asynckv.embed import Cancel, Finished
 from asynckv.errors import LocalProtocolError, PullCancelled
-from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
 GIVE_UP_S = 20.0
+
+
+async def written_back(offload: Offload, count: int) -> None:
+    """Wait until so many blocks are in files."""
+    with anyio.fail_after(GIVE_UP_S):
+        while offload.statistics().counters["write_back_blocks"] < count:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0.001)
 
 
 def finished(thread: EngineThread, *kinds: str) -> Finished:
@@ -90,3 +100,35 @@ async def test_a_thousand_blocks_are_stored_without_keeping_the_loop() -> None:
         print(f"longest turn: store {in_store * 1e3:.1f} ms, load {max(turns[1:]) * 1e3:.1f} ms; {stored}; {loaded}")
         assert in_store < 0.1
         assert max(turns[1:]) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 64])
+async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: int) -> None:
+    files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
+    whole = Rank(layout_of(), seed=3, real=True)  # what the two ranks have, each its heads of it
+    heads = [array.reshape(2, BLOCKS, SIZE, 4, 16) for array in whole.arrays]
+    for tp_rank in range(2):
+        rank = Rank(layout_of(tp_rank, 2), real=True, **files)
+        for array, of in zip(rank.arrays, heads, strict=True):
+            array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
+        async with rank.engine, rank.offload as offload:
+            await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
+            await written_back(offload, 8)
+    one = Rank(layout_of(num_blocks=16, block_size=size), seed=4, real=True, host_bytes=1 << 20, **files)
+    blocks = list(range(15, 15 - 128 // size, -1))
+    async with one.engine, one.offload as offload:
+        found = offload.lookup(chain("p", 9))
+        assert (found.tokens, found.ready_tokens) == (128, 0)
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
+        assert loaded.num_tokens == 128
+        for array, of in zip(one.arrays, heads, strict=True):
+            got = array.reshape(2, 16, size, 4, 16)[:, blocks].reshape(2, 8, SIZE, 4, 16)
+            assert (got == of[:, 1:9]).all()
+        await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
+        await written_back(offload, 128 // size)
+    again = Rank(layout_of(num_blocks=16, block_size=size), seed=5, real=True, host_bytes=1 << 20, **files)
+    async with again.engine, again.offload as offload:
+        assert offload._catalogue.lookup(chain("p", 8)).tokens == 128
+        await offload.load("c", [(0, blocks)], chain("p", 8), num_tokens=128)
+        assert again.block(*blocks) == one.block(*blocks)

@@ -66,6 +66,9 @@ __all__ = ["Offload", "Pin"]
 HOST = "host"
 """The name of the host tier's memory among what the copy plane knows."""
 
+THROUGH_BYTES = 32 << 20
+"""Of host memory through which the records of another geometry pass, per rank that has left some."""
+
 MAX_FAILURES = 10
 """That are logged at once; then one per second."""
 
@@ -150,7 +153,7 @@ class Offload:
         copies: CopyPlane | None = None,
         records: RecordPlane | None = None,
         serve: Callable[[EngineConfig, Registration], Engine] = Engine,
-        leftovers: Callable[[OffloadConfig, Shelf], list[Shelf]] | None = None,
+        leftovers: Callable[[OffloadConfig, Shelf, str], list[Shelf]] | None = None,
     ) -> None:
         if not isinstance(config, OffloadConfig):
             raise ConfigError(f"config is {shown(config)}; it must be an OffloadConfig")
@@ -248,10 +251,16 @@ class Offload:
         if self._others:
             reading(layout, self._others)
         if self._copies is None:
-            self._copies = _nixl_copies(f"{engine.config.engine_id}-{engine.incarnation[:16]}")
+            self._copies = _nixl_copies(f"{self._name}-{engine.memory_epoch}")
         far = {shelf.far: [shelf.memory.memory] for shelf in self._shelves if shelf.memory is not None}
         self._copies.start(layout.memories, far, self._on_copies)
         self._is_copying = True
+
+    @property
+    def _name(self) -> str:
+        """Of NIXL's agents; unique."""
+        layout = self._layout
+        return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
     @property
     def _shelves(self) -> tuple[Shelf, ...]:
@@ -261,11 +270,11 @@ class Offload:
         """Open the files, this rank's own and what others have left; returns how many blocks they have."""
         own, config, layout = self._own, self.config, self._layout
         if own.records is None and config.directory:
-            own.records = _files(config, layout, own.form_id)
+            own.records = _files(config, own, self._name)
         found = own.open_files(partial(self._on_records, own))
         opened: list[Shelf] = []
         try:
-            for shelf in self._leftovers(config, own):
+            for shelf in self._leftovers(config, own, self._name):
                 opened.append(shelf)
                 shelf.take_memory()
                 found += shelf.open_files(partial(self._on_records, shelf))
@@ -974,18 +983,35 @@ def _nixl_copies(name: str) -> CopyPlane:
     return NixlCopies(name)
 
 
-def _files(config: OffloadConfig, layout: Layout, form: str) -> RecordPlane:
-    """The files of one rank: each geometry has a directory of its own, for what it keeps has another form."""
+def _folder(config: OffloadConfig, own: Shelf) -> Path:
+    """Where a rank keeps its files: each geometry has a directory of its own, for what it keeps has another form."""
+    form = own.form
+    stage = f"-pp{form.pp_stage}of{form.pp_size}" if form.pp_size > 1 else ""
+    return Path(config.directory) / f"tp{form.tp_rank}of{form.tp_size}{stage}-{own.form_id}"
+
+
+def _files(config: OffloadConfig, own: Shelf, name: str) -> RecordPlane:
     from asynckv.edges.file_tier import FileTier
 
-    name = f"tp{layout.tp_rank}of{layout.tp_size}" + (
-        f"-pp{layout.pp_stage}of{layout.pp_size}" if layout.pp_size > 1 else ""
-    )
-    return FileTier(Path(config.directory) / f"{name}-{form}", config.file_bytes)
+    return FileTier(_folder(config, own), config.file_bytes, name=name)
 
 
-def _left_by_others(config: OffloadConfig, own: Shelf) -> list[Shelf]:
-    return []
+def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
+    """Make shelves of what ranks of another geometry have left in the same directory."""
+    if not config.directory:
+        return []
+    from asynckv.edges.file_tier import FileTier
+    from asynckv.edges.leftovers import left_in
+
+    shelves = []
+    for at, left in enumerate(left_in(Path(config.directory), _folder(config, own))):
+        files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
+        through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
+        far = f"left{at}"
+        shelves.append(
+            Shelf(far, left.form, config, host_bytes=through, file_bytes=left.num_bytes, records=files, is_own=False)
+        )
+    return shelves
 
 
 def _by_their_blocks(shelf: Shelf, own: Shelf, blocks: Sequence[BlockList], tokens: int) -> list[list[int]]:
