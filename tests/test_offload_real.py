@@ -19,6 +19,8 @@ from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
 
 GIVE_UP_S = 20.0
+MOST_S = 0.05
+"""Several times what was measured."""
 
 
 async def written_back(offload: Offload, count: int) -> None:
@@ -76,20 +78,20 @@ def test_a_step_stores_and_loads_by_orders() -> None:
 
 @pytest.mark.slow
 async def test_a_thousand_blocks_are_stored_without_keeping_the_loop() -> None:
-    """The longest turn of the loop, while a thousand blocks are stored and loaded; the bound is a slow machine's."""
+    """The longest turn of the loop, in time of its own, while a thousand blocks are stored and loaded."""
     count, layers = 1000, 32
     rank = Rank(layout_of(num_blocks=count, layers=layers), real=True, host_bytes=count * 16 * RECORD * 2)
     async with rank.engine, rank.offload as offload:
         turns: list[float] = []
 
         def turn(since: float) -> None:
-            now = time.perf_counter()
+            now = time.thread_time()
             turns.append(now - since)
             asyncio.get_running_loop().call_soon(turn, now)
 
         ids = list(range(count))
         random.Random(5).shuffle(ids)
-        turn(time.perf_counter())
+        turn(time.thread_time())
         stored = await offload.store("a", [(0, ids)], chain("p", count))
         in_store, before = max(turns), rank.block(*ids)
         rank.scribble(range(count))
@@ -97,9 +99,7 @@ async def test_a_thousand_blocks_are_stored_without_keeping_the_loop() -> None:
         loaded = await offload.load("b", [(0, ids)], chain("p", count), num_tokens=count * SIZE)
         assert (stored.num_new, loaded.num_tokens) == (count, count * SIZE)
         assert rank.block(*ids) == before
-        print(f"longest turn: store {in_store * 1e3:.1f} ms, load {max(turns[1:]) * 1e3:.1f} ms; {stored}; {loaded}")
-        assert in_store < 0.1
-        assert max(turns[1:]) < 0.1
+        assert (in_store, max(turns[1:])) < (MOST_S, MOST_S)
 
 
 @pytest.mark.slow
