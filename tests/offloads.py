@@ -15,7 +15,7 @@ import numpy.typing as npt
 from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, register_memory
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
-from asynckv.geometry.layout import Layout, Memory
+from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
 from tests.engines import until
@@ -32,6 +32,23 @@ RECORD = 4096
 def layout_of(tp_rank: int = 0, tp_size: int = 1, *, num_blocks: int = BLOCKS, **more: Any) -> Layout:
     """A small attention layout."""
     return make_layout(tp_rank, tp_size, num_blocks=num_blocks, **{"block_size": SIZE, "head_dim": 8} | more)
+
+
+def hybrid(num_blocks: int = BLOCKS) -> Layout:
+    """Three groups: attention over all tokens, a window, and states; each with pages of its own size."""
+    groups = (
+        Group("attention", SIZE, num_blocks),
+        Group("window", SIZE, num_blocks, window=40),
+        Group("state", 2 * SIZE, num_blocks, kind="state"),
+    )
+    views, memories = [], []
+    for i, (width, tokens) in enumerate(((64, True), (32, True), (192, False))):
+        dims = [("token", SIZE)] * tokens + [("dim", width)]
+        part = dense_part("kv", "uint8", dims)
+        stride = width * (SIZE if tokens else 1)
+        views.append(View(i, i, f"layers.{i}", 0, stride, (part,)))
+        memories.append(Memory((1 << 40) + (i << 30), stride * num_blocks))
+    return Layout(groups=groups, views=tuple(views), memories=tuple(memories))
 
 
 def chain(name: str, count: int) -> list[str]:

@@ -23,7 +23,7 @@ from asynckv import (
 )
 from asynckv.results import Loaded, Stored
 from asynckv.testing.tiers import SimDisk
-from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of, until
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio
 
@@ -346,6 +346,57 @@ async def test_an_engine_lives_when_its_disk_does_not() -> None:
         await offload.store("c", [(0, [9])], chain("q", 1))
         assert (await offload.load("d", [(0, [5])], chain("q", 1), num_tokens=SIZE)).num_tokens == SIZE
         assert rank.block(5) == before
+
+
+# -- several groups ----------------------------------------------------------------------------------------------
+
+
+async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
+    rank = Rank(hybrid(), host_bytes=64 * 4096)
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        ids = [list(range(1, 9)), list(range(11, 19)), [None, 22, None, 24]]  # states after 64 and 128 tokens
+        before = [page.copy() for page in pages]
+        stored = await offload.store("a", [(0, ids[0]), (0, ids[1]), (0, ids[2])], chain("p", 8))
+        assert (stored.num_blocks, stored.num_missed) == (18, 0)
+        for page in pages:
+            page[:] = 0xAA
+        assert [offload.lookup(chain("p", n)).tokens for n in (8, 7, 4, 3)] == [128, 64, 64, 0]
+        assert offload.lookup(chain("p", 8), num_tokens=127).tokens == 64
+        groups = [(0, list(range(25, 29))), (0, [29, 30, 31, 20]), (0, [21, 23])]
+        loaded = await offload.load("b", groups, chain("p", 8), num_tokens=64)
+        assert loaded.num_tokens == 64
+        assert (pages[0][25:29] == before[0][1:5]).all()
+        assert (pages[1][[30, 31, 20]] == before[1][12:15]).all()  # the last 39 tokens
+        assert (pages[2][23] == before[2][22]).all()
+        assert (pages[1][29] == 0xAA).all()
+        assert (pages[2][21] == 0xAA).all()
+        offload.evict()
+        await offload.store("c", [(0, ids[0]), (0, [None] * 5 + ids[1][5:]), (0, ids[2])], chain("q", 8))
+        assert [offload.lookup(chain("q", n)).tokens for n in (8, 4)] == [128, 0]
+        loaded = await offload.load(
+            "d", [(64, [5, 6, 7, 8]), (0, [1] * 0), (0, [None] * 3 + [9])], chain("q", 8), num_tokens=128
+        )
+        assert loaded.num_tokens == 128
+
+
+async def test_several_groups_share_a_disk_and_come_back() -> None:
+    disk = SimDisk(64 * 4096)
+    rank = Rank(hybrid(), host_bytes=64 * 4096, disk=disk)
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        before = [page.copy() for page in pages]
+        groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
+        await offload.store("a", groups, chain("p", 4))
+        await until(lambda: offload.statistics().counters["write_back_blocks"] == 10)
+    again = Rank(hybrid(), host_bytes=64 * 4096, disk=disk, seed=77)
+    pages = [array.reshape(BLOCKS, -1) for array in again.arrays]
+    async with again.running() as offload:
+        groups = [(0, [21, 22, 23, 24]), (0, [25, 26, 27, 28]), (0, [29, 30])]
+        assert (await offload.load("a", groups, chain("p", 4), num_tokens=64)).num_tokens == 64
+        assert (pages[0][21:25] == before[0][1:5]).all()
+        assert (pages[1][26:29] == before[1][6:9]).all()
+        assert (pages[2][30] == before[2][10]).all()
 
 
 # -- other geometries --------------------------------------------------------------------------------------------
