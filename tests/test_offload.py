@@ -355,7 +355,11 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
     rank = Rank(hybrid(), host_bytes=64 * 4096)
     pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
     async with rank.running() as offload:
-        ids = [list(range(1, 9)), list(range(11, 19)), [None, 22, None, 24]]  # states after 64 and 128 tokens
+        ids: list[list[int | None]] = [
+            [*range(1, 9)],
+            [*range(11, 19)],
+            [None, 22, None, 24],
+        ]  # after 64 and 128 tokens
         before = [page.copy() for page in pages]
         stored = await offload.store("a", [(0, ids[0]), (0, ids[1]), (0, ids[2])], chain("p", 8))
         assert (stored.num_blocks, stored.num_missed) == (18, 0)
@@ -363,8 +367,8 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
             page[:] = 0xAA
         assert [offload.lookup(chain("p", n)).tokens for n in (8, 7, 4, 3)] == [128, 64, 64, 0]
         assert offload.lookup(chain("p", 8), num_tokens=127).tokens == 64
-        groups = [(0, list(range(25, 29))), (0, [29, 30, 31, 20]), (0, [21, 23])]
-        loaded = await offload.load("b", groups, chain("p", 8), num_tokens=64)
+        others = [(0, [*range(25, 29)]), (0, [29, 30, 31, 20]), (0, [21, 23])]
+        loaded = await offload.load("b", others, chain("p", 8), num_tokens=64)
         assert loaded.num_tokens == 64
         assert (pages[0][25:29] == before[0][1:5]).all()
         assert (pages[1][[30, 31, 20]] == before[1][12:15]).all()  # the last 39 tokens

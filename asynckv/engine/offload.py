@@ -77,7 +77,17 @@ GRACE_S = 1.0
 
 
 COUNTERS = (
-    *("stores", "loads", "lent", "lookup_tokens", "lookup_tokens_found", "loaded_tokens", "missed_tokens"),
+    *(
+        "stores",
+        "loads",
+        "lent",
+        "lookups",
+        "lookup_hits",
+        "lookup_tokens",
+        "lookup_tokens_found",
+        "loaded_tokens",
+        "missed_tokens",
+    ),
     *(f"{kind.value}_{what}" for kind in MoveKind for what in ("bytes", "blocks")),
     *("moves_failed", "moves_doubted", "records_lost", "blocks_of_another_form", "jobs_retired"),
 )
@@ -85,7 +95,7 @@ COUNTERS = (
 
 COUNTED = frozenset(
     (
-        *("lookups", "hits", "host_evicted", "file_evicted", "corrupt_or_unread"),
+        *("host_evicted", "file_evicted", "corrupt_or_unread"),
         *("write_backs_without_room", "lost_before_write_back"),
     )
 )
@@ -217,7 +227,8 @@ class Offload:
         driver = self._driver = engine.attach(self)
         began = driver.clock.now()
         try:
-            self._own.take_memory()
+            # It is taken page by page, which takes seconds where there is much of it.
+            await asyncio.get_running_loop().run_in_executor(None, self._own.take_memory)
             found = await self._open_files()
             self._take(engine)
             if config.network is not None:
@@ -419,6 +430,7 @@ class Offload:
         found = self._found(chain)
         self._counts["lookup_tokens"] += len(chain) * self.config.hash_tokens
         self._counts["lookup_tokens_found"] += found.tokens
+        self._counts["lookup_hits"] += found.tokens > 0
         return found
 
     def would_wait(self, hashes: Sequence[str | bytes], num_tokens: int | None = None) -> bool:
@@ -762,14 +774,16 @@ class Offload:
             if not self._cause:
                 for move in shelf.catalogue.moves(now):
                     self._post(shelf, move)
-            for news in shelf.catalogue.news():
+        while told := [(shelf, news) for shelf in self._shelves for news in shelf.catalogue.news()]:
+            for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
         self._retire(now)
         self._arm(now)
 
     def _take_news(self, shelf: Shelf, news: JobEnded | JobReturned, now: float) -> None:
         """A part of a job has ended, or touches its caller's blocks no more."""
-        job = self._jobs[news.job_id]
+        if (job := self._jobs.get(news.job_id)) is None:
+            return  # it was closed
         if isinstance(news, JobReturned):
             job.held_by.discard(shelf.far)
         else:
@@ -890,7 +904,7 @@ class Offload:
         """Take a snapshot: counters and gauges of this offload; the loop's are its engine's."""
         self._here(self.statistics)
         said = self._catalogue.statistics()
-        gauges = {name: said[name] for name in said if name not in COUNTED}
+        gauges = {name: said[name] for name in said if name not in COUNTED and name not in ("lookups", "hits")}
         return Statistics(self._said(), gauges, (), 0.0, 0.0, {})
 
     def _said(self) -> dict[str, int]:
