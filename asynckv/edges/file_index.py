@@ -97,6 +97,7 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
     except sqlite3.OperationalError as exc:
         raise BackendError(f"{path} cannot be opened: {exc}") from None
     try:
+        db.execute("PRAGMA synchronous = OFF")
         version, application = (
             int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("user_version", "application_id")
         )
@@ -168,7 +169,6 @@ class FileIndex:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise _damaged(str(found))
-            db.execute("PRAGMA synchronous = OFF")
             db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
         except BaseException:
             db.close()
