@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
@@ -60,7 +62,7 @@ class Tier:
         self.plane: RecordPlane = FileTier(folder, num_bytes, **{"segment_bytes": SEGMENT} | options)
         self.news: list[RecordNews] = []
         self._event = asyncio.Event()
-        self._numbers = iter(range(1, 1000))
+        self._numbers = itertools.count(1)
 
     def start(self) -> Sequence[Stored]:
         return self.plane.start(self.pool.memory, self._poll)
@@ -614,6 +616,77 @@ async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatc
     assert {each.ending for each in news if isinstance(each, RecordsEnded)} == {Ending.IN_DOUBT}
     tier.plane.close()
     assert [each.ending for each in tier.plane.poll() if isinstance(each, RecordsEnded)] == [Ending.FAILED]
+
+
+# -- anything, in any order --------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+async def test_what_is_served_is_what_a_dict_would_serve(make: Make, tmp_path: Path, back_end: str, seed: int) -> None:
+    """Stores, loads, cancellations, restarts and damage, many at a time; a place is in one move at a time."""
+    chance, tier = random.Random(seed), make(back_end=back_end)
+    tier.start()
+    kept: dict[int, bytes] = {}
+    damaged: set[int] = set()
+    count = 0
+    for _ in range(40):
+        free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
+        wanted: dict[TransferId, list[Record]] = {}
+        stored: set[TransferId] = set()
+        cancelled: set[TransferId] = set()
+        tier.bytes[:] = 0
+        while len(free) > 4:
+            places, free = free[:4], free[4:]
+            some = [Record(kept.get(far, b"none"), far * SIZE, far * SIZE, SIZE) for far in places]
+            if is_store := chance.random() < 0.5:
+                some = [record._replace(key=f"{seed}-{count + i}".encode()) for i, record in enumerate(some)]
+                count += len(some)
+                tier.fill(some)
+            number = tier.post(WRITE if is_store else READ, some)
+            wanted[number] = some
+            stored |= {number} if is_store else set()
+            if chance.random() < 0.2:
+                tier.plane.cancel(number)
+                cancelled.add(number)
+        while wanted:
+            ended = await tier.ended()
+            some = wanted.pop(ended.move_id)
+            if ended.move_id in stored:
+                assert ended.ending is DONE or ended.move_id in cancelled
+                for record in some:
+                    damaged.discard(record.far // SIZE)
+                    kept.pop(record.far // SIZE, None)
+                    if ended.ending is DONE:
+                        kept[record.far // SIZE] = record.key
+                if ended.ending is not DONE:  # what was there before may be there still
+                    tier.plane.forget([record.far for record in some])
+                continue
+            if ended.ending is Ending.FAILED and not ended.lost:
+                assert ended.move_id in cancelled
+                continue
+            for i, record in enumerate(some):
+                place = record.far // SIZE
+                assert (i in ended.lost) == (place not in kept or place in damaged), ended
+                if i in ended.lost:
+                    kept.pop(place, None)
+                    damaged.discard(place)
+                else:
+                    found = tier.bytes[record.near : record.near + SIZE]
+                    assert np.array_equal(found, contents(record.key))
+        for place in chance.sample(sorted(kept), min(len(kept), 1)):
+            at = chance.randrange(SIZE)
+            overwrite(tmp_path / "tier", place * SIZE + at, bytes([contents(kept[place])[at] ^ 0xFF]))
+            damaged.add(place)
+        if gone := chance.sample(sorted(kept), min(len(kept), 2)):
+            tier.plane.forget([place * SIZE for place in gone])
+            for place in gone:
+                kept.pop(place)
+                damaged.discard(place)
+        if chance.random() < 0.2:
+            await tier.plane.quiesce()
+            tier.plane.close()
+            assert {(s.far // SIZE, s.key) for s in tier.start()} == set(kept.items())
 
 
 # -- processes that are killed -----------------------------------------------------------------------------

@@ -323,7 +323,8 @@ class FileTier:
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
-        return self._worker.statistics() if self._worker is not None else {}
+        found = {f"found_{name}": number for name, number in self.found.items()}
+        return found | (self._worker.statistics() if self._worker is not None else {})
 
     def describe(self) -> dict[str, str]:
         """Name the directory and how it is read and written."""
@@ -485,8 +486,8 @@ class _Worker:
                 **self._counts,
                 "running": len(self._moves),
                 "records": len(self._entries),
-                "is_read_only": bool(self._read_only or self._off),
-                "is_off": bool(self._off),
+                "is_read_only": int(bool(self._read_only or self._off)),
+                "is_off": int(bool(self._off)),
             }
 
     # -- under the lock, on either side --------------------------------------------------------------
