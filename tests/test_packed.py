@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import asynckv
+from asynckv import EngineConfig, PrefillGroup, register_memory
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.copies import NixlCopies
@@ -28,7 +30,10 @@ from asynckv.geometry.overlap import pools
 from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
 from asynckv.ports import CopyOp
+from asynckv.testing import SimControl, SimData
+from asynckv.tools.layouts import with_addresses
 from tests import oracle
+from tests.engines import Bench
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
 from tests.test_geometry import allocate, attention, engine, engines, latent, mamba2, models
 
@@ -427,6 +432,12 @@ def test_copies_of_blocks_that_there_are_not_are_refused(blocks: Any, message: s
         plan_copies(tables_of(both, both), blocks)
 
 
+def test_a_range_of_too_many_slots_is_refused_with_both_numbers() -> None:
+    device = Rank(engine((attention(12),), style="split"), 0).layout
+    with pytest.raises(LayoutError, match=r"2 pieces per kernel block x 1073741824 blocks .* or declare fewer blocks"):
+        kept_tables(device, [packed(device, 1 << 42)], itertools.count())
+
+
 def test_nothing_to_copy_is_an_empty_plan() -> None:
     both = engine((attention(2), latent()))
     assert plan_copies(tables_of(both, both), [([], []), ([], [])]).num_bytes == 0
@@ -524,3 +535,42 @@ async def test_nixl_stores_and_loads_what_the_oracle_does(way: str) -> None:
         wanted,
     )
     await copy(local, ranges, CopyOp.READ, loads)
+
+
+# -- lent over the network -----------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_what_is_kept_is_lent_as_any_block_is(sim: Bench) -> None:
+    stored, loading = engine(WINDOWED, sizes=[16, 8]), engine(WINDOWED, sizes=[4, 16])
+    rng, cache, tokens = np.random.default_rng(3), Cache(WINDOWED, 7), 48
+    [rank], [local] = ranks_of(stored, 100), ranks_of(loading)
+    lists = allocate(stored, tokens, rng, [0, 0], lean=False)
+    oracle.fill(rank, lists, cache, tokens)
+    kept, pairs = store(rank, [[b for b in ids if b is not None] for _, ids in lists], rng, 1 << 50)
+    assert kept.layout.slotted is True
+
+    def made(name: str, side: Rank) -> asynckv.Engine:
+        layout = with_addresses(side.layout, [array.ctypes.data for array in side.arrays])
+        planes: dict[str, Any] = {"data": SimData(sim.network, name), "control": SimControl(sim.network)}
+        return asynckv.Engine(
+            EngineConfig(engine_id=name), register_memory(layout, tuple(side.arrays)), clock=sim.clock, **planes
+        )
+
+    async with made("prefill-host", kept) as host, made("decode", local) as decode:
+        group = PrefillGroup("prefill-host", [host.endpoint])
+        params = group.make_params("r", [(0, [slot for _, slot in each]) for each in pairs], tokens, written=True)
+        lent = host.lend(params)
+        mine = allocate(loading, tokens, rng, [0, 0], lean=True)
+        await decode.pull("d", mine, params)
+        with anyio.fail_after(10):
+            assert (await lent.wait_released()).cause == "released"
+        for memory, places, data, must in oracle.cells(local, mine, cache, tokens, tokens):
+            at = places[..., None] + np.arange(data.shape[-1])
+            assert not must or (local.arrays[memory][at] == data).all()
+        host.check_integrity()
+        decode.check_integrity()
+        closing = [asyncio.create_task(each.aclose()) for each in (decode, host)]
+        while not all(task.done() for task in closing):
+            await asyncio.sleep(0)
+            sim.clock.advance(0.01)
