@@ -154,7 +154,7 @@ class Rank:
         async with self.engine:
             await self.offload.start()
             yield self.offload
-            if not self.offload._cause:
+            if not self.offload._mover.cause:
                 self.offload.check_integrity()
                 self.engine.check_integrity()
             closing = asyncio.create_task(self.engine.aclose())
