@@ -283,10 +283,10 @@ async def test_a_load_that_takes_too_long_is_a_miss() -> None:
 async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[int]) -> None:
     """Store blocks so that they are in files alone."""
     await offload.store(name, [(0, blocks)], chain(name, len(blocks)))
-    await until(lambda: offload.statistics().counters["write_back_blocks"] >= len(blocks))
+    await until(lambda: offload.statistics().counters["blocks.write_back"] >= len(blocks))
     for i in range(16):  # as much as the host tier holds
         await offload.store(f"{name}-other", [(0, [30])], [f"{name}-filler-{i}"])
-    await until(lambda: not offload.statistics().gauges["write_back_bytes_under_way"])
+    await until(lambda: not offload.statistics().gauges["bytes_under_way"])
 
 
 async def test_what_was_written_back_is_promoted_and_loaded() -> None:
@@ -392,7 +392,7 @@ async def test_several_groups_share_a_disk_and_come_back() -> None:
         before = [page.copy() for page in pages]
         groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
         await offload.store("a", groups, chain("p", 4))
-        await until(lambda: offload.statistics().counters["write_back_blocks"] == 10)
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 10)
     again = Rank(hybrid(), host_bytes=64 * 4096, disk=disk, seed=77)
     pages = [array.reshape(BLOCKS, -1) for array in again.arrays]
     async with again.running() as offload:
@@ -418,7 +418,7 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
             array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
         async with rank.running() as offload:
             await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
-            await until(lambda: offload.statistics().counters["write_back_blocks"] == 8)
+            await until(lambda: offload.statistics().counters["blocks.write_back"] == 8)
     one = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
     count = 128 // size
     async with one.running() as offload:
@@ -448,7 +448,7 @@ async def test_what_does_not_fit_is_left_alone() -> None:
     rank = Rank(layout_of(0, 2), disk=disk)
     async with rank.running() as offload:
         await offload.store("a", [(0, [1])], chain("p", 1))
-        await until(lambda: offload.statistics().counters["write_back_blocks"] == 1)
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 1)
     one = Rank(layout_of(), left=[disk])  # the other rank's heads are missing
     async with one.running() as offload:
         assert offload.lookup(chain("p", 1)).tokens == 0

@@ -27,7 +27,7 @@ MOST_S = 0.05
 async def written_back(offload: Offload, count: int) -> None:
     """Wait until so many blocks are in files."""
     with anyio.fail_after(GIVE_UP_S):
-        while offload.statistics().counters["write_back_blocks"] < count:  # noqa: ASYNC110 - it has no event
+        while offload.statistics().counters["blocks.write_back"] < count:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0.001)
 
 

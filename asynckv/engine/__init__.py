@@ -11,7 +11,7 @@ what follows from what, are tables in `asynckv/core`.
 - `attempts`: how a caller waits for a pull, through one attempt or several, and what it is told.
 - `lent`: a lent request in its owner's hands.
 - `offload`: blocks that go to host memory and files, and come back: what its owner calls. `jobs`: who waits for that,
-  and which blocks are in use; `shelf`: where blocks are kept; `mover`: what the catalogues want is handed to the planes.
+  and which blocks are in use; `shelf`: where blocks are kept; `mover`: what catalogues want is handed to planes.
 - `lag`: how late the loop came.
 - `home`: the event loop that an engine belongs to, and what is said to whoever calls from elsewhere.
 

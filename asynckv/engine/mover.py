@@ -31,21 +31,12 @@ MAX_FAILURES = 10
 """That are logged at once; then one per second."""
 
 COUNTERS = (
-    *(
-        "stores",
-        "loads",
-        "lent",
-        "lookups",
-        "lookup_hits",
-        "lookup_tokens",
-        "lookup_tokens_found",
-        "loaded_tokens",
-        "missed_tokens",
-    ),
-    *(f"{kind.value}_{what}" for kind in MoveKind for what in ("bytes", "blocks")),
-    *("moves_failed", "moves_doubted", "records_lost", "blocks_of_another_form", "jobs_retired"),
+    *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
+    *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
+    *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
+    *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
 )
-"""What is counted here; `stores_` and `loads_` with an outcome besides."""
+"""What is counted of an offload: what its metrics and `Offload.statistics` are made of."""
 
 
 @dataclass(slots=True)
@@ -143,7 +134,7 @@ class Mover:
                     other.catalogue.cancel(job.job_id)
         if job.ended is None and all(part is not None for part in job.parts.values()):
             ended = job.end(now, self._held_s)
-            self.counts[f"{ended.kind.value}s_{ended.outcome.value}"] += 1
+            self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
                 self._log_failed(job, ended)
         if job.ended is not None and not job.held_by:
@@ -224,8 +215,8 @@ class Mover:
         if ending is Ending.FAILED and lost:
             ending = Ending.DONE  # but for those
         if ending is Ending.DONE:
-            self.counts[f"{move.kind.value}_bytes"] += move.num_bytes
-            self.counts[f"{move.kind.value}_blocks"] += move.num_blocks - len(lost)
+            self.counts[f"bytes.{move.kind.value}"] += move.num_bytes
+            self.counts[f"blocks.{move.kind.value}"] += move.num_blocks - len(lost)
             self.counts["records_lost"] += len(lost)
             if (job := self.jobs.get(move.job_id)) is not None:
                 if move.kind is MoveKind.PROMOTION:

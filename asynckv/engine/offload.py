@@ -71,13 +71,15 @@ GRACE_S = 1.0
 """How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
 
 
-COUNTED = frozenset(
-    (
-        *("host_evicted", "file_evicted", "corrupt_or_unread"),
-        *("write_backs_without_room", "lost_before_write_back"),
-    )
-)
-"""Which of the catalogue's figures only grow."""
+COUNTED = {
+    "host_evicted": "evicted.host",
+    "file_evicted": "evicted.file",
+    "lost_before_write_back": "not_written_back.evicted",
+    "write_backs_without_room": "not_written_back.no_room",
+}
+"""Which of the catalogue's figures only grow, and what they are called here."""
+
+GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
 
 
 class Pin:
@@ -328,7 +330,9 @@ class Offload:
 
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own, which answers for it."""
-        return {f"offload.{name}": count for name, count in self._said().items()}
+        said = self._catalogue.statistics()
+        now = {f"kept.{tier}": said.get(f"{tier}_blocks", 0) for tier in ("host", "file")}
+        return {f"offload.{name}": count for name, count in (self._said() | now).items()}
 
     # -- questions: answered at once -----------------------------------------------------------------
 
@@ -347,8 +351,8 @@ class Offload:
         self._mover.counts["lookups"] += 1
         chain = self._chain(hashes, num_tokens)
         found = self._found(chain)
-        self._mover.counts["lookup_tokens"] += len(chain) * self.config.hash_tokens
-        self._mover.counts["lookup_tokens_found"] += found.tokens
+        self._mover.counts["tokens.looked_up"] += len(chain) * self.config.hash_tokens
+        self._mover.counts["tokens.found"] += found.tokens
         self._mover.counts["lookup_hits"] += found.tokens > 0
         return found
 
@@ -481,8 +485,8 @@ class Offload:
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
             raise job.error()
         loaded = self._loaded_tokens(job, ended, tokens)
-        self._mover.counts["loaded_tokens"] += loaded
-        self._mover.counts["missed_tokens"] += tokens - loaded
+        self._mover.counts["tokens.loaded"] += loaded
+        self._mover.counts["tokens.missed"] += tokens - loaded
         seconds_ = self._clock.now() - job.begun_at
         return Loaded(request_id, loaded, ended.blocks, job.num_bytes, job.file_bytes, seconds_)
 
@@ -626,7 +630,6 @@ class Offload:
         ledger.hold(job.job_id, "lent" if kind is JobKind.STORE else "writing", request_id, held, now)
         self._core.inspect.guests[job.job_id] = job
         self._mover.jobs[job.job_id] = job
-        self._mover.counts[f"{kind.value}s"] += 1
         self._mover.pump()
         return job
 
@@ -668,14 +671,15 @@ class Offload:
         """Take a snapshot: counters and gauges of this offload; the loop's are its engine's."""
         self._here(self.statistics)
         said = self._catalogue.statistics()
-        gauges = {name: said[name] for name in said if name not in COUNTED and name not in ("lookups", "hits")}
+        gauges = {name: said.get(name, 0) for name in GAUGES}
+        gauges["bytes_under_way"] = sum(said[f"{kind.value}_bytes_under_way"] for kind in MoveKind)
         return Statistics(self._said(), gauges, (), 0.0, 0.0, {})
 
     def _said(self) -> dict[str, int]:
-        said = self._catalogue.statistics()
-        counters = dict(self._mover.counts) | {name: said[name] for name in COUNTED if name in said}
+        said, counters = self._catalogue.statistics(), dict(self._mover.counts)
+        counters |= {name: said.get(of, 0) for of, name in COUNTED.items()}
         for plane, name in ((self._copies, "copies"), (self._own.records, "files")):
-            if plane is not None and self._driver is not None:
+            if plane is not None:
                 counters |= {f"{name}.{key}": count for key, count in plane.statistics().items()}
         return counters
 
