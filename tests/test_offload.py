@@ -21,6 +21,8 @@ from asynckv import (
     PullError,
     ReadFailed,
 )
+from asynckv.core.account import decode_account
+from asynckv.core.wire import Status, StatusRequest
 from asynckv.results import Loaded, Stored
 from asynckv.testing.tiers import SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
@@ -136,6 +138,27 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         rank.copies.finish()
         await loading
         assert not rank.engine.holds()
+
+
+async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
+        await until(lambda: rank.copies.moves)
+        answers: list[Status] = []
+        rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
+        await until(lambda: answers)
+        account = decode_account(answers[0].account)
+        assert [(each.kind, each.phase, each.number) for each in account.counts] == [("store", "storing", 1)]
+        assert [(hold.request_id, hold.reason, hold.blocks) for hold in account.holds] == [
+            ("a", "storing", {0: (1, 2)})
+        ]
+        assert account.facts.counters["offload.store.done"] == 0
+        assert account.facts.planes["offload.copies"] == "simulated"
+        assert account.budgets["blocks_held"][0] == 2
+        rank.copies.finish()
+        await storing
 
 
 async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> None:
