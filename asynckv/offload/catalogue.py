@@ -181,12 +181,19 @@ class Catalogue:
         """Gauges and counters, for metrics."""
         said = {f"{kind}_bytes_under_way": n for kind, n in self._in_flight.items()}
         said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(self._running)}
-        said["moves_in_doubt"] = sum(running.is_doubtful for running in self._running.values())
+        doubtful = [running.move for running in self._running.values() if running.is_doubtful]
+        said |= {"moves_in_doubt": len(doubtful), "blocks_in_doubt": sum(move.num_blocks for move in doubtful)}
         for tier in self._tiers():
             said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
             said[f"{tier.place}_leaving"] = len(tier.leaving)
             said[f"{tier.place}_evicted"] = tier.evicted
         return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts
+
+    def held(self) -> dict[str, int]:
+        """Return how many blocks each job and each pin holds, in any tier."""
+        return {name: len(job.holding) for name, job in self.jobs.items()} | {
+            name: len(entries) for name, entries in self.pins.items()
+        }
 
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
@@ -410,10 +417,9 @@ class Catalogue:
 
     def forgotten(self) -> list[tuple[int, int]]:
         """Return `(group, slot)` of the file tier that hold nothing any more, since the last call."""
-        self.host.freed.clear()
-        freed, tier = [], self.file
-        if tier is not None:
-            freed, tier.freed = tier.freed, []
+        if self.file is None:
+            return []
+        freed, self.file.freed = self.file.freed, []
         return freed
 
     def news(self) -> list[JobEnded | JobReturned]:
@@ -778,7 +784,7 @@ class Catalogue:
                 made = self.host.make(group, [item.entry.hash for item in items])
                 job.absent.extendleft(reversed(items[len(made) :]))
                 if not made:
-                    return
+                    break
                 sources = [item.entry for item in items[: len(made)]]
                 for item, entry in zip(items, made, strict=False):
                     self._wait(job, entry, item.position)
