@@ -19,7 +19,7 @@ import xxhash
 
 from asynckv.errors import BackendError
 
-__all__ = ["FORMAT", "INDEX", "Entry", "FileIndex", "checksum", "open_index"]
+__all__ = ["ALIGN", "FORMAT", "INDEX", "Entry", "FileIndex", "checksum", "now", "open_index", "read_entries"]
 
 INDEX = "index.sqlite"
 FORMAT = 1
@@ -97,6 +97,7 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
     except sqlite3.OperationalError as exc:
         raise BackendError(f"{path} cannot be opened: {exc}") from None
     try:
+        db.execute("PRAGMA synchronous = OFF")
         version, application = (
             int(db.execute(f"PRAGMA {x}").fetchone()[0]) for x in ("user_version", "application_id")
         )
@@ -114,6 +115,28 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
         db.close()
         raise
     return db
+
+
+def read_entries(db: sqlite3.Connection, malformed: list[int]) -> Iterator[Entry]:
+    """Return all records, by place; of those of no sensible shape the places are noted."""
+    rows = db.execute(
+        "SELECT far, size, key, checksum, layout, tag, stored_at FROM records LEFT JOIN kinds ON kind = id ORDER BY far"
+    )
+    for row in rows:
+        entry = Entry(*row)
+        numbers = (entry.far, entry.size, entry.checksum, entry.stored_at)
+        if (
+            all(type(number) is int for number in numbers)
+            and isinstance(entry.key, bytes)
+            and isinstance(entry.layout, str)
+            and isinstance(entry.tag, str)
+            and len(entry.key) <= MAX_KEY
+            and entry.far >= 0 < entry.size
+            and entry.far % ALIGN == entry.size % ALIGN == 0
+        ):
+            yield entry
+        else:
+            malformed.append(entry.far)
 
 
 class FileIndex:
@@ -146,7 +169,6 @@ class FileIndex:
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise _damaged(str(found))
-            db.execute("PRAGMA synchronous = OFF")
             db.execute("SELECT far, size, key, checksum, kind, stored_at FROM records LIMIT 1").fetchone()
         except BaseException:
             db.close()
@@ -178,27 +200,9 @@ class FileIndex:
         """Write a layout down."""
         self._db.execute("INSERT OR REPLACE INTO layouts VALUES (?, ?)", (fingerprint, body))
 
-    def entries(self, malformed: list[int] | None = None) -> Iterator[Entry]:
-        """Return all records, by place; those of no sensible shape are left out, and their places noted."""
-        rows = self._db.execute(
-            "SELECT far, size, key, checksum, layout, tag, stored_at FROM records LEFT JOIN kinds ON kind = id "
-            "ORDER BY far"
-        )
-        for row in rows:
-            entry = Entry(*row)
-            numbers = (entry.far, entry.size, entry.checksum, entry.stored_at)
-            if (
-                all(type(number) is int for number in numbers)
-                and isinstance(entry.key, bytes)
-                and isinstance(entry.layout, str)
-                and isinstance(entry.tag, str)
-                and len(entry.key) <= MAX_KEY
-                and entry.far >= 0 < entry.size
-                and entry.far % ALIGN == entry.size % ALIGN == 0
-            ):
-                yield entry
-            elif malformed is not None:
-                malformed.append(entry.far)
+    def entries(self, malformed: list[int]) -> Iterator[Entry]:
+        """Return all records, by place; of those of no sensible shape the places are noted."""
+        return read_entries(self._db, malformed)
 
     # -- changes -------------------------------------------------------------------------------------
 

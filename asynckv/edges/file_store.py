@@ -28,7 +28,7 @@ from asynckv.edges.file_index import ALIGN
 from asynckv.edges.file_io import Extent
 from asynckv.errors import BackendError
 
-__all__ = ["OWNER", "SEGMENT_BYTES", "Owner", "OwnerLock", "Segments", "owner_of"]
+__all__ = ["OWNER", "SEGMENT_BYTES", "Owner", "OwnerLock", "Segments", "owner_of", "segment_extents", "segment_path"]
 
 OWNER = "owner"
 SEGMENT_BYTES = 1 << 30
@@ -125,6 +125,21 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def segment_path(folder: Path, number: int) -> Path:
+    """Say where a segment is."""
+    return folder / f"segment-{number:05}.kv"
+
+
+def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[int, Extent]]:
+    """Say where a stretch of the range is: the numbers of segments, and extents from the stretch's start on."""
+    near = 0
+    while size:
+        number, offset = divmod(far, segment_bytes)
+        part = min(size, segment_bytes - offset)
+        yield number, Extent(near, -1, offset, part)
+        near, far, size = near + part, far + part, size - part
+
+
 class Segments:
     """The files that hold the bytes; owned.
 
@@ -168,7 +183,7 @@ class Segments:
 
     def path(self, number: int) -> Path:
         """Where one segment is."""
-        return self._folder / f"segment-{number:05}.kv"
+        return segment_path(self._folder, number)
 
     def _open(self, path: Path, length: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.is_direct else 0)
@@ -203,21 +218,15 @@ class Segments:
 
     def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
         """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
-        while size:
-            number, offset = divmod(far, self.segment_bytes)
-            part = min(size, self.lengths[number] - offset)
-            yield Extent(near, self.fds[number], offset, part)
-            near, far, size = near + part, far + part, size - part
+        for number, extent in segment_extents(far, size, self.segment_bytes):
+            yield Extent(near + extent.near, self.fds[number], extent.offset, extent.size)
 
     def has_kept(self, far: int, size: int) -> bool:
         """Whether all of a stretch was there when the files were opened."""
-        while size:
-            number, offset = divmod(far, self.segment_bytes)
-            part = min(size, self.segment_bytes - offset)
-            if number >= len(self.kept) or offset + part > self.kept[number]:
-                return False
-            far, size = far + part, size - part
-        return True
+        if far + size > self.num_bytes:
+            return False
+        parts = segment_extents(far, size, self.segment_bytes)
+        return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
 
     def close(self) -> None:
         """Close the files. Idempotent."""
