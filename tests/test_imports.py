@@ -61,7 +61,11 @@ def imports(path: Path) -> Iterator[str]:
                 pass
 
 
-ROOMS = {"geometry": CORE_MAY_IMPORT - {"asynckv.core", "asynckv.config"}, "core": CORE_MAY_IMPORT}
+ROOMS = {
+    "geometry": CORE_MAY_IMPORT - {"asynckv.core", "asynckv.config"},
+    "core": CORE_MAY_IMPORT,
+    "offload": CORE_MAY_IMPORT | {"asynckv.offload"},
+}
 PURE = [path for room in ROOMS for path in sorted((PACKAGE / room).glob("*.py"))]
 
 
@@ -87,6 +91,7 @@ ORDER = (
     "config",
     "geometry",
     "core",
+    "offload",
     "keys",
     "ports",
     "results",

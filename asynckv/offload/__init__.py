@@ -1,0 +1,55 @@
+"""The offload room: which blocks are kept in host memory and in files, in which slots, and what is moved where.
+
+Blocks that do not fit the accelerator go to host memory, from there to files, and come back before they are needed. In
+here that is decided; nobody in here has a byte. `asynckv/edges` has the memory, the files and the agent that copies
+between them, `asynckv/geometry` says which bytes of a block lie where, and `asynckv/engine` joins them.
+
+The few ideas
+-------------
+
+*Decide, then do.* Nothing in here reads a clock, opens a file or awaits. A caller asks for a job, moves come out, and
+how they ended comes in. So a catalogue may live in a scheduler's process whose workers carry the moves out, and a test
+plays a day of evictions in a second.
+
+*A block is found by what it depends on.* Its key is the engine's own hash of all tokens up to its end, within a
+namespace that says for which model and which layers. What does not fit has another key, and is not found.
+
+*Two tables are the machines.* One for a stored block in one tier (`entry`), one for a job (`job`). An event that a
+table does not list raises before anything was changed.
+
+*Sets of who, and memory follows the writer.* A slot is given to another block when nobody holds it and no transfer may
+read or write it, on no other ground. A transfer in doubt keeps the slots on both of its sides, and the caller's blocks.
+
+*One of each.* A block that is being stored or promoted is not stored or promoted again: whoever wants it waits for it.
+If its job is cancelled before it was posted, another that waits stores it.
+
+*Nothing waits for ever.* A load needs one slot of host memory to bring any number of blocks from the file tier, and
+fails if it cannot have that one. A store never waits for room.
+
+A block's life
+--------------
+
+    device              host memory                          file
+    store  ---move--->  WRITING, READY
+                        READY        ---write-back--->       WRITING, READY
+                        LEAVING, GONE (evicted)              READY
+                        WRITING, READY  <---promotion---     READY
+    load   <---move---  READY
+
+Where to look
+-------------
+
+- `catalogue` is all of it put together: calls, moves and their ends come in by it.
+- `keys`: what blocks are called, and which of them somebody needs who continues after some token. `found`: how long a
+  stored prefix is.
+- `tier`: the blocks of one tier. `entry`: one of them. `slots`: where they lie. `eviction`: who has to go.
+- `job`: one caller's request, and the moves that carry it out.
+
+Words
+-----
+
+- *tier*: host memory, or files. *Slot*: where one block lies in a tier; of a group, an ordinary block id.
+- *position*: the place of a block in its request's list of blocks.
+- *promotion*: from file to host memory. *Write-back*: the other way, after the store has ended.
+- *held*, *pinned*: a job, a pin or a lease wants a block to stay.
+"""

@@ -1,0 +1,892 @@
+"""The catalogue: which keys are where, which slot a store gets, what is evicted, and what is brought back.
+
+It decides and carries nothing. Jobs come in (`store`, `load`, `cancel`), `moves` says which transfers are to be
+carried out next, and `ended` tells how one ended; `news` says what became of jobs. It holds no bytes and no thread,
+and reads no clock. So it may live beside an engine or in a scheduler's process whose workers carry the moves out: the
+slots are the same on all of them.
+
+In which order: after calls and ends of moves, first `forgotten` (what an index on disk must no longer say of slots that
+will be written anew), then `moves`, then `news`.
+
+What goes first
+---------------
+
+Loads and stores share the link to the device, promotions and write-backs the file tier; of each two the first is
+served first, within budgets of bytes that are under way. At least one move of a kind may always run, and what is in
+doubt counts for no budget. A load takes a slot of host memory per block that is promoted, and lets go of it when that
+block has reached the device: so a load of any length passes through any number of slots, and what it has yet to load
+is held, so that its own promotions do not evict it. If nothing runs, and no slot can be had for a promotion, only pins
+hold them, and waiting would be for ever: then the load fails.
+
+A prompt's blocks are used, and so kept, in order from its end: what is evicted first is the end of a chain. A block
+whose predecessor is gone is found by no lookup, is not used any more, and leaves."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from asynckv.arguments import integer, shown, text
+from asynckv.core.events import Ending
+from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.found import ABSENT, IN_FILE, READY, STORING, Found, longest
+from asynckv.offload.job import (
+    Item,
+    Job,
+    JobEnded,
+    JobEvent,
+    JobKind,
+    JobOutcome,
+    JobReturned,
+    JobState,
+    Move,
+    MoveKind,
+    Piece,
+)
+from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
+from asynckv.offload.tier import Place, Tier
+
+__all__ = ["Budgets", "Catalogue"]
+
+MAX_NAME = 16 * 1024
+"""Characters of a job's id, and of a pin's name."""
+
+Positions = Sequence[Iterable[int]]
+
+
+class Budgets(Struct, frozen=True, kw_only=True):
+    """How much may be under way at once, and how fast.
+
+    Attributes:
+        move_bytes: The most that one move carries; one block at least.
+        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
+            move at least.
+        write_back_bytes_per_s: How fast the file tier is written.
+    """
+
+    move_bytes: int = 64 << 20
+    load_bytes: int = 1 << 30
+    store_bytes: int = 1 << 30
+    promotion_bytes: int = 256 << 20
+    write_back_bytes: int = 256 << 20
+    write_back_bytes_per_s: float = math.inf
+
+
+class Running:
+    """A move that is posted: what it touches, block by block."""
+
+    __slots__ = ("is_doubtful", "items", "job", "move", "sources")
+
+    def __init__(self, move: Move, job: Job | None, items: list[Item], sources: list[Entry]) -> None:
+        self.move, self.job, self.items, self.sources = move, job, items, sources
+        self.is_doubtful = False
+
+
+class Catalogue:
+    """All that is stored in one rank's tiers, and what is under way.
+
+    Args:
+        groups: What is stored, see `asynckv.offload.keys.stored_groups`.
+        hash_tokens: Tokens per hash.
+        host_bytes: Size of the host tier.
+        file_bytes: Size of the file tier; 0 if there is none.
+        policy: Who is evicted, by name, see `asynckv.offload.eviction`.
+        budgets: How much may be under way.
+
+    Raises:
+        ConfigError: A policy that does not exist, a tier that is too small, or a group that hashes cannot name.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[StoredGroup],
+        hash_tokens: int,
+        host_bytes: int,
+        file_bytes: int = 0,
+        *,
+        policy: str = "lru",
+        budgets: Budgets = Budgets(),  # noqa: B008  # frozen
+    ) -> None:
+        self.groups = tuple(groups)
+        self.hash_tokens = integer("hash_tokens", hash_tokens, 1, error=ConfigError)
+        for group in self.groups:
+            if group.block_size % hash_tokens:
+                raise ConfigError(
+                    f"group {shown(group.name)} has blocks of {group.block_size} tokens, and hashes cover {hash_tokens}"
+                )
+        self.budgets = budgets
+        self.host = Tier(Place.HOST, self.groups, host_bytes, policy)
+        self.file = Tier(Place.FILE, self.groups, file_bytes, policy) if file_bytes else None
+        self.jobs: dict[str, Job] = {}
+        self.pins: dict[str, list[tuple[Tier, Entry]]] = {}
+        self.wake_at = math.inf
+        """When to call `moves` again though nothing else happens."""
+        self.counts = dict.fromkeys(("lookups", "hits", "write_backs_without_room", "corrupt_or_unread"), 0)
+        self._running: dict[int, Running] = {}
+        self._in_flight = dict.fromkeys(MoveKind, 0)
+        self._limits = {
+            MoveKind.LOAD: budgets.load_bytes,
+            MoveKind.STORE: budgets.store_bytes,
+            MoveKind.PROMOTION: budgets.promotion_bytes,
+            MoveKind.WRITE_BACK: budgets.write_back_bytes,
+        }
+        self._last_move = 0
+        self._news: list[JobEnded | JobReturned] = []
+        self._allowance = 0.0
+        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
+        self._allowed_at: float | None = None
+        self._tick = 0
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[str | bytes]) -> Found:
+        """Say how long the stored prefix of a prompt is, and for what a load of it would wait. Changes nothing."""
+        keys = as_hashes(hashes)
+        self.counts["lookups"] += 1
+        codes = [np.zeros(0, np.uint8)] * len(self.groups)
+        most = len(keys) * self.hash_tokens
+        # Groups that need every block end at the first gap, and nobody needs what others have beyond it.
+        for g in sorted(range(len(self.groups)), key=lambda g: self.groups[g].is_state or self.groups[g].window > 0):
+            group = self.groups[g]
+            is_chain = not (group.is_state or group.window)
+            mine = block_hashes(keys, group.block_size, self.hash_tokens)[: most // group.block_size]
+            codes[g] = np.array(self._codes(g, mine, is_chain), np.uint8)
+            if is_chain:
+                most = min(most, len(codes[g]) * group.block_size)
+        found = longest(self.groups, codes)
+        self.counts["hits"] += found.tokens > 0
+        return found
+
+    def _codes(self, g: int, hashes: list[bytes], is_chain: bool) -> list[int]:
+        host, ready = self.host.index[g].get, EntryState.READY
+        file = self.file.index[g].get if self.file else None
+        codes: list[int] = []
+        for key in hashes:
+            if (entry := host(key)) is not None:
+                codes.append(READY if entry.state is ready else STORING)
+            elif file is not None and (entry := file(key)) is not None and entry.state is ready:
+                codes.append(IN_FILE)
+            elif is_chain:
+                break
+            else:
+                codes.append(ABSENT)
+        return codes
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters, for metrics."""
+        said = {f"{kind}_bytes_under_way": n for kind, n in self._in_flight.items()}
+        said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(self._running)}
+        said["moves_in_doubt"] = sum(running.is_doubtful for running in self._running.values())
+        for tier in self._tiers():
+            said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
+            said[f"{tier.place}_leaving"] = len(tier.leaving)
+            said[f"{tier.place}_evicted"] = tier.evicted
+        return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts
+
+    def _tiers(self) -> Iterator[Tier]:
+        yield self.host
+        if self.file is not None:
+            yield self.file
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        job_id: str,
+        hashes: Sequence[str | bytes],
+        tokens: int | None = None,
+        *,
+        first_token: int = 0,
+        positions: Positions | None = None,
+        until: float = math.inf,
+    ) -> None:
+        """Store blocks of a request; `news` says how it ended.
+
+        What is stored already is not stored again, and what another job is storing is waited for. Blocks for which
+        there is no room are left out, from the end of each group.
+
+        Args:
+            hashes: Of the whole prompt, from its start.
+            tokens: Where the prefix ends; all that is hashed if left out.
+            first_token: Where it begins to be of interest.
+            positions: Per group, the blocks to store; what `needed` says if left out.
+            until: When what has not been posted is given up.
+
+        Raises:
+            LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
+        """
+        mine, where = self._request(job_id, hashes, tokens, first_token, positions)
+        self._use(mine, where, is_whole=positions is None)
+        job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
+        for g, wanted in enumerate(where):
+            new: dict[bytes, int] = {}
+            for position in wanted:
+                key = mine[g][position]
+                entry = self.host.index[g].get(key)
+                if entry is None:
+                    new.setdefault(key, position)
+                elif entry.state is EntryState.READY:
+                    job.known += 1
+                elif entry not in job.holding:
+                    self._wait(job, entry, position)
+            made = self.host.make(g, list(new), spare=self._tick)
+            for entry, position in zip(made, new.values(), strict=False):
+                job.todo.append(Item(position, entry))
+                self._hold(job, entry)
+            job.missing += [(g, position) for position in list(new.values())[len(made) :]]
+        self._settle(job)
+
+    def load(
+        self,
+        job_id: str,
+        hashes: Sequence[str | bytes],
+        tokens: int | None = None,
+        *,
+        first_token: int = 0,
+        positions: Positions | None = None,
+        until: float = math.inf,
+    ) -> None:
+        """Load blocks of a request; `news` says how it ended.
+
+        What is in the file tier alone is promoted first, and what is being stored is waited for. If a block is stored
+        nowhere, nothing is moved.
+
+        Args:
+            hashes: Of the whole prompt, from its start.
+            tokens: Where the prefix ends, as `lookup` said; all that is hashed if left out.
+            first_token: The caller has what is before it.
+            positions: Per group, the blocks to load; what `needed` says if left out.
+            until: When what has not been posted is given up.
+
+        Raises:
+            LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
+        """
+        mine, where = self._request(job_id, hashes, tokens, first_token, positions)
+        job = self.jobs[job_id] = Job(job_id, JobKind.LOAD, until)
+        found: list[tuple[int, Entry | None, bool]] = []
+        for g, wanted in enumerate(where):
+            file = self.file.index[g] if self.file else {}
+            for position in wanted:
+                key = mine[g][position]
+                entry = self.host.index[g].get(key)
+                is_file = entry is None
+                if is_file and (entry := file.get(key)) is not None and entry.state is not EntryState.READY:
+                    entry = None
+                if entry is None:
+                    job.missing.append((g, position))
+                found.append((position, entry, is_file))
+        if job.missing:
+            self._fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
+            return
+        self._use(mine, where, is_whole=positions is None)
+        for position, entry, is_file in found:
+            assert entry is not None
+            if entry in job.holding:
+                continue  # one key twice: the prompt's hashes repeat
+            if is_file:
+                self._hold(job, entry)
+                job.absent.append(Item(position, entry))
+            elif entry.state is EntryState.READY:
+                self._hold(job, entry)
+                job.todo.append(Item(position, entry))
+            else:
+                self._wait(job, entry, position)
+        self._settle(job)
+
+    def cancel(self, job_id: str) -> bool:
+        """Give a job up: what was posted is waited for. False if there is no such job, or not any more."""
+        job = self.jobs.get(job_id)
+        if job is None:
+            return False
+        was_running = job.state is JobState.RUNNING
+        job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
+        if was_running:
+            self._abandon(job, JobOutcome.CANCELLED, "the job that stored it was cancelled")
+        self._settle(job)
+        return True
+
+    def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
+        """Note that a prompt's blocks were used, so that they stay longer."""
+        mine, where = self._request("", hashes, tokens, 0, None)
+        self._use(mine, where, is_whole=True)
+
+    def pin(
+        self,
+        name: str,
+        hashes: Sequence[str | bytes],
+        tokens: int | None = None,
+        *,
+        first_token: int = 0,
+        positions: Positions | None = None,
+    ) -> tuple[Piece, ...]:
+        """Keep what is stored of a prefix until `unpin`; returns what is in host memory, by group.
+
+        What is in the file tier alone stays there, and what is not stored yet is not pinned.
+
+        Raises:
+            LocalProtocolError: There is a pin or a job of that name.
+        """
+        mine, where = self._request(name, hashes, tokens, first_token, positions)
+        self._use(mine, where, is_whole=positions is None)
+        held = self.pins[name] = []
+        pieces = []
+        for g, wanted in enumerate(where):
+            here: list[Item] = []
+            for position in wanted:
+                for tier in self._tiers():
+                    entry = tier.index[g].get(mine[g][position])
+                    if entry is not None and entry.state is EntryState.READY:
+                        entry.hold(name)
+                        held.append((tier, entry))
+                        if tier is self.host:
+                            here.append(Item(position, entry))
+                        break
+            if here:
+                pieces.append(_piece(g, here, [], with_positions=True))
+        return tuple(pieces)
+
+    def unpin(self, name: str) -> bool:
+        """Let go of what was pinned; False if there is no pin of that name."""
+        held = self.pins.pop(name, None)
+        if held is None:
+            return False
+        for tier, entry in held:
+            tier.let_go(entry, name)
+        return True
+
+    def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
+        """Let nobody find a prompt's blocks any more, or any block; returns how many there were.
+
+        What is being read is read to its end.
+        """
+        doomed: list[tuple[Tier, Entry]] = []
+        keys = None if hashes is None else as_hashes(hashes)
+        for tier in self._tiers():
+            for index, group in zip(tier.index, self.groups, strict=True):
+                if keys is None:
+                    doomed += [(tier, entry) for entry in index.values()]
+                else:
+                    mine = dict.fromkeys(block_hashes(keys, group.block_size, self.hash_tokens))
+                    doomed += [(tier, entry) for key in mine if (entry := index.get(key)) is not None]
+        for tier, entry in doomed:
+            was_writing = entry.state is EntryState.WRITING
+            tier.drop(entry)
+            if was_writing and tier is self.host:
+                self._lost(entry, JobOutcome.MISSING, "it was evicted while it was written")
+        return len(doomed)
+
+    def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
+        """Take in `(group, slot, hash)` that the file tier found in its index, the least recently used first.
+
+        Returns how many were taken in. What was not is among what is `forgotten`.
+
+        Raises:
+            LocalProtocolError: There is no file tier, or it is not empty.
+        """
+        if self.file is None or any(True for _ in self.file.entries()):
+            raise LocalProtocolError("only an empty file tier takes in what was recovered")
+        return self.file.recover((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups))
+
+    def switch_off(self) -> None:
+        """Use the file tier no more: what it has is not found, and nothing is written to it."""
+        if self.file is None or self.file.is_off:
+            return
+        self.file.is_off = True
+        self.host.onward.clear()
+        for entry in [entry for index in self.file.index for entry in index.values()]:
+            self.file.drop(entry)
+        for job in [job for job in self.jobs.values() if job.absent]:
+            self._fail(job, JobOutcome.MISSING, "the file tier was switched off")
+
+    # -- what is to be done ------------------------------------------------------------------------
+
+    def forgotten(self) -> list[tuple[int, int]]:
+        """Return `(group, slot)` of the file tier that hold nothing any more, since the last call."""
+        self.host.freed.clear()
+        freed, tier = [], self.file
+        if tier is not None:
+            freed, tier.freed = tier.freed, []
+        return freed
+
+    def news(self) -> list[JobEnded | JobReturned]:
+        """Return what became of jobs, since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def moves(self, now: float) -> list[Move]:
+        """Return what is to be carried out next, within the budgets; each is told of by `ended`."""
+        self.wake_at = math.inf
+        self._time_out(now)
+        promotions = list(self._promote())
+        moves = [*self._cut_all(MoveKind.LOAD, JobKind.LOAD), *self._cut_all(MoveKind.STORE, JobKind.STORE)]
+        moves += promotions
+        moves += self._write_back(now)
+        if not moves and all(running.is_doubtful for running in self._running.values()):
+            for job in [job for job in self.jobs.values() if job.absent]:
+                self._fail(job, JobOutcome.NO_ROOM, self._why_no_room())
+        return moves
+
+    def ended(self, move_id: int, ending: Ending, cause: str = "", lost: Collection[int] = ()) -> None:
+        """Note how a move ended; after `IN_DOUBT` another ending may follow, and frees what it touches.
+
+        Args:
+            move_id: Which one.
+            ending: How.
+            cause: For people.
+            lost: Of a move that is `DONE`, blocks that are not, counted over its pieces: a file had them corrupt.
+
+        Raises:
+            LocalProtocolError: No such move is under way.
+        """
+        running = self._running.get(move_id)
+        if running is None:
+            raise LocalProtocolError(f"move {move_id} is not under way")
+        if ending is Ending.IN_DOUBT:
+            if not running.is_doubtful:
+                self._doubt(running, cause)
+            return
+        del self._running[move_id]
+        if not running.is_doubtful:
+            self._in_flight[running.move.kind] -= running.move.num_bytes
+        is_done = ending is Ending.DONE
+        end = {
+            MoveKind.LOAD: self._load_ended,
+            MoveKind.STORE: self._store_ended,
+            MoveKind.PROMOTION: self._promotion_ended,
+            MoveKind.WRITE_BACK: self._write_back_ended,
+        }[running.move.kind]
+        for i in range(len(running.items)):
+            end(running, i, is_done and i not in lost, cause)
+        job = running.job
+        if job is not None:
+            job.running.discard(move_id)
+            job.doubtful.discard(move_id)
+            if not is_done or lost:
+                self._fail(job, JobOutcome.FAILED, cause or f"a transfer ended {ending}")
+            else:
+                self._settle(job)
+
+    # -- how moves end -----------------------------------------------------------------------------
+
+    def _load_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        (position, entry), job, move_id = running.items[i], running.job, running.move.move_id
+        assert job is not None
+        if not running.is_doubtful:
+            if is_good:
+                job.blocks += 1
+            else:
+                job.missing.append((entry.group, position))
+            self._let_go(job, self.host, entry)
+        self.host.end(entry, move_id)
+
+    def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        (position, entry), job = running.items[i], running.job
+        assert job is not None
+        is_kept = self._written_or_lost(entry, is_good, cause)
+        if not running.is_doubtful:
+            if is_kept:
+                job.blocks += 1
+            else:
+                job.missing.append((entry.group, position))
+        self.host.end(entry, running.move.move_id)
+
+    def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        assert self.file is not None
+        entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
+        if not is_good and not running.is_doubtful:
+            self.counts["corrupt_or_unread"] += 1
+            self.file.drop(source)
+        self._written_or_lost(entry, is_good, cause or "the file tier has it no more, or it was corrupt")
+        self.file.end(source, move_id)
+        self.host.end(entry, move_id)
+
+    def _write_back_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        assert self.file is not None
+        entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
+        if is_good:
+            self.file.written(entry)
+        else:
+            self.file.failed(entry, EntryEvent.FAILED)
+        self.file.end(entry, move_id)
+        self.host.end(source, move_id)
+
+    def _doubt(self, running: Running, cause: str) -> None:
+        """Keep what a move touches, without counting on it any more."""
+        running.is_doubtful = True
+        move, job = running.move, running.job
+        self._in_flight[move.kind] -= move.num_bytes
+        for position, entry in running.items:
+            if move.kind is MoveKind.LOAD:
+                assert job is not None
+                self._let_go(job, self.host, entry)
+            elif move.kind is MoveKind.WRITE_BACK:
+                assert self.file is not None
+                self.file.failed(entry, EntryEvent.DOUBTED)
+            else:
+                self.host.failed(entry, EntryEvent.DOUBTED)
+                self._lost(entry, JobOutcome.FAILED, f"its transfer is in doubt: {cause}")
+            if job is not None:
+                job.missing.append((entry.group, position))
+        if job is not None:
+            job.running.discard(move.move_id)
+            job.doubtful.add(move.move_id)
+            self._fail(job, JobOutcome.FAILED, cause or "a transfer is in doubt")
+
+    def _written_or_lost(self, entry: Entry, is_good: bool, cause: str) -> bool:
+        """Note that a block of host memory was written, or was not; True if it can be found from now on."""
+        if not is_good:
+            self.host.failed(entry, EntryEvent.FAILED)
+        elif self.host.written(entry):
+            file = self.file
+            if file is not None and not file.is_off and entry.hash not in file.index[entry.group]:
+                self.host.onward[entry] = None
+            for job in self._waiting(entry):
+                position = job.waits.pop(entry)
+                if job.kind is JobKind.LOAD:
+                    job.todo.append(Item(position, entry))
+                else:
+                    job.blocks += 1
+                    self._let_go(job, self.host, entry)
+                    self._settle(job)
+            return True
+        self._lost(entry, JobOutcome.FAILED, cause)
+        return False
+
+    def _lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
+        """Fail whoever waits for a block that will not be written."""
+        for job in self._waiting(entry):
+            job.missing.append((entry.group, job.waits.pop(entry)))
+            self._let_go(job, self.host, entry)
+            self._fail(job, outcome, cause)
+
+    def _waiting(self, entry: Entry) -> list[Job]:
+        jobs = (self.jobs.get(name) for name in sorted(entry.holders))
+        return [job for job in jobs if job is not None and entry in job.waits]
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        name: str,
+        hashes: Sequence[str | bytes],
+        tokens: int | None,
+        first_token: int,
+        positions: Positions | None,
+    ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
+        """Check a call's arguments; returns the keys of every group's blocks, and which are meant."""
+        text("job_id", name, MAX_NAME)
+        if name in self.jobs or name in self.pins:
+            raise LocalProtocolError(f"{shown(name)} names a job or a pin already")
+        keys = as_hashes(hashes)
+        most = len(keys) * self.hash_tokens
+        tokens = most if tokens is None else integer("tokens", tokens, 0, most)
+        integer("first_token", first_token)
+        mine = [
+            block_hashes(keys, group.block_size, self.hash_tokens)[: tokens // group.block_size]
+            for group in self.groups
+        ]
+        if positions is None:
+            return mine, [needed(group, first_token, tokens) for group in self.groups]
+        if len(positions) != len(self.groups):
+            raise LocalProtocolError(f"positions of {len(positions)} groups are given; there are {len(self.groups)}")
+        where = [list(dict.fromkeys(wanted)) for wanted in positions]
+        for group, wanted, of in zip(self.groups, where, mine, strict=True):
+            for position in wanted:
+                if type(position) is not int or not 0 <= position < len(of):
+                    raise LocalProtocolError(
+                        f"position {shown(position)} of group {shown(group.name)}: {tokens} tokens have "
+                        f"{len(of)} blocks"
+                    )
+        return mine, list(where)
+
+    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> None:
+        """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
+        self._tick += 1
+        for tier in self._tiers():
+            tier.tick = self._tick
+            for g, group in enumerate(self.groups):
+                index, keys = tier.index[g], mine[g]
+                if is_whole and not (group.is_state or group.window):
+                    used = reversed(keys)
+                else:
+                    used = (keys[position] for position in reversed(where[g]))
+                tier.use(entry for key in used if (entry := index.get(key)) is not None)
+
+    def _hold(self, job: Job, entry: Entry) -> None:
+        entry.hold(job.job_id)
+        job.holding.add(entry)
+
+    def _wait(self, job: Job, entry: Entry, position: int) -> None:
+        self._hold(job, entry)
+        job.waits[entry] = position
+
+    def _let_go(self, job: Job, tier: Tier, entry: Entry) -> None:
+        job.holding.discard(entry)
+        tier.let_go(entry, job.job_id)
+
+    def _fail(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+        if job.state in (JobState.RUNNING, JobState.DRAINING):
+            was_running = job.state is JobState.RUNNING
+            job.receive(JobEvent.FAILED, outcome, cause)
+            if was_running:
+                self._abandon(job, outcome, f"the job that stored it failed: {cause}")
+        self._settle(job)
+
+    def _abandon(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+        """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
+        todo, waits, absent = job.todo, job.waits, job.absent
+        job.todo, job.waits, job.absent = deque(), {}, deque()
+        for position, entry in absent:
+            assert self.file is not None
+            job.missing.append((entry.group, position))
+            self._let_go(job, self.file, entry)
+        for entry, position in waits.items():
+            job.missing.append((entry.group, position))
+            self._let_go(job, self.host, entry)
+        for position, entry in todo:
+            job.missing.append((entry.group, position))
+            if job.kind is JobKind.STORE and entry.state is EntryState.WRITING:
+                heir = next((other for other in self._waiting(entry) if other.kind is JobKind.STORE), None)
+                if heir is not None:
+                    heir.todo.append(Item(heir.waits.pop(entry), entry))
+                else:
+                    self.host.drop(entry)
+                    self._lost(entry, JobOutcome.MISSING, cause)
+            self._let_go(job, self.host, entry)
+
+    def _settle(self, job: Job) -> None:
+        told = job.settle(len(self.groups))
+        if told is not None:
+            self._news.append(told)
+        if job.is_over:
+            self.jobs.pop(job.job_id, None)
+
+    def _time_out(self, now: float) -> None:
+        for job in list(self.jobs.values()):
+            if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
+                if now >= job.until:
+                    self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
+                else:
+                    self.wake_at = min(self.wake_at, job.until)
+
+    def _why_no_room(self) -> str:
+        held = sum(bool(entry.holders) for entry in self.host.entries())
+        return (
+            f"no slot of host memory can be had: {held} blocks are held by {len(self.pins)} pins and leases "
+            f"({', '.join(shown(name) for name in list(self.pins)[:4])}); unpin some, or give the host tier more bytes"
+        )
+
+    # -- cutting moves -----------------------------------------------------------------------------
+
+    def _fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
+        """Whether a move that has so many bytes may carry so many more; one block at least, if nothing else runs."""
+        under_way = self._in_flight[kind] + num_bytes
+        if under_way == 0:
+            return True
+        return under_way + more <= self._limits[kind] and (
+            num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes
+        )
+
+    def _cut_all(self, kind: MoveKind, of: JobKind) -> Iterator[Move]:
+        """Cut moves from jobs of a kind, one of each job in turn."""
+        jobs = [job for job in self.jobs.values() if job.kind is of and job.todo]
+        while jobs:
+            for job in jobs:
+                items, num_bytes = [], 0
+                while job.todo:
+                    entry = job.todo[0].entry
+                    size = self.groups[entry.group].record_bytes
+                    if not self._fits(kind, num_bytes, size):
+                        break
+                    item = job.todo.popleft()
+                    if of is JobKind.STORE and entry.state is not EntryState.WRITING:
+                        job.missing.append((entry.group, item.position))  # evicted before it was stored
+                        self._let_go(job, self.host, entry)
+                        continue
+                    items.append(item)
+                    num_bytes += size
+                if items:
+                    yield self._post(kind, job, items, [], num_bytes)
+                elif job.todo:
+                    return
+                else:
+                    self._settle(job)
+            jobs = [job for job in jobs if job.todo]
+
+    def _post(self, kind: MoveKind, job: Job | None, items: list[Item], sources: list[Entry], num_bytes: int) -> Move:
+        self._last_move += 1
+        move_id = self._last_move
+        groups: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            groups.setdefault(item.entry.group, []).append(i)
+        order = [i for places in groups.values() for i in places]
+        items, sources = [items[i] for i in order], [sources[i] for i in order] if sources else []
+        is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
+        pieces, start = [], 0
+        for g, places in groups.items():
+            stop = start + len(places)
+            here, there = items[start:stop], sources[start:stop]
+            pieces.append(_piece(g, here, there, is_device, kind is MoveKind.WRITE_BACK))
+            start = stop
+        move = Move(move_id, kind, job.job_id if job is not None else "", tuple(pieces), num_bytes)
+        for _, entry in items:
+            entry.begin(move_id)
+        for entry in sources:
+            entry.begin(move_id)
+        self._in_flight[kind] += num_bytes
+        if job is not None and is_device:
+            job.running.add(move_id)
+            if kind is MoveKind.STORE:
+                for _, entry in items:
+                    self._let_go(job, self.host, entry)
+        self._running[move_id] = Running(move, job if is_device else None, items, sources)
+        return move
+
+    def _promote(self) -> Iterator[Move]:
+        """Find slots for what loads need from the file tier, the first job first."""
+        for job in [job for job in self.jobs.values() if job.absent]:
+            while job.absent:
+                items, num_bytes = self._next_absent(job)
+                if not items:
+                    break
+                group = items[0].entry.group
+                made = self.host.make(group, [item.entry.hash for item in items])
+                job.absent.extendleft(reversed(items[len(made) :]))
+                if not made:
+                    return
+                sources = [item.entry for item in items[: len(made)]]
+                for item, entry in zip(items, made, strict=False):
+                    self._wait(job, entry, item.position)
+                num_bytes = len(made) * self.groups[group].record_bytes
+                todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
+                yield self._post(MoveKind.PROMOTION, job, todo, sources, num_bytes)
+                assert self.file is not None
+                for entry in sources:
+                    self._let_go(job, self.file, entry)
+            if job.absent and not self._fits(MoveKind.PROMOTION, 0, 0):
+                return
+
+    def _next_absent(self, job: Job) -> tuple[list[Item], int]:
+        """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
+        assert self.file is not None
+        items: list[Item] = []
+        num_bytes = 0
+        while job.absent and (not items or job.absent[0].entry.group == items[0].entry.group):
+            position, source = job.absent[0]
+            size = self.groups[source.group].record_bytes
+            entry = self.host.index[source.group].get(source.hash)
+            if entry is None:
+                if not self._fits(MoveKind.PROMOTION, num_bytes, size):
+                    break
+                items.append(job.absent.popleft())
+                num_bytes += size
+                continue
+            job.absent.popleft()
+            if entry.state is EntryState.READY:
+                self._hold(job, entry)
+                job.todo.append(Item(position, entry))
+            else:
+                self._wait(job, entry, position)
+            self._let_go(job, self.file, source)
+        return items, num_bytes
+
+    def _write_back(self, now: float) -> Iterator[Move]:
+        """Copy to the file tier what has been in host memory for longest and is not there."""
+        if self.file is None or self.file.is_off:
+            return
+        rate = self.budgets.write_back_bytes_per_s
+        if rate < math.inf:
+            passed = 1.0 if self._allowed_at is None else now - self._allowed_at
+            self._allowed_at = now
+            self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
+        kind, onward = MoveKind.WRITE_BACK, self.host.onward
+        while onward and self._fits(kind, 0, 1):
+            if rate < math.inf and self._allowance <= 0:
+                self.wake_at = min(self.wake_at, now + (1 - self._allowance) / rate)
+                return
+            by_group: dict[int, list[Entry]] = {}
+            num_bytes = 0
+            for entry in list_until(onward, lambda e, n: not self._fits(kind, n, self._size(e)), self._size):
+                del onward[entry]
+                if entry.hash not in self.file.index[entry.group]:
+                    by_group.setdefault(entry.group, []).append(entry)
+            items, sources = [], []
+            for g, entries in by_group.items():
+                made = self.file.make(g, [entry.hash for entry in entries])
+                self.counts["write_backs_without_room"] += len(entries) - len(made)
+                items += [Item(0, entry) for entry in made]
+                sources += entries[: len(made)]
+                num_bytes += len(made) * self.groups[g].record_bytes
+            if not items:
+                continue
+            self._allowance -= num_bytes
+            yield self._post(kind, None, items, sources, num_bytes)
+
+    def _size(self, entry: Entry) -> int:
+        return self.groups[entry.group].record_bytes
+
+    # -- audits ------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> list[str]:
+        """Recount everything; a list of what does not add up."""
+        wrong = [text for tier in self._tiers() for text in tier.audit()]
+        touched: dict[Entry, set[int]] = {}
+        flight = dict.fromkeys(MoveKind, 0)
+        for move_id, running in self._running.items():
+            for entry in [*(item.entry for item in running.items), *running.sources]:
+                touched.setdefault(entry, set()).add(move_id)
+            if not running.is_doubtful:
+                flight[running.move.kind] += running.move.num_bytes
+        holders: dict[Entry, set[str]] = {}
+        for job in self.jobs.values():
+            for entry in job.holding:
+                holders.setdefault(entry, set()).add(job.job_id)
+        for name, held in self.pins.items():
+            for _, entry in held:
+                holders.setdefault(entry, set()).add(name)
+        known = {entry for tier in self._tiers() for entry in tier.entries()}
+        for entry in known | set(touched) | set(holders):
+            name = f"slot {entry.slot} of group {entry.group} ({entry.state})"
+            if entry not in known:
+                wrong.append(f"{name} is in no tier, and is still touched or held")
+            if entry.moves != touched.get(entry, set()):
+                wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
+            if entry.holders != holders.get(entry, set()):
+                wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
+            if entry.state is EntryState.WRITING and not entry.moves and not entry.holders:
+                wrong.append(f"{name}: nobody writes it")
+        if flight != self._in_flight:
+            wrong.append(f"{self._in_flight} bytes are counted under way, and {flight} are")
+        return wrong
+
+
+def list_until(
+    entries: Iterable[Entry], is_full: Callable[[Entry, int], bool], size: Callable[[Entry], int]
+) -> list[Entry]:
+    """Return the first entries that fit together."""
+    found, total = [], 0
+    for entry in entries:
+        if is_full(entry, total):
+            break
+        found.append(entry)
+        total += size(entry)
+    return found
+
+
+def _piece(
+    group: int, here: list[Item], there: list[Entry], with_positions: bool = False, is_write_back: bool = False
+) -> Piece:
+    own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)
+    host, file = (others, own) if is_write_back else (own, others)
+    return Piece(
+        group,
+        tuple(item.entry.hash for item in here),
+        tuple(item.position for item in here) if with_positions else (),
+        host,
+        file,
+    )

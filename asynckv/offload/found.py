@@ -1,0 +1,104 @@
+"""How long a stored prefix is: what a lookup says.
+
+A prefix of `n` tokens can be used if every group has what somebody needs who continues after `n` tokens: attention over
+all tokens needs every block, a window the blocks of its last tokens, a state group the state at exactly `n`. The groups
+must agree on `n`, which is a multiple of all their block sizes.
+
+It is worked out over arrays, a group's blocks at once: a prompt has thousands of them, and schedulers ask often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from asynckv.offload.keys import StoredGroup, needed
+
+__all__ = ["ABSENT", "IN_FILE", "READY", "STORING", "Found", "GroupFound", "longest"]
+
+ABSENT, READY, IN_FILE, STORING = range(4)
+"""What is known of one block: nothing; in host memory; in the file tier alone; being written into host memory."""
+
+Codes = npt.NDArray[np.uint8]
+
+
+class GroupFound(Struct, frozen=True, gc=False):
+    """What one group has.
+
+    Attributes:
+        tokens: The longest prefix that this group alone could use.
+        ready: Blocks of the common prefix that are needed and in host memory.
+        in_file: ... that must be brought from the file tier first.
+        storing: ... that are being written into host memory.
+    """
+
+    tokens: int
+    ready: int
+    in_file: int
+    storing: int
+
+
+class Found(Struct, frozen=True, gc=False):
+    """What is stored of a prompt.
+
+    Attributes:
+        tokens: The longest prefix that all groups can use.
+        ready_tokens: The longest that can be loaded without waiting for the file tier or a store.
+        groups: The same by group.
+    """
+
+    tokens: int
+    ready_tokens: int
+    groups: tuple[GroupFound, ...]
+
+    @property
+    def would_wait(self) -> bool:
+        """Loading all of it waits for the file tier, or for a store."""
+        return any(group.in_file or group.storing for group in self.groups)
+
+
+def longest(groups: Sequence[StoredGroup], codes: Sequence[Codes]) -> Found:
+    """Say how long the stored prefix is, from what is known of every group's blocks; what lies beyond is absent."""
+    align = math.lcm(*(group.block_size for group in groups))
+    known = [_usable(group, code != ABSENT) for group, code in zip(groups, codes, strict=True)]
+    ready = [_usable(group, code == READY) for group, code in zip(groups, codes, strict=True)]
+    tokens = _common(groups, known, align)
+    found = []
+    for group, code, usable in zip(groups, codes, known, strict=True):
+        blocks = needed(group, 0, tokens)
+        counts = np.bincount(code[blocks.start : blocks.stop], minlength=4).tolist()
+        found.append(GroupFound(_last(usable) * group.block_size, *counts[1:]))
+    return Found(tokens, _common(groups, ready, align), tuple(found))
+
+
+def _usable(group: StoredGroup, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """For the end of every block: whether the group could continue there."""
+    if group.is_state:
+        return present
+    places = np.arange(1, len(present) + 1)
+    gap = np.maximum.accumulate(np.where(present, 0, places))
+    """How many blocks there are up to the last that is absent."""
+    if not group.window:
+        return np.equal(gap, 0)
+    least = np.minimum(places, -(-(group.window - 1) // group.block_size))
+    return np.greater_equal(places - gap, least)
+
+
+def _common(groups: Sequence[StoredGroup], usable: Sequence[npt.NDArray[np.bool_]], align: int) -> int:
+    ends = min(len(u) * group.block_size for group, u in zip(groups, usable, strict=True)) // align
+    both = np.ones(ends, np.bool_)
+    for group, u in zip(groups, usable, strict=True):
+        every = align // group.block_size
+        both &= u[every - 1 :: every][:ends]
+    return _last(both) * align
+
+
+def _last(usable: npt.NDArray[np.bool_]) -> int:
+    """Return the place after the last that is usable; 0 if none is."""
+    if not usable.any():
+        return 0
+    return len(usable) - int(usable[::-1].argmax())

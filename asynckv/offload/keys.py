@@ -1,0 +1,175 @@
+"""Under which keys blocks are stored: the engine's own chain of hashes, cut to each group's blocks.
+
+The caller has hashed its prompt: hash `i` covers all tokens before `(i + 1) * hash_tokens`. So the hash at the end of a
+block names everything that the block depends on, and two blocks of one name hold the same. Block `j` of a group whose
+blocks have `B` tokens has hash `(j + 1) * B / hash_tokens - 1`, and a state after `n` tokens the hash at that token.
+A block that ends between two hashes has no name, so `block_size` must be a multiple of `hash_tokens`.
+
+What a hash cannot tell is for which model it was computed, and which layers lie in the block. That is the *namespace*:
+a digest of the model's own fingerprint and of what the group holds, said without the geometry (no shard, no block
+size, no order in memory). Two ranks that cut one model differently have the same namespaces and find each other's
+blocks; what does not fit has another one, and is not found."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from asynckv.arguments import MAX_NAME, NO_SEQUENCE, integer, shown, text
+from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.geometry.bounds import MAX_TOKENS
+from asynckv.geometry.layout import ONE_PER_REQUEST, TOKEN, Group, Layout, View
+
+__all__ = ["MAX_HASH_BYTES", "StoredGroup", "as_hashes", "block_hashes", "namespace", "needed", "stored_groups"]
+
+MAX_HASH_BYTES = 64
+"""Bytes of one hash, in UTF-8 if it is text: SHA-512, or SHA-256 in hex."""
+
+MAX_HASHES = 1 << 20
+
+
+class StoredGroup(Struct, frozen=True, kw_only=True):
+    """What a tier has to know of one group.
+
+    Attributes:
+        block_size: Tokens per block; for states, tokens between those that are kept.
+        record_bytes: What one block takes in a tier: its record and the padding after it.
+        is_state: Its blocks are states after some token.
+        window: Sliding window, as a layout's group has it; 0: all tokens.
+        namespace: What its hashes mean, see `namespace`.
+    """
+
+    name: str
+    block_size: int
+    record_bytes: int
+    is_state: bool = False
+    window: int = 0
+    namespace: str = ""
+
+
+def stored_groups(
+    layout: Layout, record_bytes: Sequence[int], hash_tokens: int, model: str = ""
+) -> tuple[StoredGroup, ...]:
+    """Say what tiers have to know of a layout's groups.
+
+    Args:
+        layout: The device's layout.
+        record_bytes: Per group, what one block takes in a tier.
+        hash_tokens: Tokens per hash.
+        model: The model's fingerprint: weights, and whatever else changes the KV of a prompt.
+
+    Raises:
+        ConfigError: A group's blocks end where no hash does, or it has no blocks that a hash could name.
+    """
+    integer("hash_tokens", hash_tokens, 1, MAX_TOKENS, ConfigError)
+    if len(record_bytes) != len(layout.groups):
+        raise ConfigError(f"{len(record_bytes)} sizes of records are given for {len(layout.groups)} groups")
+    for group in layout.groups:
+        _check(group, layout.groups, hash_tokens)
+    return tuple(
+        StoredGroup(
+            name=group.name,
+            block_size=group.block_size,
+            record_bytes=size,
+            is_state=group.kind == "state",
+            window=group.window,
+            namespace=namespace(layout, i, hash_tokens, model),
+        )
+        for i, (group, size) in enumerate(zip(layout.groups, record_bytes, strict=True))
+    )
+
+
+def _check(group: Group, groups: Sequence[Group], hash_tokens: int) -> None:
+    if group.kind == "state" and group.block_size >= ONE_PER_REQUEST:
+        raise ConfigError(
+            f"group {shown(group.name)} keeps one state per request, which no hash of a prefix names: it cannot be "
+            f"stored; enable prefix caching in the engine, so that states are kept at the ends of blocks, and declare "
+            f"how many tokens lie between them as its block_size"
+        )
+    if group.block_size % hash_tokens == 0:
+        return
+    sizes = [g.block_size for g in groups if g.kind == "tokens" or g.block_size < ONE_PER_REQUEST]
+    common = math.gcd(*sizes)
+    works = [n for n in range(min(common, 1 << 16), 0, -1) if common % n == 0][:4]
+    below = group.block_size // hash_tokens * hash_tokens
+    near = " or ".join(str(n) for n in (below, below + hash_tokens) if n)
+    raise ConfigError(
+        f"group {shown(group.name)} has blocks of {group.block_size} tokens, and hashes cover {hash_tokens}: a block "
+        f"would end where no hash does; use hash_tokens that divides every group's block_size "
+        f"({', '.join(map(str, works))}), or a block_size of {near}; in hybrid models prefix caching aligns the "
+        f"groups' block sizes, so enable it"
+    )
+
+
+def namespace(layout: Layout, group: int, hash_tokens: int, model: str = "") -> str:
+    """Digest what the hashes of a group's blocks mean, whatever the rank's share, block size and order in memory."""
+    text("model", model, MAX_NAME, error=ConfigError)
+    told = layout.groups[group]
+    views = sorted(_described(view) for view in layout.views if view.group == group)
+    said = (1, layout.model, model, hash_tokens, told.name, told.kind, told.window, views)
+    return hashlib.sha256(msgspec.msgpack.encode(said)).hexdigest()[:32]
+
+
+def _described(view: View) -> tuple[object, ...]:
+    """Say what one layer keeps per token, or per state."""
+    return view.layer, sorted(
+        (
+            part.name,
+            part.dtype,
+            part.itemsize,
+            part.axis,
+            part.tokens_per_entry,
+            sorted(
+                (dim.name, part.extent if dim.name == part.axis else dim.size)
+                for dim in part.dims
+                if dim.name != TOKEN or dim.name == part.axis
+            ),
+        )
+        for part in view.parts
+    )
+
+
+def as_hashes(hashes: Sequence[str | bytes]) -> list[bytes]:
+    """Check a prompt's hashes, and return them as bytes.
+
+    Raises:
+        LocalProtocolError: They are no list of texts or bytes, or one is empty or too long.
+    """
+    if isinstance(hashes, NO_SEQUENCE) or not isinstance(hashes, Sequence):
+        raise LocalProtocolError(f"hashes is {shown(hashes)}; give one text or bytes per hash_tokens tokens")
+    if len(hashes) > MAX_HASHES:
+        raise LocalProtocolError(f"{len(hashes)} hashes are given; at most {MAX_HASHES} are taken")
+    try:
+        found = [h if type(h) is bytes else h.encode() for h in hashes]  # type: ignore[union-attr]
+        sizes = set(map(len, found))
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        raise LocalProtocolError(f"hashes has something that is neither text nor bytes: {shown(hashes)}") from None
+    if sizes and not (min(sizes) >= 1 and max(sizes) <= MAX_HASH_BYTES):
+        raise LocalProtocolError(f"a hash has {max(sizes)} bytes; each must have from 1 to {MAX_HASH_BYTES}")
+    return found
+
+
+def block_hashes(hashes: list[bytes], block_size: int, hash_tokens: int) -> list[bytes]:
+    """Return the keys of a group's whole blocks, in order."""
+    every = block_size // hash_tokens
+    return hashes if every == 1 else hashes[every - 1 :: every]
+
+
+def needed(group: StoredGroup, first_token: int, tokens: int) -> range:
+    """Which blocks of a group somebody needs who continues after `tokens` and has those before `first_token`.
+
+    All of them; with a window those that hold one of the last `window - 1` tokens; of states the one at the end.
+    """
+    end = tokens // group.block_size
+    if first_token >= tokens:
+        return range(0)
+    if group.is_state:
+        return range(max(0, end - 1), end)
+    first = first_token
+    if group.window:
+        first = max(first, tokens - (group.window - 1))
+    return range(min(end, first // group.block_size), end)

@@ -1,0 +1,207 @@
+"""Which slots of a tier are free, for groups whose records have sizes of their own.
+
+A tier is one range of bytes. A *slot* of a group is a block id in it: slot `b` lies at `b * record_bytes`. So that
+records of several sizes share the range, it is cut into *chunks*; a chunk belongs to one size of record at a time, and
+goes back to all when its last slot is free. Groups of one size share their chunks, and where all have the same there is
+one chunk, as large as the tier. Chunks are what a slab allocator has (Bonwick, USENIX 1994), without its caches.
+
+Slots are handed out in *runs*: neighbours in a tier that are neighbours in a request become one descriptor. Free slots
+are kept as runs, sorted by the power of two of their length, as two-level segregated fits do (Masmano et al., ECRTS
+2004): a run is found, cut and merged with its neighbours in constant time.
+
+It refuses to know: what is in a slot, and when it may be freed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from asynckv.errors import ConfigError
+
+__all__ = ["Slots"]
+
+RECORDS_PER_CHUNK = 8
+"""Of the largest records at least, so that little is lost at a chunk's ends."""
+
+MAX_CHUNKS = 256
+
+
+class Runs:
+    """Free slots of one size, as runs that do not touch."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lengths: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        """End of a run (exclusive) -> its start."""
+        self._by_size: list[dict[int, None]] = []
+        """Starts of the runs whose length has so many bits."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._lengths.items())
+
+    def add(self, start: int, length: int, lo: int, hi: int) -> tuple[int, int]:
+        """Add a run that is not free yet, and merge it with neighbours in `[lo, hi)`; returns what it became."""
+        self.total += length
+        end = start + length
+        if start > lo and (before := self._starts.get(start)) is not None:
+            self._remove(before)
+            start = before
+        if end < hi and (after := self._lengths.get(end)) is not None:
+            self._remove(end)
+            end += after
+        self._insert(start, end - start)
+        return start, end - start
+
+    def take(self, n: int) -> list[int]:
+        """Take so many slots in as few runs as is cheap, fewer if there are not as many."""
+        found: list[int] = []
+        while (left := n - len(found)) > 0 and self.total:
+            # Any run of one bit more is long enough; if there is none, the longest kind of run is used up first.
+            sizes = range(left.bit_length() + 1, len(self._by_size))
+            size = next((s for s in sizes if self._by_size[s]), 0)
+            size = size or next(s for s in range(len(self._by_size) - 1, 0, -1) if self._by_size[s])
+            start = next(iter(self._by_size[size]))
+            found += self.cut(start, start, min(left, self._lengths[start]))
+        return found
+
+    def cut(self, run: int, start: int, length: int) -> range:
+        """Take a part of the run that begins at `run`."""
+        end = run + self._remove(run)
+        if start > run:
+            self._insert(run, start - run)
+        if end > start + length:
+            self._insert(start + length, end - start - length)
+        self.total -= length
+        return range(start, start + length)
+
+    def _insert(self, start: int, length: int) -> None:
+        self._lengths[start], self._starts[start + length] = length, start
+        while len(self._by_size) <= length.bit_length():
+            self._by_size.append({})
+        self._by_size[length.bit_length()][start] = None
+
+    def _remove(self, start: int) -> int:
+        length = self._lengths.pop(start)
+        del self._starts[start + length]
+        del self._by_size[length.bit_length()][start]
+        return length
+
+
+class Slots:
+    """The slots of one tier.
+
+    Args:
+        num_bytes: The tier's size.
+        record_bytes: Per group, bytes from one slot to the next.
+
+    Raises:
+        ConfigError: The tier is too small to hold `RECORDS_PER_CHUNK` of every group's records.
+    """
+
+    def __init__(self, num_bytes: int, record_bytes: Sequence[int]) -> None:
+        self.num_bytes = num_bytes
+        self.sizes = sorted(set(record_bytes))
+        self.kinds = tuple(self.sizes.index(size) for size in record_bytes)
+        """Per group, which size of record it has."""
+        least = RECORDS_PER_CHUNK * max(self.sizes) * len(self.sizes)
+        if len(self.sizes) == 1:
+            least, self.chunk_bytes = self.sizes[0], num_bytes
+        else:
+            self.chunk_bytes = max(RECORDS_PER_CHUNK * max(self.sizes), -(-num_bytes // MAX_CHUNKS))
+            every = math.lcm(*self.sizes)
+            if every <= self.chunk_bytes:  # then nothing is lost at a chunk's ends
+                self.chunk_bytes = -(-self.chunk_bytes // every) * every
+            self.chunk_bytes = min(self.chunk_bytes, num_bytes // len(self.sizes))
+        if num_bytes < least:
+            raise ConfigError(
+                f"a tier of {num_bytes} bytes cannot hold records of {self.sizes} bytes: it needs {least} bytes or more"
+            )
+        self.num_chunks = num_bytes // self.chunk_bytes
+        self.owners: list[int | None] = [None] * self.num_chunks
+        """Per chunk, the size of record that it holds."""
+        self._free_chunks = dict.fromkeys(range(self.num_chunks))
+        self._runs = [Runs() for _ in self.sizes]
+
+    def bounds(self, kind: int, chunk: int) -> tuple[int, int]:
+        """Return the slots `[lo, hi)` of a size of record that lie in a chunk."""
+        size = self.sizes[kind]
+        return -(-chunk * self.chunk_bytes // size), (chunk + 1) * self.chunk_bytes // size
+
+    def chunk(self, kind: int, slot: int) -> int:
+        """Return the chunk that a slot lies in."""
+        return slot * self.sizes[kind] // self.chunk_bytes
+
+    def reserve(self, kind: int, n: int) -> int:
+        """Take chunks until so many slots are free, if there are as many; returns how many are, `n` at most."""
+        runs = self._runs[kind]
+        while runs.total < n and self._free_chunks:
+            self._own(kind, next(iter(self._free_chunks)))
+        return min(n, runs.total)
+
+    def take(self, kind: int, n: int) -> list[int]:
+        """Take so many slots, in runs; fewer if there are not as many."""
+        return self._runs[kind].take(self.reserve(kind, n))
+
+    def put(self, kind: int, slot: int) -> None:
+        """Give a slot back."""
+        chunk = self.chunk(kind, slot)
+        lo, hi = self.bounds(kind, chunk)
+        start, length = self._runs[kind].add(slot, 1, lo, hi)
+        if length == hi - lo:
+            self._runs[kind].cut(start, start, length)
+            self.owners[chunk] = None
+            self._free_chunks[chunk] = None
+
+    def claim(self, wanted: Iterable[tuple[int, int]]) -> list[bool]:
+        """Take slots by their numbers, `(size of record, slot)`, as a tier that is recovered does.
+
+        Only while none is taken. Says of each whether it could be taken: it is in the tier, in a chunk of its size of
+        record, and not taken twice.
+        """
+        taken: list[set[int]] = [set() for _ in self.sizes]
+        answers = []
+        for kind, slot in wanted:
+            chunk = self.chunk(kind, slot)
+            is_good = 0 <= chunk < self.num_chunks and self.owners[chunk] in (None, kind) and slot not in taken[kind]
+            if is_good:
+                lo, hi = self.bounds(kind, chunk)
+                is_good = lo <= slot < hi
+            if is_good:
+                self.owners[chunk] = kind
+                self._free_chunks.pop(chunk, None)
+                taken[kind].add(slot)
+            answers.append(is_good)
+        for chunk, owner in enumerate(self.owners):
+            if owner is not None:
+                lo, hi = self.bounds(owner, chunk)
+                start = lo
+                for slot in [s for s in range(lo, hi) if s in taken[owner]] + [hi]:
+                    if slot > start:
+                        self._runs[owner].add(start, slot - start, start, slot)
+                    start = slot + 1
+        return answers
+
+    def _own(self, kind: int, chunk: int) -> None:
+        del self._free_chunks[chunk]
+        self.owners[chunk] = kind
+        lo, hi = self.bounds(kind, chunk)
+        self._runs[kind].add(lo, hi - lo, lo, hi)
+
+    def audit(self, taken: Sequence[set[int]]) -> list[str]:
+        """Compare with the slots that are taken, per size of record; a list of what does not add up."""
+        wrong = []
+        for kind, slots in enumerate(taken):
+            size = self.sizes[kind]
+            free = {s for start, length in self._runs[kind] for s in range(start, start + length)}
+            if both := free & slots:
+                wrong.append(f"slots {sorted(both)[:8]} of {size} bytes are free and taken")
+            own = {s for c, owner in enumerate(self.owners) if owner == kind for s in range(*self.bounds(kind, c))}
+            if lost := own - free - slots:
+                wrong.append(f"slots {sorted(lost)[:8]} of {size} bytes are neither free nor taken")
+            if strange := (free | slots) - own:
+                wrong.append(f"slots {sorted(strange)[:8]} of {size} bytes lie in no chunk of theirs")
+            if len(free) != self._runs[kind].total:
+                wrong.append(f"{len(free)} slots of {size} bytes are free, and {self._runs[kind].total} are counted")
+        return wrong

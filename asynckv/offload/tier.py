@@ -1,0 +1,244 @@
+"""What one tier keeps: its blocks by their keys, their slots, and who has to go when room is wanted.
+
+Every change of an entry goes through here, so that what follows from it happens in one place: a block that is written
+can be found and evicted; one that is dropped cannot be found; one that is gone gives its slot back.
+
+Groups whose records have other sizes compete for the same bytes. A group evicts its own blocks first. If it has none to
+evict, or has evicted a chunk's worth, it may take a whole chunk from records of another size: the chunk whose last use
+is longest ago, and in the second case only if every block in it was used before the one that was evicted last. So what
+goes is what the policy would have chosen, and a mix of groups that changes over time is followed.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from asynckv.core.types import members
+from asynckv.offload.entry import Entry, EntryEvent, EntryState
+from asynckv.offload.eviction import Policy, S3Fifo, policy_named
+from asynckv.offload.keys import StoredGroup
+from asynckv.offload.slots import Slots
+
+__all__ = ["Place", "Tier"]
+
+
+class Place(enum.StrEnum):
+    """Where blocks are kept."""
+
+    HOST = "host"
+    FILE = "file"
+
+
+S, E = members(EntryState), members(EntryEvent)
+
+
+class Tier:
+    """One tier.
+
+    Args:
+        place: Which one.
+        groups: What is kept.
+        num_bytes: How much fits.
+        policy: By name, see `asynckv.offload.eviction`.
+    """
+
+    def __init__(self, place: Place, groups: Sequence[StoredGroup], num_bytes: int, policy: str) -> None:
+        self.place = place
+        self.slots = Slots(num_bytes, [group.record_bytes for group in groups])
+        self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
+        """Per group, what is found by its hash: WRITING or READY."""
+        self.leaving: set[Entry] = set()
+        kind = policy_named(policy)
+        self.policies: list[Policy[Entry]] = [
+            kind(lambda entry: (entry.group, entry.hash)) if kind is S3Fifo else kind() for _ in self.slots.sizes
+        ]
+        """Per size of record, what is READY."""
+        self.onward: dict[Entry, None] = {}
+        """What is to be copied to the next tier, the oldest first."""
+        self.freed: list[tuple[int, int]] = []
+        """`(group, slot)` that nobody has any more."""
+        self.tick = 0
+        self.is_off = False
+        self.evicted = self.lost = 0
+        """Blocks evicted, and those among them that the next tier should have got."""
+        self._spared = -1
+        self._stuck = [False] * len(self.slots.sizes)
+        """Nothing was to be had, and nothing has been let go since."""
+        self._evictions = [0] * len(self.slots.sizes)
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
+        """Find room for blocks that are to be written, evicting others; for as many as there is room.
+
+        What was used in the tick `spare` is not evicted.
+        """
+        if self.is_off:
+            return []
+        kind = self.slots.kinds[group]
+        if spare != self._spared:
+            self._spared, self._stuck[kind] = spare, False
+        while self.slots.reserve(kind, len(hashes)) < len(hashes) and self._evict(kind):
+            pass
+        slots = self.slots.take(kind, len(hashes))
+        made = [Entry(group, h, slot, S.WRITING, self.tick) for h, slot in zip(hashes, slots, strict=False)]
+        self.index[group].update((entry.hash, entry) for entry in made)
+        return made
+
+    def _is_busy(self, entry: Entry) -> bool:
+        return bool(entry.holders or entry.moves) or entry.used == self._spared
+
+    def _evict(self, kind: int) -> bool:
+        if self._stuck[kind]:
+            return False
+        victim = self.policies[kind].choose(self._is_busy)
+        if victim is None:
+            self._stuck[kind] = not self._evict_chunk(kind)
+            return not self._stuck[kind]
+        self.evicted += 1
+        self._forget(victim)
+        self._evictions[kind] += 1
+        lo, hi = self.slots.bounds(kind, 0)
+        if len(self.slots.sizes) > 1 and self._evictions[kind] >= hi - lo:
+            self._evictions[kind] = 0
+            self._evict_chunk(kind, victim.used)
+        return True
+
+    def _evict_chunk(self, kind: int, before: float = math.inf) -> bool:
+        """Evict a chunk of records of another size, all of which were used before; False if there is none."""
+        chunks: dict[tuple[int, int], list[Entry]] = defaultdict(list)
+        for group, index in enumerate(self.index):
+            if (other := self.slots.kinds[group]) != kind:
+                for entry in index.values():
+                    chunks[other, self.slots.chunk(other, entry.slot)].append(entry)
+        for entry in self.leaving:
+            chunks.pop((k := self.slots.kinds[entry.group], self.slots.chunk(k, entry.slot)), None)
+        idle = [
+            (max(entry.used for entry in entries), chunk)
+            for chunk, entries in chunks.items()
+            if all(entry.state is S.READY and not self._is_busy(entry) for entry in entries)
+        ]
+        oldest = min(idle, default=(math.inf, (0, 0)))
+        if not oldest[0] < before:
+            return False
+        for entry in chunks[oldest[1]]:
+            self.evicted += 1
+            self.drop(entry)
+        return True
+
+    def recover(self, found: Iterable[tuple[int, int, bytes]]) -> int:
+        """Take in `(group, slot, hash)` that were found in the tier, the least recently used first; returns how many.
+
+        Only while the tier is empty. What is not taken in is freed: it lies outside the tier, shares its slot with
+        another, or is there twice.
+        """
+        found = list(found)
+        by_key = {(group, hash_): slot for group, slot, hash_ in found}
+        once = list(by_key.items())
+        claimed = self.slots.claim((self.slots.kinds[group], slot) for (group, _), slot in once)
+        for ((group, hash_), slot), is_good in zip(once, claimed, strict=True):
+            if is_good:
+                entry = Entry(group, hash_, slot, S.READY, self.tick)
+                self.index[group][hash_] = entry
+                self.policies[self.slots.kinds[group]].add(entry)
+        kept = {(entry.group, entry.slot) for index in self.index for entry in index.values()}
+        self.freed += [place for place in dict.fromkeys((group, slot) for group, slot, _ in found) if place not in kept]
+        return len(kept)
+
+    # -- entries -----------------------------------------------------------------------------------
+
+    def use(self, entries: Iterable[Entry]) -> None:
+        """Note that blocks were used, the last of a prompt first."""
+        for entry in entries:
+            entry.used = self.tick
+            if entry.state is S.READY:
+                self.policies[self.slots.kinds[entry.group]].use(entry)
+
+    def written(self, entry: Entry) -> bool:
+        """Note that a block is complete; True if it can be found from now on, False if it had been dropped."""
+        self._take(entry, E.WRITTEN)
+        if entry.state is not S.READY:
+            return False
+        entry.used = self.tick
+        self.policies[self.slots.kinds[entry.group]].add(entry)
+        self._stuck[self.slots.kinds[entry.group]] = False
+        return True
+
+    def failed(self, entry: Entry, event: EntryEvent) -> None:
+        """Note that a block was not written, or may not have been."""
+        self._hide(entry)
+        self._take(entry, event)
+
+    def drop(self, entry: Entry) -> None:
+        """Let nobody find a block any more; its slot is free when nobody needs it."""
+        if entry.state is S.READY:
+            self.policies[self.slots.kinds[entry.group]].remove(entry)
+        if entry.state in (S.READY, S.WRITING):
+            self._forget(entry)
+
+    def let_go(self, entry: Entry, holder: str) -> None:
+        """Let one holder go."""
+        self._stuck = [False] * len(self._stuck)
+        if entry.let_go(holder):
+            self._gone(entry)
+
+    def end(self, entry: Entry, move: int) -> None:
+        """Note that a transfer touches a slot no more."""
+        self._stuck = [False] * len(self._stuck)
+        if entry.end(move):
+            self._gone(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        self._hide(entry)
+        self._take(entry, E.DROPPED)
+
+    def _hide(self, entry: Entry) -> None:
+        """Take out of the index what is found by its key; another may be there under the same."""
+        if entry.state in (S.READY, S.WRITING):
+            del self.index[entry.group][entry.hash]
+            self.leaving.add(entry)
+            if entry in self.onward:
+                del self.onward[entry]
+                self.lost += 1
+
+    def _take(self, entry: Entry, event: EntryEvent) -> None:
+        if entry.receive(event):
+            self._gone(entry)
+
+    def _gone(self, entry: Entry) -> None:
+        self.leaving.discard(entry)
+        self._stuck = [False] * len(self._stuck)
+        self.slots.put(self.slots.kinds[entry.group], entry.slot)
+        self.freed.append((entry.group, entry.slot))
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[Entry]:
+        """Return all blocks, those that are leaving among them."""
+        for index in self.index:
+            yield from index.values()
+        yield from self.leaving
+
+    def audit(self) -> list[str]:
+        """Recount everything; a list of what does not add up."""
+        wrong, taken = [], [set[int]() for _ in self.slots.sizes]
+        entries = [(True, entry) for index in self.index for entry in index.values()]
+        for is_found, entry in entries + [(False, entry) for entry in self.leaving]:
+            kind, name = self.slots.kinds[entry.group], f"{self.place} slot {entry.slot} of group {entry.group}"
+            if entry.slot in taken[kind]:
+                wrong.append(f"{name} has two blocks")
+            taken[kind].add(entry.slot)
+            if is_found != (entry.state in (S.WRITING, S.READY)) or entry.state is S.GONE:
+                wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
+            if (entry in self.policies[kind]) != (entry.state is S.READY):
+                wrong.append(f"{name} is {entry.state}, which its policy does not know")
+            if is_found and self.index[entry.group].get(entry.hash) is not entry:
+                wrong.append(f"{name} is found by another key than its own")
+            if entry in self.onward and entry.state is not S.READY:
+                wrong.append(f"{name} is {entry.state}, and is to be copied onward")
+        if sum(map(len, self.policies)) != sum(entry.state is S.READY for _, entry in entries):
+            wrong.append(f"the policies of {self.place} know blocks that are not there")
+        return wrong + [f"{self.place}: {text}" for text in self.slots.audit(taken)]
