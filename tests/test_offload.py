@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from asynckv import (
@@ -23,6 +25,10 @@ from asynckv import (
 )
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
+from asynckv.edges.file_index import FileIndex
+from asynckv.edges.leftovers import left_in
+from asynckv.geometry.layout import Layout, fingerprint
+from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
 from asynckv.testing.tiers import SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
@@ -644,3 +650,25 @@ def test_a_configuration_is_checked() -> None:
     with pytest.raises(ConfigError, match="policy"):
         OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
     assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
+
+
+def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
+    def keep(form: Layout) -> None:
+        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
+        folder.mkdir()
+        index = FileIndex(folder)
+        index.put_meta(num_bytes=1 << 20)
+        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
+        index.close()
+
+    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
+    for form in (*four[:3], *two):
+        keep(form)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
+    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
+    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
+    keep(four[3])
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
+    assert left_in(tmp_path / "nothing", two[0]) == ()

@@ -64,9 +64,6 @@ HOST = "host"
 THROUGH_BYTES = 32 << 20
 """Of host memory through which the records of another geometry pass, per rank that has left some."""
 
-MAX_FAILURES = 10
-"""That are logged at once; then one per second."""
-
 GRACE_S = 1.0
 """How long closing waits for copies that run, unless it is told otherwise: they take milliseconds, or hang."""
 
@@ -189,14 +186,17 @@ class Offload:
             # It is taken page by page, which takes seconds where there is much of it.
             await asyncio.get_running_loop().run_in_executor(None, self._own.take_memory)
             found = await self._open_files()
-            self._take(engine)
             if config.network is not None:
                 self.network = self._serve(config.network, Registration(self._own.layout, (self._own.memory,)))
                 await self.network.start()
+            if self._closing is not None or driver.life.state is not LifeState.RUNNING:
+                raise EngineClosed("the engine ended while its offload started")
+            self._take(engine)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self._let_go_of_planes(0.0)
-            driver.guests.remove(self)
+            if self in driver.guests:
+                driver.guests.remove(self)
             raise
         self._mover.cause = ""
         driver.recorder.event(
@@ -758,7 +758,7 @@ def _left_by_others(config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]
     from asynckv.edges.leftovers import left_in
 
     shelves = []
-    for at, left in enumerate(left_in(Path(config.directory), _folder(config, own))):
+    for at, left in enumerate(left_in(Path(config.directory), own.form)):
         files = FileTier(left.folder, left.num_bytes, name=f"{name}-left{at}")
         through = max(THROUGH_BYTES, 16 * left.form.memories[0].length * len(left.form.groups))
         far = f"left{at}"
