@@ -82,6 +82,18 @@ def test_a_form_does_not_say_where_nor_how_many() -> None:
     assert fingerprint(record_form(small)) != fingerprint(record_form(other))
 
 
+def test_where_memories_lie_and_how_they_are_counted_is_no_matter() -> None:
+    layout = Rank(engine((attention(4, "a"), attention(2, "b"), latent("c"))), 0).layout
+    counted = {0: 2, 1: 0, 2: 1}
+    other = msgspec.structs.replace(
+        layout,
+        memories=tuple(msgspec.structs.replace(layout.memories[i], base=(9 - i) << 41) for i in (1, 2, 0)),
+        views=tuple(msgspec.structs.replace(v, memory=counted[v.memory]) for v in layout.views),
+    )
+    check_layout(other)
+    assert record_form(other) == record_form(layout)
+
+
 def test_how_many_blocks_there_are_is_as_declared_and_no_matter_to_what_keeps_them() -> None:
     layout = Rank(HYBRID, 0).layout
     fewer = msgspec.structs.replace(
@@ -363,6 +375,7 @@ SCALED = (
 SIX = tuple(attention(4, f"l{i}") for i in range(6))
 
 
+OPAQUE = (LayerSpec("a", (PartSpec("bytes", (("rank", 2), ("byte", 37)), "rank", 1, 0),)), attention(4, "b"))
 PAGED = attention(4, "a"), attention(2, "b", dim=3), latent("c")
 STAGES = (GroupSpec((0, 1, 2, 3, 4, 5), 4, 1, 64),), (GroupSpec((0, 1, 2), 8, 1, 64), GroupSpec((3, 4, 5), 4, 1, 64))
 WAYS: dict[str, tuple[Engine, Engine]] = {
@@ -387,6 +400,7 @@ WAYS: dict[str, tuple[Engine, Engine]] = {
     ),
     "windows": (engine(WINDOWED, 2, sizes=16), engine(WINDOWED, 4, sizes=[16, 8])),
     "scales of kernel blocks": (engine(SCALED, 2, sizes=[(16, 2)]), engine(SCALED, 4, sizes=[8])),
+    "bytes that nobody described": (engine(OPAQUE, 2, sizes=8), engine(OPAQUE, 2, sizes=8, style="cross")),
     "stages": (Engine(SIX, STAGES[0], 2, 3), Engine(SIX, STAGES[1], 1, 2)),
 }
 
