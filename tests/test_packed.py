@@ -31,7 +31,8 @@ from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
 from asynckv.ports import CopyOp
 from asynckv.testing import SimControl, SimData
-from asynckv.tools.layouts import with_addresses
+from asynckv.tools.layouts import model_layout, with_addresses
+from asynckv.tools.models import PRESETS, preset
 from tests import oracle
 from tests.engines import Bench
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
@@ -201,6 +202,17 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
     slower = msgspec.structs.replace(two.views[0], stride=8192)
     with pytest.raises(LayoutError, match=r"stride 8192 .* is no record of group 'g0'"):
         placed(msgspec.structs.replace(two, views=(slower, two.views[1])), 0, 1 << 20)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_of_every_known_model_are_kept_in_a_tebibyte_per_rank(name: str) -> None:
+    device = model_layout(preset(name), num_blocks=64, tp_size=8)
+    kept = packed(device, 1 << 40)
+    parts = [sum(len(view.parts) for view in device.views if view.group == g) for g in range(len(kept.groups))]
+    # A descriptor per part at most; those of a state follow each other.
+    assert all(mine <= most for mine, most in zip(rows(device, kept), parts, strict=True))
+    # At most one page in each record is padding.
+    assert all(r.stride - r.num_bytes < 4096 for r in record_sizes(kept))
 
 
 @given(data=st.data())
