@@ -31,7 +31,8 @@ from asynckv.geometry.packed import packed, placed, record_form, record_sizes
 from asynckv.geometry.plan import PeerTables, Plan
 from asynckv.ports import CopyOp
 from asynckv.testing import SimControl, SimData
-from asynckv.tools.layouts import with_addresses
+from asynckv.tools.layouts import model_layout, with_addresses
+from asynckv.tools.models import PRESETS, preset
 from tests import oracle
 from tests.engines import Bench
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank
@@ -80,6 +81,18 @@ def test_a_form_does_not_say_where_nor_how_many() -> None:
     assert fingerprint(record_form(packed(small, 1 << 20))) == fingerprint(record_form(large))
     other = Rank(engine((attention(),), sizes=8), 0).layout
     assert fingerprint(record_form(small)) != fingerprint(record_form(other))
+
+
+def test_where_memories_lie_and_how_they_are_counted_is_no_matter() -> None:
+    layout = Rank(engine((attention(4, "a"), attention(2, "b"), latent("c"))), 0).layout
+    counted = {0: 2, 1: 0, 2: 1}
+    other = msgspec.structs.replace(
+        layout,
+        memories=tuple(msgspec.structs.replace(layout.memories[i], base=(9 - i) << 41) for i in (1, 2, 0)),
+        views=tuple(msgspec.structs.replace(v, memory=counted[v.memory]) for v in layout.views),
+    )
+    check_layout(other)
+    assert record_form(other) == record_form(layout)
 
 
 def test_how_many_blocks_there_are_is_as_declared_and_no_matter_to_what_keeps_them() -> None:
@@ -189,6 +202,17 @@ def test_a_form_that_was_tampered_with_is_refused() -> None:
     slower = msgspec.structs.replace(two.views[0], stride=8192)
     with pytest.raises(LayoutError, match=r"stride 8192 .* is no record of group 'g0'"):
         placed(msgspec.structs.replace(two, views=(slower, two.views[1])), 0, 1 << 20)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_blocks_of_every_known_model_are_kept_in_a_tebibyte_per_rank(name: str) -> None:
+    device = model_layout(preset(name), num_blocks=64, tp_size=8)
+    kept = packed(device, 1 << 40)
+    parts = [sum(len(view.parts) for view in device.views if view.group == g) for g in range(len(kept.groups))]
+    # A descriptor per part at most; those of a state follow each other.
+    assert all(mine <= most for mine, most in zip(rows(device, kept), parts, strict=True))
+    # At most one page in each record is padding.
+    assert all(r.stride - r.num_bytes < 4096 for r in record_sizes(kept))
 
 
 @given(data=st.data())
@@ -363,6 +387,7 @@ SCALED = (
 SIX = tuple(attention(4, f"l{i}") for i in range(6))
 
 
+OPAQUE = (LayerSpec("a", (PartSpec("bytes", (("rank", 2), ("byte", 37)), "rank", 1, 0),)), attention(4, "b"))
 PAGED = attention(4, "a"), attention(2, "b", dim=3), latent("c")
 STAGES = (GroupSpec((0, 1, 2, 3, 4, 5), 4, 1, 64),), (GroupSpec((0, 1, 2), 8, 1, 64), GroupSpec((3, 4, 5), 4, 1, 64))
 WAYS: dict[str, tuple[Engine, Engine]] = {
@@ -387,6 +412,7 @@ WAYS: dict[str, tuple[Engine, Engine]] = {
     ),
     "windows": (engine(WINDOWED, 2, sizes=16), engine(WINDOWED, 4, sizes=[16, 8])),
     "scales of kernel blocks": (engine(SCALED, 2, sizes=[(16, 2)]), engine(SCALED, 4, sizes=[8])),
+    "bytes that nobody described": (engine(OPAQUE, 2, sizes=8), engine(OPAQUE, 2, sizes=8, style="cross")),
     "stages": (Engine(SIX, STAGES[0], 2, 3), Engine(SIX, STAGES[1], 1, 2)),
 }
 
