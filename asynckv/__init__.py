@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LimitsConfig,
         LogConfig,
         NixlConfig,
+        OffloadConfig,
         PullConfig,
     )
     from asynckv.core.inspect import HeldBlocks, RankStatus, RequestStatus
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
         Failed,
         Finished,
         Lend,
+        Load,
         Order,
         Pull,
         Refused,
+        Store,
         Withdraw,
     )
-    from asynckv.engine import Engine, LentRequest
+    from asynckv.engine import Engine, LentRequest, Offload
     from asynckv.errors import (
         AsyncKVError,
         BackendError,
@@ -83,12 +86,12 @@ if TYPE_CHECKING:
     from asynckv.observe.metrics import Metrics
     from asynckv.observe.observer import Observer, Reading
     from asynckv.observe.tracing import Tracing, trace_context
-    from asynckv.results import LeaseEnd, PullResult, Statistics
+    from asynckv.results import LeaseEnd, Loaded, PullResult, Statistics, Stored
     from asynckv.scheduler import PrefillGroup
 
 _HOMES = {
     "asynckv.config": (
-        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig PullConfig"
+        "EngineConfig InspectConfig KeysConfig LeaseConfig LimitsConfig LogConfig NixlConfig OffloadConfig PullConfig"
     ),
     "asynckv.scheduler": "PrefillGroup",
     "asynckv.core.inspect": "HeldBlocks RankStatus RequestStatus",
@@ -97,9 +100,10 @@ _HOMES = {
     "asynckv.edges.sharing": "shared_memory",
     "asynckv.edges.torch": "TensorPart register_parts register_tensors written",
     "asynckv.embed": (
-        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Order Pull Refused Withdraw"
+        "Announce Cancel Discharge EngineDesk EnginePump EngineThread Failed Finished Lend Load Order Pull Refused "
+        "Store Withdraw"
     ),
-    "asynckv.engine": "Engine LentRequest",
+    "asynckv.engine": "Engine LentRequest Offload",
     "asynckv.errors": (
         "AsyncKVError BackendError BlocksRetired ConfigError EngineClosed GeometryRefused LayoutError LeaseLost "
         "LeaseRefused LocalProtocolError NotLentYet Overloaded PeerLost PeerUnreachable PlanRefused ProtocolError "
@@ -111,7 +115,7 @@ _HOMES = {
     "asynckv.observe.observer": "Observer Reading",
     "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
-    "asynckv.results": "LeaseEnd PullResult Statistics",
+    "asynckv.results": "LeaseEnd Loaded PullResult Statistics Stored",
 }
 _RENAMED = {"configure_logging": "configure"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -149,6 +153,8 @@ __all__ = [
     "Lend",
     "LentRequest",
     "LimitsConfig",
+    "Load",
+    "Loaded",
     "LocalProtocolError",
     "LogConfig",
     "Memory",
@@ -157,6 +163,8 @@ __all__ = [
     "NixlConfig",
     "NotLentYet",
     "Observer",
+    "Offload",
+    "OffloadConfig",
     "Order",
     "Overloaded",
     "Params",
@@ -181,6 +189,8 @@ __all__ = [
     "RemoteTooShort",
     "RequestStatus",
     "Statistics",
+    "Store",
+    "Stored",
     "TensorPart",
     "Tracing",
     "View",

@@ -17,6 +17,7 @@ from asynckv.bench.cli import bench_app, taking_options
 from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.observe.output import columns, write, write_json
+from asynckv.tools.offload_cli import offload_app
 
 __all__ = ["main"]
 
@@ -63,6 +64,7 @@ command(leaks_cli.EPILOG)(leaks_cli.leaks)
 command(timeline_cli.EPILOG)(timeline_cli.timeline)
 command(report_cli.EPILOG)(report_cli.report)
 command(doctor_cli.EPILOG)(doctor_cli.doctor)
+app.add_typer(offload_app, name="offload")
 
 
 LAYOUT_EPILOG = """

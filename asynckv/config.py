@@ -21,6 +21,7 @@ __all__ = [
     "LimitsConfig",
     "LogConfig",
     "NixlConfig",
+    "OffloadConfig",
     "PullConfig",
 ]
 
@@ -31,6 +32,7 @@ MAX_BACKUPS = 1000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FILE = ("engine_id", "rank", "pid", "host")
 CORES_FOR_TWO = 2
+POLICIES = ("s3-fifo", "lru")
 
 MIN_GRANT_S = 0.5
 """A shorter promise could lapse while its reader's loop is merely busy."""
@@ -380,6 +382,73 @@ class EngineConfig:
                 "allow_insecure=True and keys were both given, and contradict each other: keys protect the control "
                 "plane on any address; remove allow_insecure"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """What a rank keeps of its blocks outside of the accelerator (`docs/offload.md`).
+
+    Attributes:
+        model: Whatever decides what KV a prompt has, beside its tokens: the model's name, its revision, an adapter.
+            Blocks that were stored under another name are not found.
+        hash_tokens: Tokens per hash. Every block size must be a multiple of it.
+        host_bytes: Host memory for blocks. Taken when the offload starts.
+        directory: Where blocks are kept in files, which outlive the process; no files if empty. One process at a time
+            has it; each rank makes a directory of its own inside.
+        file_bytes: Bytes of files. Taken from the disk when the offload starts.
+        policy: What is given up when a tier is full: "s3-fifo", which is not emptied by a scan of prompts that nobody
+            asks for again, or "lru".
+        write_back_bytes_per_s: Most bytes per second from host memory to files, on average over a second; 0: as many
+            as there is time for. Loads and stores go first whatever this says.
+        max_bytes: Most bytes that are moved at a time.
+        max_post_bytes: Most bytes in one copy: nothing that is copied can be stopped, so this bounds for how long a
+            cancelled request's blocks are still in use.
+        timeout_s: Default deadline of a load.
+        held_s: How long after its outcome a load's blocks may still be held by a copy that does not end, before they
+            are retired: an error is logged, and whoever waits for them is told.
+        network: How the host tier's own engine is reached, by which stored blocks are lent (`Offload.lend`), with an
+            `engine_id` of its own; nothing is lent if left out.
+    """
+
+    model: str
+    hash_tokens: int
+    host_bytes: int
+    directory: str | os.PathLike[str] = ""
+    file_bytes: int = 0
+    policy: Literal["s3-fifo", "lru"] = "s3-fifo"
+    write_back_bytes_per_s: int = 0
+    max_bytes: int = 256 * 1024 * 1024
+    max_post_bytes: int = 16 * 1024 * 1024
+    timeout_s: float = 30.0
+    held_s: float = 600.0
+    network: EngineConfig | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", text("offload.model", self.model, MAX_NAME, 1, ConfigError))
+        for name, least in (
+            ("hash_tokens", 1),
+            ("host_bytes", 1),
+            ("file_bytes", 0),
+            ("write_back_bytes_per_s", 0),
+            ("max_bytes", 1),
+            ("max_post_bytes", 1),
+        ):
+            value = integer(f"offload.{name}", getattr(self, name), least, MAX_INTEGER, ConfigError)
+            object.__setattr__(self, name, value)
+        for name in ("timeout_s", "held_s"):
+            object.__setattr__(self, name, seconds(f"offload.{name}", getattr(self, name), ConfigError))
+        if not isinstance(self.directory, str | os.PathLike) or not is_text(os.fspath(self.directory), MAX_PATH):
+            raise ConfigError(f"offload.directory is {shown(self.directory)}; give a path, or '' for no files")
+        object.__setattr__(self, "directory", os.fspath(self.directory))
+        if bool(self.directory) != bool(self.file_bytes):
+            raise ConfigError(
+                f"offload.directory is {shown(self.directory)} and offload.file_bytes {self.file_bytes}; give both, or "
+                f"neither for no files"
+            )
+        if self.network is not None and not isinstance(self.network, EngineConfig):
+            raise ConfigError(f"offload.network is {shown(self.network)}; it must be an EngineConfig, or None")
+        if not (isinstance(self.policy, str) and self.policy in POLICIES):
+            raise ConfigError(f"offload.policy is {shown(self.policy)}; it must be one of {', '.join(POLICIES)}")
 
 
 def check_log_file(pattern: str) -> None:

@@ -1,4 +1,4 @@
-"""What the engine needs from outside: a clock, a control plane and a data plane.
+"""What the engine needs from outside: a clock, a control plane, a data plane, and a copy plane where it has tiers.
 
 The *clock* says what time it is and calls back later. The *control plane* carries packets between ranks and promises
 nothing. The *data plane* moves bytes from remote memory into ours, and promises one thing only, the one on which
@@ -14,18 +14,25 @@ releases it under a transfer.
 The life of a data plane: `start` with the memory that is to be read and written; `add_remote_agent` for everybody who
 is read from; `post_read`, and `poll` for what becomes of it; `remove_remote_agent`; `quiesce` and `close`.
 
-Both planes live on the engine's event loop, and all their methods are called on its thread. Neither
+The *copy plane* moves bytes within the process, between the rank's own memory (*near*) and that of its tiers (*far*):
+the same tables and indices, and the same promise. A copy is made by whoever posts it, so this plane posts on threads of
+its own and never on the loop. A *move* is all that one caller wants copied at a time, in any number of pieces; it has
+one ending. The *record plane* keeps whole records of such a memory in files, or wherever else bytes outlive the
+process: it finds them again after a restart, and gives back what was put there or nothing.
+
+All planes live on the engine's event loop, and all their methods are called on its thread. None
 ever blocks longer than one call to the library beneath takes. A plane may have threads of its own; what they
 find comes back through `on_ready` and `poll`, on the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from asynckv.core.events import TransferEnded
+from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
@@ -36,8 +43,16 @@ __all__ = [
     "AgentReplaced",
     "Clock",
     "ControlPlane",
+    "CopyOp",
+    "CopyPlane",
     "DataNews",
     "DataPlane",
+    "Record",
+    "RecordNews",
+    "RecordPlane",
+    "RecordsEnded",
+    "RecordsLost",
+    "Stored",
     "TimerHandle",
 ]
 
@@ -198,4 +213,178 @@ class DataPlane(Protocol):
         Raises:
             BackendError: Something is still inside the back end and may write. What could be closed is closed; call
                 again to wait again.
+        """
+
+
+# -- tiers ---------------------------------------------------------------------------------------------------
+
+
+class CopyOp(enum.StrEnum):
+    """Which way bytes go, seen from the rank's own memory; NIXL's words."""
+
+    READ = "read"
+    """From a tier: blocks are loaded, records are fetched."""
+    WRITE = "write"
+    """To a tier: blocks are stored, records are written."""
+
+
+class CopyPlane(Protocol):
+    """Copies between a rank's own memory and that of its tiers, by the tables of `asynckv/geometry`.
+
+    A table's local side is near, its remote side is far, whichever way the bytes go.
+    """
+
+    def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
+        """Register all memory, the near as tables count it, and the far by the names that moves give.
+
+        From now on `on_ready` is called on the loop when `poll` has news. May follow `close`.
+
+        Raises:
+            BackendError: No usable back end, or it refuses the memory.
+        """
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
+        """Take over a move; `poll` will tell what became of it. Never raises for what the back end does.
+
+        Moves that read go before moves that write, and among equals the oldest first. The pieces are taken one by one
+        as the plane gets to them: small ones (some MiB) let others in between, and end sooner if the move is cancelled.
+
+        Args:
+            move_id: Unique among all that have not ended.
+            op: Which way.
+            far: The name of the far memory.
+            pieces: What is copied, such as `Plan.posts` makes it; may be lazy.
+        """
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Post nothing more of a move. It ends like any other, once all that was posted has; harmless afterwards."""
+
+    def poll(self) -> Sequence[TransferEnded]:
+        """Moves that have ended, or are in doubt, since the last call. Never blocks.
+
+        After `DONE`, `FAILED` and `REFUSED` nothing of the move reads or writes either side. After `IN_DOUBT` something
+        may, and one of the others follows once it cannot.
+        """
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters."""
+
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use, for reports."""
+
+    async def quiesce(self) -> None:
+        """Before `close`: stop threads, and wait for them off the loop. Idempotent."""
+
+    def close(self) -> None:
+        """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.
+
+        Moves that had not ended have `FAILED`; a last `poll` tells.
+
+        Raises:
+            BackendError: Something is still inside the back end and may write: keep the memory, and call again.
+        """
+
+
+class Record(NamedTuple):
+    """One record to move between memory and a record plane."""
+
+    key: bytes
+    """What its bytes are bound to: nothing else is ever read under this key."""
+    near: int
+    """Where it lies in memory: bytes from the start of what `start` was given."""
+    far: int
+    """Where it lies in the record plane's range: bytes from its start."""
+    size: int
+    """Bytes."""
+    layout: str = ""
+    """Fingerprint of the packed layout that the bytes are in."""
+    tag: str = ""
+    """For people: the group that it belongs to."""
+
+
+class Stored(NamedTuple):
+    """What a record plane found when it started."""
+
+    key: bytes
+    far: int
+    size: int
+    layout: str
+    tag: str
+
+
+class RecordsEnded(NamedTuple):
+    """A move of records has ended, or is in doubt."""
+
+    move_id: TransferId
+    ending: Ending
+    cause: str = ""
+    lost: tuple[int, ...] = ()
+    """Of a move that `FAILED`: the positions of records that are not there, and never will be (their bytes were not
+    what had been stored, or could not be read). If there are any, all others of the move are good."""
+
+
+class RecordsLost(NamedTuple):
+    """A record plane takes no more writes, or nothing at all; said once. What is posted from now on fails at once."""
+
+    cause: str
+    """What happened, with the numbers and the remedy."""
+    reads: bool
+    """Nothing is read either."""
+
+
+RecordNews = RecordsEnded | RecordsLost
+
+
+class RecordPlane(Protocol):
+    """Keeps whole records beyond the life of the process, in a range of addresses that its user divides.
+
+    It is a cache: whatever it says to have may turn out to be lost, and then a read `FAILED`.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its range."""
+
+    def start(self, memory: Memory, on_ready: Callable[[], None]) -> Sequence[Stored]:
+        """Open what is there, register the memory that records come from and go to, and say what was found.
+
+        Raises:
+            BackendError: It cannot be opened, has no room, or belongs to a process that lives; says what to do.
+        """
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        """Take over a move; `poll` will tell. Reads go before writes. Never raises for what the back end does.
+
+        No two moves that have not ended may have a place in common, in memory or in the range.
+        """
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop the records that begin at some places, before anything that is posted later; harmless if none does."""
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write down what the layout of records is, for those who find them later."""
+
+    def layouts(self) -> Mapping[str, bytes]:
+        """What was written down, by fingerprint."""
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Begin nothing more of a move. It ends like any other; what was written of it is forgotten."""
+
+    def poll(self) -> Sequence[RecordNews]:
+        """What has ended since the last call, as for `CopyPlane`. Never blocks."""
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters."""
+
+    def describe(self) -> dict[str, str]:
+        """What is used, for reports."""
+
+    async def quiesce(self) -> None:
+        """Before `close`: finish what runs and write the index, off the loop. Idempotent."""
+
+    def close(self) -> None:
+        """End everything and let others in. Idempotent.
+
+        Raises:
+            BackendError: Something is still inside the system and may write: keep the memory, and call again.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from asynckv.geometry.pairing import Padding
 
-__all__ = ["LeaseEnd", "PullResult", "Statistics"]
+__all__ = ["LeaseEnd", "Loaded", "PullResult", "Statistics", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ class Statistics:
     Attributes:
         counters: What happened since the start, by name; they only grow, also over a sleep, so that the difference of
             two snapshots is what happened between. But those that begin with `control.` or `data.` are the planes' own:
-            some say how things are now, and those of `data.` begin again when an engine resumes.
+            some say how things are now, and those of `data.` begin again when an engine resumes; so do some of
+            `offload.`, which are its offload's.
         gauges: What is owed and held now.
         release_s: The last releases' durations in the background, oldest first.
         loop_lag_s: How late the engine's timer fired the last time, and so how long the event loop was away, doing
@@ -78,3 +79,45 @@ class Statistics:
     loop_lag_s: float
     loop_lag_most_s: float
     loop_lags: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of blocks that were to be stored. None of them is in use for it any more.
+
+    Attributes:
+        num_blocks: Blocks, over all groups, that are in the host tier now: stored by this call or before.
+        num_new: Those of them that this call has copied.
+        num_missed: Blocks that are not there: no room (all that could make room is in use), or their copy failed.
+        num_bytes: Bytes copied.
+        seconds: From the call to its end.
+    """
+
+    request_id: str
+    num_blocks: int
+    num_new: int
+    num_missed: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded: a prefix of what was asked for, and every byte of it is what was stored.
+
+    Attributes:
+        num_tokens: Tokens whose KV is in place in all groups now; what is above is not, and is to be computed. Less
+            than were asked for if blocks had been given up meanwhile, or could not be read, or were not what was
+            stored.
+        num_blocks: Blocks that were loaded, over all groups.
+        num_bytes: Bytes copied into them.
+        file_bytes: Bytes that had to come from files first.
+        seconds: From the call to its end.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_blocks: int
+    num_bytes: int
+    file_bytes: int
+    seconds: float

@@ -66,6 +66,8 @@ TESTS: dict[str, str] = {
     "asynckv/geometry/tables.py": "explain pairing | plan geometry",
     "asynckv/geometry/pairing.py": "explain pairing | plan geometry",
     "asynckv/geometry/plan.py": "explain pairing | plan geometry",
+    "asynckv/geometry/packed.py": "packed",
+    "asynckv/geometry/kept.py": "packed",
     "asynckv/core/lease.py": "lease tables rows held prefill requests sources | machine races lifecycle engine",
     "asynckv/core/ledger.py": "ledger prefill requests sources | machine races lifecycle engine",
     "asynckv/core/spent.py": "spent requests | machine lifecycle",

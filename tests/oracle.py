@@ -18,6 +18,7 @@ from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
 from asynckv.geometry.match import assign, remote_ranks
+from asynckv.geometry.packed import packed
 from asynckv.geometry.plan import BlockLists, PeerTables, Plan, plan_read
 from tests.world import Buffers
 
@@ -260,8 +261,10 @@ def execute(
     remote: Rank | Buffers,
     written: list[npt.NDArray[np.bool_]],
     limits: tuple[int, int],
+    *,
+    store: bool = False,
 ) -> int:
-    """Run a plan as memory copies; no byte may be written twice. Returns the bytes."""
+    """Run a plan as memory copies, the other way round to store; no byte may be written twice. Returns the bytes."""
     total = 0
     for post in plan.posts(*limits):
         table = post.table
@@ -275,9 +278,12 @@ def execute(
             start, source = start + mine * stride, source + theirs * step
             assert 0 <= start <= start + n <= len(local.arrays[m])
             assert 0 <= source <= source + n <= len(remote.arrays[r])
-            assert not written[m][start : start + n].any(), "a byte is written twice"
-            written[m][start : start + n] = True
-            local.arrays[m][start : start + n] = remote.arrays[r][source : source + n]
+            here, there = local.arrays[m][start : start + n], remote.arrays[r][source : source + n]
+            done = written[r][source : source + n] if store else written[m][start : start + n]
+            assert not done.any(), "a byte is written twice"
+            done[:] = True
+            to, of = (there, here) if store else (here, there)
+            to[:] = of
             moved += n
         assert moved == post.num_bytes
         assert 1 <= post.num_descriptors <= min(len(post.local), limits[1])
@@ -319,18 +325,32 @@ def check_transfer(
     """Plan, copy, and compare every byte of the destination with what the request's arrays say."""
     wanted = tokens if wanted is None else wanted
     answered = peers_of(local, remotes)
-    lists = BlockLists(
-        [(f, np.array([NULL if b is None else b for b in ids], np.int64)) for f, ids in mine],
-        offers(theirs),
-        wanted,
-        tokens,
-    )
+    lists = BlockLists(arrays(mine), offers(theirs), wanted, tokens)
+    plans = [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered)]
+    check_plans(local, answered, plans, mine, cache, tokens, wanted, limits)
+    return plans
+
+
+def arrays(mine: Lists) -> list[tuple[int, Int64s]]:
+    """Our lists as they are planned with."""
+    return [(f, np.array([NULL if b is None else b for b in ids], np.int64)) for f, ids in mine]
+
+
+def check_plans(
+    local: Rank,
+    remotes: Sequence[Rank],
+    plans: Sequence[Plan | None],
+    mine: Lists,
+    cache: Cache,
+    tokens: int,
+    wanted: int,
+    limits: tuple[int, int] = (1 << 20, 512),
+) -> None:
+    """Copy what plans say, and compare every byte of the destination with what the request's arrays say."""
     before = [a.copy() for a in local.arrays]
     written = [np.zeros(len(a), np.bool_) for a in local.arrays]
-    plans: list[Plan | None] = []
-    for remote, peer in zip(answered, maps(local, answered), strict=True):
-        plans.append(plan_read(peer, lists) if peer is not None else None)
-        if (plan := plans[-1]) is not None:
+    for remote, plan in zip(remotes, plans, strict=True):
+        if plan is not None:
             execute(plan, local, remote, written, limits)
     may = [np.zeros(len(a), np.bool_) for a in local.arrays]
     for memory, places, data, must in cells(local, mine, cache, tokens, wanted):
@@ -342,4 +362,47 @@ def check_transfer(
     for now, was, wrote, allowed in zip(local.arrays, before, written, may, strict=True):
         assert not (wrote & ~allowed).any(), "something was written that is nobody's"
         assert (now[~wrote] == was[~wrote]).all()
-    return plans
+
+
+# -- where blocks are only kept --------------------------------------------------------------------
+
+
+class Kept(Rank):
+    """The range in which a rank keeps its blocks, with its bytes."""
+
+    def __init__(self, rank: Rank, capacity: int, *, base: int = 1 << 50, align: int = 4096) -> None:
+        self.engine, self.tp_rank, self.pp_stage = rank.engine, rank.tp_rank, rank.pp_stage
+        self.layout = packed(rank.layout, capacity, base=base, align=align)
+        self.arrays = [np.random.default_rng(base & 0xFFFF).integers(0, 256, capacity, dtype=np.uint8)]
+
+
+def check_copies(
+    rank: Rank,
+    kept: Kept,
+    plan: Plan,
+    blocks: Sequence[Sequence[tuple[int, int]]],
+    *,
+    store: bool,
+    limits: tuple[int, int] = (1 << 20, 512),
+) -> None:
+    """Copy blocks to their slots or back, `(block, slot)` per group; element by element, and nothing else."""
+    to = kept if store else rank
+    before = [a.copy() for a in to.arrays]
+    written = [np.zeros(len(a), np.bool_) for a in to.arrays]
+    execute(plan, rank, kept, written, limits, store=store)
+    twins = {(layer, part.name): (view, part) for layer, view, part, _ in kept.each()}
+    expected = [np.zeros(len(a), np.bool_) for a in to.arrays]
+    for layer, view, part, spec in rank.each():
+        other, twin = twins[layer, part.name]
+        ratio = rank.layout.groups[view.group].ratio
+        for block, slot in blocks[view.group]:
+            for kernel in range(ratio):
+                here = rank.places(view, part, spec, block * ratio + kernel)[..., None] + np.arange(part.itemsize)
+                there = kept.places(other, twin, spec, slot * ratio + kernel)[..., None] + np.arange(part.itemsize)
+                record = slot * ratio * other.stride
+                assert record <= there.min() <= there.max() < record + ratio * other.stride, "outside of its record"
+                assert (rank.arrays[view.memory][here] == kept.arrays[0][there]).all(), "a wrong byte"
+                expected[0 if store else view.memory][(there if store else here).ravel()] = True
+    for now, was, wrote, should in zip(to.arrays, before, written, expected, strict=True):
+        assert (wrote == should).all(), "something else was written than what blocks consist of"
+        assert (now[~wrote] == was[~wrote]).all()

@@ -45,6 +45,20 @@ def test_the_example_of_a_trace_prints_one() -> None:
     assert (done.returncode, len({trace for trace, _ in spans})) == (0, 1), done.stderr
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_the_example_of_an_offload_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "offload.py")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
+    )
+    assert (done.returncode, done.stdout) == (0, "393216 bytes, 48 tokens\n"), done.stderr
+
+
+@pytest.mark.parametrize("way", [*WAYS, "offload"])
 def test_an_example_is_short(way: str) -> None:
     assert len((EXAMPLES / f"{way}.py").read_text().splitlines()) <= MOST_LINES

@@ -472,8 +472,8 @@ def test_an_impossible_value_is_named_with_its_field(kind: Any, place: Any, name
         except LayoutError as exc:
             said.add(str(exc))
     if not said:
-        # 600 letters are a dtype or a kind to nobody, but a base of 2**62 is an address.
-        assert (name, value) in {("base", 1 << 62)}
+        # 600 letters are a dtype or a kind to nobody, but a base of 2**62 is an address, and True is what a flag says.
+        assert (name, value) in {("base", 1 << 62), ("slotted", True)}
     for text in said:
         assert name in text
         if "expected" in text or "invalid" in text:

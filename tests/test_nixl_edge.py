@@ -291,7 +291,7 @@ def test_loading_nixl_leaves_the_applications_logging_as_it_is(monkeypatch: pyte
     before = list(root.handlers)
     try:
         root.addHandler(ours)
-        assert nixl._load().endswith("._api")
+        assert nixl.load_nixl().endswith("._api")
         assert root.handlers == [*before, ours]
         assert logging.raiseExceptions is raises
     finally:
@@ -614,6 +614,7 @@ async def test_descriptor_lists_make_room_for_others_but_never_under_a_transfer(
         reader.read(100 + number, "owner", each, np.array([number], np.int32), np.array([number], np.int32))
         assert len(agent._remotes["owner"].lists) <= 3
     assert id(TABLES[0]) in agent._remotes["owner"].lists
+    assert used.lists is not None
     assert used.lists.local not in released
     assert used.lists.remote not in released
     assert len(released) == 2 * (12 - 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from asynckv.core.attempts import Request, blocks_of
 from asynckv.core.decode import DecodeSide
@@ -21,7 +22,7 @@ from asynckv.core.pull import Pull
 from asynckv.core.source import ReleaseState, Source
 from asynckv.core.types import PullId
 
-__all__ = ["HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
+__all__ = ["Guest", "HeldBlocks", "Inspector", "RankStatus", "RequestStatus", "Tally", "retry_status"]
 
 
 MAX_DETAIL = 200
@@ -34,13 +35,13 @@ class HeldBlocks:
 
     Attributes:
         request_id: This side's id of the request.
-        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `quarantined` (the pull has failed,
-            something may still write) or `retired`.
+        reason: `lent` or `ending` (a lease), what a pull is at (`reading` ...), `storing` or `loading` (an offload's),
+            `quarantined` (the pull or load has failed, something may still write) or `retired`.
         blocks: Group -> block ids.
         held_s: For how long.
         left_s: How long this can last at most, if nobody asks for more; infinite if nothing bounds it.
         waits_for: Readers that are owed, or remote ranks whose transfers run, as they are written in the logs.
-        pull_id: Of a pull, as in the logs.
+        pull_id: Of a pull, as in the logs; of an offload's, its job.
     """
 
     request_id: str
@@ -140,11 +141,32 @@ class Tally:
             self.blocks_quarantined += hold.num_blocks
 
 
+class Guest(Protocol):
+    """Somebody beside leases and pulls who holds blocks: an offload's store or load."""
+
+    @property
+    def what(self) -> str:
+        """What it is: `store` or `load`."""
+
+    @property
+    def begun_at(self) -> float:
+        """Since when it is there."""
+
+    @property
+    def held_as(self) -> tuple[str, float]:
+        """Why it holds them, and until when at most."""
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Name what it waits for."""
+
+
 class Inspector:
     """What a rank holds and owes, as its ledger and its two sides know it."""
 
     def __init__(self, ledger: Ledger, prefill: PrefillSide, decode: DecodeSide) -> None:
         self._ledger, self._prefill, self._decode = ledger, prefill, decode
+        self.guests: dict[str, Guest] = {}
+        """Who else holds blocks, by the holder's name in the ledger."""
 
     def gauges(self, tally: Tally | None = None) -> dict[str, int]:
         """What is owed and held right now; `tally` if somebody has looked at every pull already."""
@@ -173,23 +195,36 @@ class Inspector:
         """Say who holds which blocks, the oldest first."""
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
         return tuple(
-            self._hold(hold, self._decode.pulls.get(PullId(hold.holder)) or leases.get(hold.holder), now)
+            self._hold(
+                hold,
+                self._decode.pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or self.guests.get(hold.holder),
+                now,
+            )
             for hold in sorted(self._ledger, key=lambda h: h.since)
         )
+
+    def guest_holds(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
+        """Say which blocks the first guests hold, with so many ids of each group."""
+        some = [(self._ledger.get(holder), guest) for holder, guest in list(self.guests.items())[:most]]
+        return tuple(self._hold(hold, guest, now, num_ids) for hold, guest in some if hold is not None)
 
     def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
         """Say which blocks one of them holds, with so many ids of each group; None if none."""
         hold = self._ledger.get(_holder(request))
         return self._hold(hold, request, now, most) if hold is not None else None
 
-    def _hold(self, hold: Holding, request: Lease | Pull | None, now: float, most: int | None = None) -> HeldBlocks:
+    def _hold(
+        self, hold: Holding, request: Lease | Pull | Guest | None, now: float, most: int | None = None
+    ) -> HeldBlocks:
         reason, until, waits_for = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
             open_ones = (x for x in request.sources if x.running or x.doubtful or (x.reads and not x.proven))
             waits_for = tuple(x.where for x in open_ones)
             reason, until = request.held_as
-        elif request is not None:
+        elif isinstance(request, Lease):
             waits_for, reason, until = request.waits_for(), request.state.value, request.until
+        elif request is not None:
+            waits_for, (reason, until) = request.waits_for(), request.held_as
         return HeldBlocks(
             request_id=hold.request_id,
             reason=reason,
@@ -197,7 +232,7 @@ class Inspector:
             held_s=now - hold.since,
             left_s=max(until - now, 0.0),
             waits_for=waits_for,
-            pull_id=hold.holder if isinstance(request, Pull) else "",
+            pull_id="" if request is None or isinstance(request, Lease) else hold.holder,
         )
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
@@ -220,7 +255,7 @@ class Inspector:
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
         names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token is nobody's to see
-        expected = set(leases)
+        expected = set(leases) | set(self.guests)
         expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             who = f"request {names[holder]!r}" if holder in names else holder

@@ -417,7 +417,7 @@ class RankCore:
     @property
     def is_idle(self) -> bool:
         """Nothing is owed or held."""
-        return not self.decode.pulls and not self.prefill.leases
+        return not self.decode.pulls and not self.prefill.leases and not self.inspect.guests
 
     @property
     def is_bound(self) -> bool:

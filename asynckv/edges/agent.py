@@ -41,13 +41,16 @@ from asynckv.geometry.plan import DescTable, ReadRequest
 from asynckv.geometry.tables import MAX_KEPT_ROWS
 from asynckv.ports import AgentInfo
 
-__all__ = ["Agent", "make_epoll"]
+__all__ = ["SINK", "SOURCE", "Agent", "make_epoll"]
 
 MEMORY_KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 MAX_LISTS = 1024
 """Tables of one remote agent whose descriptor lists are kept, besides those in use: as many as the core keeps of a peer
 (`MAX_TABLES` in `asynckv/geometry/tables.py`). Their rows are bounded as well."""
+
+SOURCE, SINK = " is copied from", " is copied to"
+"""What follows the name of memory of this process, by which way the bytes go."""
 
 _creating = threading.Lock()
 """Descriptors are found by comparing before and after, so agents are made one at a time."""
@@ -118,10 +121,12 @@ class _Lists(NamedTuple):
 class _Remote:
     """One remote agent."""
 
-    __slots__ = ("lists", "memories")
+    __slots__ = ("lists", "memories", "own")
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
+    def __init__(self, memories: Sequence[Memory], own: str = "") -> None:
         self.memories = memories
+        self.own = own
+        """Of this process: `SOURCE` or `SINK`."""
         self.lists: dict[int, _Lists] = {}
         """By the id of their table, the oldest first."""
 
@@ -131,8 +136,9 @@ class _Transfer(NamedTuple):
 
     handle: int
     name: str
-    lists: _Lists
-    remote: _Remote
+    lists: _Lists | None
+    """None for files."""
+    remote: _Remote | None
     """Loaded under that name when it was posted; it may have been loaded anew since."""
 
 
@@ -176,7 +182,7 @@ class Agent:
         self._life = weakref.finalize(self._raw, int)
         """Alive until NIXL's destructor has run, which is later than `close` if something else refers to the agent."""
         self._life.atexit = False
-        self._read = agent.nixl_ops["READ"]
+        self._read, self._write = agent.nixl_ops["READ"], agent.nixl_ops["WRITE"]
         self._lost: type[Exception] = sys.modules[f"{api.__package__}._bindings"].nixlRemoteDisconnectError
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
@@ -194,11 +200,40 @@ class Agent:
     # -- memory and remote agents ------------------------------------------------------------------
 
     def register(self, memories: Sequence[Memory]) -> None:
-        """Register local memory.
+        """Register local memory, which tables number in this order.
 
         Raises:
             BackendError: NIXL refuses.
         """
+        self._register(memories)
+        self._memories += tuple(memories)
+
+    def register_own(self, name: str, memories: Sequence[Memory]) -> None:
+        """Register memory that is the other side of copies within this process: under `name + SOURCE` it is copied
+        from, under `name + SINK` to.
+
+        Raises:
+            BackendError: NIXL refuses.
+        """
+        self._register(memories)
+        for suffix in (SOURCE, SINK):
+            self._remotes[name + suffix] = _Remote(memories, suffix)
+
+    def register_files(self, fds: Mapping[int, int]) -> None:
+        """Register open files, by descriptor, with their lengths.
+
+        Raises:
+            BackendError: NIXL refuses.
+        """
+        rows, refused = [(0, length, fd, "") for fd, length in fds.items()], ""
+        try:
+            self._registered.append(self._agent.register_memory(rows, "FILE"))
+        except Exception as exc:
+            refused = f"NIXL cannot register {len(rows)} files: {exc!r}"
+        if refused:
+            raise BackendError(refused)
+
+    def _register(self, memories: Sequence[Memory]) -> None:
         for kind in sorted({m.kind for m in memories}):
             rows = [(m.base, m.length, m.device, "") for m in memories if m.kind == kind]
             refused = ""
@@ -208,7 +243,6 @@ class Agent:
                 refused = f"NIXL cannot register {len(rows)} ranges of {kind} memory: {exc!r}"
             if refused:
                 raise BackendError(refused)
-        self._memories += tuple(memories)
 
     def info(self) -> AgentInfo:
         """Return the name and NIXL's metadata blob."""
@@ -254,7 +288,7 @@ class Agent:
         if any(transfer.name == name for transfer in self.running.values()):
             raise BackendError(f"the connection to {name} has broken, and a transfer over it has not ended yet")
         for transfer in self.doubtful.values():
-            if transfer.name == name:
+            if transfer.name == name and transfer.lists is not None:
                 self._remotes[name].lists.pop(id(transfer.lists.table), None)
         self.drop(name)
 
@@ -271,7 +305,8 @@ class Agent:
         if name not in self._remotes:
             return
         self.drop_lists(name)
-        del self._remotes[name]
+        if self._remotes.pop(name).own:
+            return
         with suppress(Exception):  # a connection that broke is gone as it is
             self._agent.remove_remote_agent(name)
 
@@ -287,8 +322,9 @@ class Agent:
             return known
         made, refused = [], ""
         try:
-            made.append(self._prepare("", table.local, table.length, table.local_blocks, self._memories))
-            made.append(self._prepare(name, table.remote, table.length, table.remote_blocks, remote.memories))
+            mine, theirs = ("", name) if not remote.own else ("", self.name) if remote.own == SINK else (self.name, "")
+            made.append(self._prepare(mine, table.local, table.length, table.local_blocks, self._memories))
+            made.append(self._prepare(theirs, table.remote, table.length, table.remote_blocks, remote.memories))
         except BackendError as exc:
             refused = str(exc)
         except Exception as exc:
@@ -306,7 +342,8 @@ class Agent:
         num_rows += sum([lists.table.num_rows for lists in remote.lists.values()])
         if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
             return
-        in_use = {id(each.lists.table) for some in (self.running, self.doubtful) for each in some.values()}
+        posted = (*self.running.values(), *self.doubtful.values())
+        in_use = {id(each.lists.table) for each in posted if each.lists is not None}
         for key in [key for key in remote.lists if key not in in_use]:
             if len(remote.lists) < MAX_LISTS and num_rows <= MAX_KEPT_ROWS:
                 break
@@ -340,7 +377,7 @@ class Agent:
     # -- transfers ---------------------------------------------------------------------------------
 
     def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
-        """Post a read; local transports finish it in here. News if it has ended or is in doubt."""
+        """Post a read, or a copy; local transports finish it in here. News if it has ended or is in doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
@@ -350,22 +387,55 @@ class Agent:
                 lists = self.prepare(name, read.table)
             except BackendError as exc:
                 return TransferEnded(transfer_id, Ending.REFUSED, str(exc))
-        local, theirs = lists.local._handle, lists.remote._handle
+        op, local, mine, theirs, remotes = (
+            self._read,
+            lists.local._handle,
+            read.local,
+            lists.remote._handle,
+            read.remote,
+        )
+        if remote.own:
+            # Within a process UCX writes faster than it reads (measured: 1.4 to 1.7 times).
+            op = self._write
+            if remote.own == SOURCE:
+                local, mine, theirs, remotes = theirs, remotes, local, mine
         try:
             # The bare handle: the wrapper would release it behind our back when it is collected.
-            handle = self._raw.makeXferReq(self._read, local, read.local, theirs, read.remote, b"", [], False)
+            handle = self._raw.makeXferReq(op, local, mine, theirs, remotes, b"", [], False)
         except Exception as exc:
             # Nothing was posted, so nothing will be written.
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, name, lists, remote))
+
+    def post_file(
+        self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
+    ) -> TransferEnded | None:
+        """Post a copy between registered host memory and registered files.
+
+        Args:
+            transfer_id: Unique among those that have not ended.
+            near: Rows of address, length and 0.
+            far: As many rows of offset, length and descriptor.
+            is_write: Into the files.
+        """
+        op = self._write if is_write else self._read
         try:
-            status = int(self._raw.postXferReq(handle, b""))
+            mine, files = self._agent.get_xfer_descs(near, "DRAM"), self._agent.get_xfer_descs(far, "FILE")
+            handle = self._raw.createXferReq(op, mine, files, self.name, b"", [])
         except Exception as exc:
-            return self._trouble(transfer_id, _Transfer(handle, name, lists, remote), exc)
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _Transfer(handle, self.name, None, None))
+
+    def _post(self, transfer_id: TransferId, transfer: _Transfer) -> TransferEnded | None:
+        try:
+            status = int(self._raw.postXferReq(transfer.handle, b""))
+        except Exception as exc:
+            return self._trouble(transfer_id, transfer, exc)
         if status == 0:
             self.done_in_post += 1
-            self._release(handle)
+            self._release(transfer.handle)
             return TransferEnded(transfer_id, Ending.DONE)
-        self.running[transfer_id] = _Transfer(handle, name, lists, remote)
+        self.running[transfer_id] = transfer
         return None
 
     @property
@@ -375,13 +445,18 @@ class Agent:
 
     def sweep(self) -> list[TransferEnded]:
         """Ask about every transfer until nothing new is found; without any, make progress for remote readers."""
+        news = self.ask()
+        if not self.running:
+            self._progress()
+        return news
+
+    def ask(self) -> list[TransferEnded]:
+        """Ask about every transfer until nothing new is found."""
         news: list[TransferEnded] = []
         while self.running and (found := self._ask(self.running)):
             news += found
         if self.doubtful:
             news += self._ask(self.doubtful)
-        if not self.running:
-            self._progress()
         if self.unreleased:
             waiting, self.unreleased = self.unreleased, []
             for handle in waiting:

@@ -44,7 +44,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
-__all__ = ["NixlPlane"]
+__all__ = ["CLOSE_S", "NixlPlane", "load_nixl", "wait_all"]
 
 SAFETY_S = 0.005
 """Some wake-ups are missed; a timer this long finds what they would have told."""
@@ -83,7 +83,7 @@ def _variant() -> str:
     raise BackendError("NIXL is not installed; `pip install nixl` brings it")
 
 
-def _load() -> Any:
+def load_nixl() -> Any:
     """Import NIXL's Python API without letting it touch stdout or the application's logging."""
     # UCX reads its environment when it is loaded, and prints warnings to stdout by default.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -125,7 +125,8 @@ class _Remote:
         self.users = 1
 
 
-def _wait_all(posters: Sequence[Poster], deadline: float) -> None:
+def wait_all(posters: Sequence[Poster], deadline: float) -> None:
+    """Wait for the ends of threads; not on the loop."""
     for poster in posters:
         poster.wait(max(0.0, deadline - time.monotonic()))
 
@@ -213,7 +214,7 @@ class NixlPlane:
         if self._posters or self._ending is not None:
             left = ", ".join([*(p.name for p in self._posters), *([self._ending.name] if self._ending else [])])
             raise BackendError(f"{left} of the last start is still inside NIXL; `close()` first")
-        self._api = _load()
+        self._api = load_nixl()
         self._starts += 1
         if self._starts > 1:
             self._name = f"{self._base_name}-{self._starts}"
@@ -261,7 +262,7 @@ class NixlPlane:
             poster.stop()
         if self._posters:
             self._close_by = time.monotonic() + CLOSE_S
-            await anyio.to_thread.run_sync(_wait_all, tuple(self._posters), self._close_by)
+            await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
 
     def close(self) -> None:
         """Let go of everything; memory under a running transfer stays registered. Idempotent.

@@ -13,7 +13,20 @@ over a list of orders (`orders`) and takes a `Finished`, whichever way the engin
 from __future__ import annotations
 
 from asynckv.embed.desk import EngineDesk
-from asynckv.embed.orders import Announce, Cancel, Discharge, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
+from asynckv.embed.orders import (
+    Announce,
+    Cancel,
+    Discharge,
+    Failed,
+    Finished,
+    Lend,
+    Load,
+    Order,
+    Pull,
+    Refused,
+    Store,
+    Withdraw,
+)
 from asynckv.embed.pump import EnginePump
 from asynckv.embed.thread import EngineThread
 
@@ -27,8 +40,10 @@ __all__ = [
     "Failed",
     "Finished",
     "Lend",
+    "Load",
     "Order",
     "Pull",
     "Refused",
+    "Store",
     "Withdraw",
 ]

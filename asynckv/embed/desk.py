@@ -18,8 +18,21 @@ from typing import Any
 
 from asynckv.arguments import number, shown
 from asynckv.core.types import decode_params
-from asynckv.embed.orders import Announce, Cancel, Discharge, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
-from asynckv.engine import Engine, LentRequest
+from asynckv.embed.orders import (
+    Announce,
+    Cancel,
+    Discharge,
+    Failed,
+    Finished,
+    Lend,
+    Load,
+    Order,
+    Pull,
+    Refused,
+    Store,
+    Withdraw,
+)
+from asynckv.engine import Engine, LentRequest, Offload
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullCancelled, PullError
 from asynckv.results import LeaseEnd
 
@@ -27,6 +40,9 @@ __all__ = ["EngineDesk", "checked"]
 
 SLICE_S = 0.001
 """How long a turn may go on carrying out orders."""
+
+BEGUN_LATER = frozenset((Pull, Load, Store))
+"""Orders that are awaited, each in a task of its own."""
 
 FINISH_S = 0.25
 """How long an engine that ends goes on carrying out what was handed over before."""
@@ -74,9 +90,9 @@ class EngineDesk:
         self._tasks: dict[asyncio.Task[None], Order] = {}
         """What waits for the end of which order."""
         self._unbegun: set[asyncio.Task[None]] = set()
-        """Pulls whose task has not had its first turn."""
+        """Pulls, loads and stores whose task has not had its first turn."""
         self._failed: set[asyncio.Task[None]] = set()
-        """Pulls that were told in `failed`, and whose blocks may still be written."""
+        """Pulls and loads that were told in `failed`, and whose blocks may still be written."""
         self._news: deque[tuple[str, Any]] = deque()
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -165,10 +181,12 @@ class EngineDesk:
         for task, order in tasks.items():
             if task in self._unbegun:
                 self._refuse(order, EngineClosed("the engine was closed before this was carried out"))
-            elif isinstance(order, Pull):
+            elif isinstance(order, Pull | Load):
                 if task not in self._failed:
                     self._tell("failed", Failed(order.request_id, _held(order, cause)))
                 self._tell("retired", order.request_id)
+            elif isinstance(order, Store):
+                self._refuse(order, EngineClosed(f"the engine's loop was ended while this was carried out: {cause!r}"))
             elif isinstance(order, Lend):
                 request_id = decode_params(order.params).request_id
                 self._tell("sent", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
@@ -194,7 +212,7 @@ class EngineDesk:
                     return
                 self.num_handovers += 1
             # A pull begins in the loop's next turn, and what follows it, such as its cancellation, after that.
-            if (self._unbegun and type(left[0]) is not Pull) or time.monotonic() > until:
+            if (self._unbegun and type(left[0]) not in BEGUN_LATER) or time.monotonic() > until:
                 self._soon()
                 return
             order = left.popleft()
@@ -214,21 +232,33 @@ class EngineDesk:
                 engine.announce(order.request_id, order.params, wait_s=order.wait_s, cohort_id=order.cohort_id)
             case Pull():
                 self._unbegun.add(self._go(self._pull(order), order))
+            case Load():
+                self._unbegun.add(self._go(self._load(order, self._offload()), order))
+            case Store():
+                self._unbegun.add(self._go(self._store(order, self._offload()), order))
             case Discharge():
                 engine.discharge(order.request_id, order.params, cohort_id=order.cohort_id)
             case Cancel():
                 engine.cancel(order.request_id)
+                for guest in engine.guests:
+                    guest.cancel(order.request_id)
             case Lend():
                 self._go(self._sent(engine.lend(order.params, readers=order.readers)), order)
             case Withdraw():
                 engine.withdraw(order.params)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend or Withdraw"
+                    f"{shown(order)} is no order; give Announce, Pull, Discharge, Cancel, Lend, Withdraw, Store or Load"
                 )
 
+    def _offload(self) -> Offload:
+        for guest in self.engine.guests:
+            if isinstance(guest, Offload):
+                return guest
+        raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
+
     def _refuse(self, order: Order, error: Exception) -> None:
-        if isinstance(order, Pull):
+        if isinstance(order, Pull | Load):
             self._tell("failed", Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))
@@ -248,22 +278,55 @@ class EngineDesk:
                 self._refuse(order, EngineClosed("the engine's loop was ended before this was carried out"))
 
     async def _pull(self, order: Pull) -> None:
+        pull = self.engine.pull(
+            order.request_id,
+            order.groups,
+            order.params,
+            timeout_s=order.timeout_s,
+            cohort_id=order.cohort_id,
+            hashes=order.hashes,
+            num_tokens=order.num_tokens,
+            is_last=order.is_last,
+            priority=order.priority,
+            retries=order.retries,
+        )
+        await self._fill(order, pull, "received", self.engine.returned)
+
+    async def _load(self, order: Load, offload: Offload) -> None:
+        load = offload.load(
+            order.request_id, order.groups, order.hashes, num_tokens=order.num_tokens, timeout_s=order.timeout_s
+        )
+        await self._fill(order, load, "loaded", offload.returned)
+
+    async def _store(self, order: Store, offload: Offload) -> None:
+        self._has_begun()
+        try:
+            stored = await offload.store(order.request_id, order.groups, order.hashes)
+        except Exception as exc:
+            self._report("refused", Refused(order, exc))
+        except asyncio.CancelledError as exc:  # somebody cancels every task of the loop
+            self._report("refused", Refused(order, PullCancelled(f"request {order.request_id!r}: {exc!r}")))
+            raise
+        else:
+            self._report("stored", stored)
+
+    def _has_begun(self) -> asyncio.Task[None]:
         task = asyncio.current_task()
         assert task is not None
         self._unbegun.discard(task)
+        return task
+
+    async def _fill(
+        self,
+        order: Pull | Load,
+        work: Coroutine[Any, Any, object],
+        kind: str,
+        returned: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Wait for blocks to be filled, and tell what comes of it."""
+        task = self._has_begun()
         try:
-            result = await self.engine.pull(
-                order.request_id,
-                order.groups,
-                order.params,
-                timeout_s=order.timeout_s,
-                cohort_id=order.cohort_id,
-                hashes=order.hashes,
-                num_tokens=order.num_tokens,
-                is_last=order.is_last,
-                priority=order.priority,
-                retries=order.retries,
-            )
+            result = await work
         except AsyncKVError as exc:
             self._report("failed", Failed(order.request_id, exc))
             if isinstance(exc, PullError) and exc.held:
@@ -277,17 +340,19 @@ class EngineDesk:
         except GeneratorExit:  # the loop is gone, and nobody is left to be told
             raise
         except BaseException as exc:  # a bug, or somebody cancels every task of the loop
-            await self._tell_when_returned(order, exc)
+            await self._tell_when_returned(order, exc, returned)
             if not isinstance(exc, Exception):
                 raise
         else:
-            self._report("received", result)
+            self._report(kind, result)
 
-    async def _tell_when_returned(self, order: Pull, exc: BaseException) -> None:
+    async def _tell_when_returned(
+        self, order: Pull | Load, exc: BaseException, returned: Callable[[str], Coroutine[Any, Any, None]]
+    ) -> None:
         """Tell of a pull that ended in a way that says nothing of its blocks."""
         is_returned = False
         try:
-            await self.engine.returned(order.request_id)
+            await returned(order.request_id)
             is_returned = True
         except BlocksRetired:
             pass
@@ -316,7 +381,7 @@ class EngineDesk:
         self._on_news()
 
 
-def _held(order: Pull, cause: BaseException) -> PullCancelled:
+def _held(order: Pull | Load, cause: BaseException) -> PullCancelled:
     """Return the error of a pull whose blocks may still be written, for all that is known."""
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # what is no list of blocks was never pulled into

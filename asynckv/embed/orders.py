@@ -3,8 +3,9 @@
 A scheduler decides once per step what is to happen, and its workers carry it out. So everything that a step asks for is
 a list of orders, handed over in one go, and everything that has ended since the last look is one `Finished`.
 
-Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Lend` in `sent` or `refused`, any other in
-`refused`, or nowhere if there was nothing to complain of. That holds when the engine is closed under way, too.
+Every order ends in one place, once: a `Pull` in `received` or `failed`, a `Load` in `loaded` or `failed`, a `Lend` in
+`sent` or `refused`, a `Store` in `stored` or `refused`, any other in `refused`, or nowhere if there was nothing to
+complain of. That holds when the engine is closed under way, too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ from typing import Any
 import msgspec
 
 from asynckv.errors import PullError
-from asynckv.results import LeaseEnd, PullResult
+from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 
-__all__ = ["Announce", "Cancel", "Discharge", "Failed", "Finished", "Lend", "Order", "Pull", "Refused", "Withdraw"]
+__all__ = [
+    "Announce",
+    "Cancel",
+    "Discharge",
+    "Failed",
+    "Finished",
+    "Lend",
+    "Load",
+    "Order",
+    "Pull",
+    "Refused",
+    "Store",
+    "Withdraw",
+]
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -58,7 +72,7 @@ class Discharge(Order, frozen=True):
 
 
 class Cancel(Order, frozen=True):
-    """Give up a request that is announced or being pulled (`Engine.cancel`)."""
+    """Give up a request that is announced, being pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`)."""
 
     request_id: str
 
@@ -76,14 +90,33 @@ class Withdraw(Order, frozen=True):
     params: Mapping[str, Any]
 
 
+class Store(Order, frozen=True, kw_only=True):
+    """Keep blocks outside of the accelerator (`Offload.store`). Ends in `stored` or `refused`, always."""
+
+    request_id: str
+    groups: Sequence[tuple[int, Sequence[int | None]]]
+    hashes: Sequence[str | bytes]
+
+
+class Load(Order, frozen=True, kw_only=True):
+    """Fill blocks with what is kept of a prompt (`Offload.load`). Ends in `loaded` or `failed`, always."""
+
+    request_id: str
+    groups: Sequence[tuple[int, Sequence[int | None]]]
+    hashes: Sequence[str | bytes]
+    num_tokens: int
+    timeout_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A pull that ended badly.
+    """A pull or load that ended badly.
 
     Attributes:
         request_id: Whose.
-        error: What `Engine.pull` raised. If it names blocks (`PullError.held`) they may still be written; the
-            request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or else a bug.
+        error: What `Engine.pull` or `Offload.load` raised. If it names blocks (`PullError.held`) they may still be
+            written; the request's id follows in `Finished.returned` or `Finished.retired`. It is an `AsyncKVError`, or
+            else a bug.
     """
 
     request_id: str
@@ -111,18 +144,22 @@ class Finished:
         sent: Lent requests whose blocks are this engine's again, released or not (`LeaseEnd.cause`); but for those that
             `close` says were cut short, which nobody may write before the process ends.
         received: Pulls whose bytes are in place.
-        failed: Pulls that ended badly.
-        returned: Ids of failed pulls whose held blocks nothing can write any more.
-        retired: Ids of failed pulls whose held blocks must never be used again (`BlocksRetired`).
-        refused: Orders other than pulls of which nothing was done.
+        stored: Blocks that were to be stored and are the engine's again, whatever became of them.
+        loaded: Loads whose bytes are in place, as far as they say.
+        failed: Pulls and loads that ended badly.
+        returned: Ids of failed pulls and loads whose held blocks nothing can write any more.
+        retired: Ids of those whose held blocks must never be used again (`BlocksRetired`).
+        refused: Orders other than pulls and loads of which nothing was done.
     """
 
     sent: list[LeaseEnd] = field(default_factory=list)
     received: list[PullResult] = field(default_factory=list)
+    stored: list[Stored] = field(default_factory=list)
+    loaded: list[Loaded] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     returned: list[str] = field(default_factory=list)
     retired: list[str] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.sent or self.received or self.failed or self.returned or self.retired or self.refused)
+        return any(getattr(self, name) for name in self.__slots__)

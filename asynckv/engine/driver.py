@@ -19,9 +19,10 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVarTuple, assert_never
+from typing import Any, Protocol, TypeVarTuple, assert_never
 
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.inspect import HeldBlocks
 from asynckv.core.lease import Lease
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
@@ -60,7 +61,7 @@ from asynckv.observe.log import Recorder
 from asynckv.observe.observer import Observer
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, DataPlane, TimerHandle
 
-__all__ = ["Driver", "Waiting"]
+__all__ = ["Driver", "Guest", "Waiting"]
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
@@ -107,6 +108,29 @@ class Waiting:
             raise Retired("a transfer that does not end may still write these blocks; never use them again")
 
 
+class Guest(Protocol):
+    """Somebody who uses the engine's memory beside it, and ends before it does: an offload."""
+
+    def cancel(self, request_id: str) -> bool:
+        """Give up what is under way of a request."""
+
+    def counters(self) -> dict[str, int]:
+        """What is told with the engine's own."""
+
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use."""
+
+    async def let_go(self, timeout_s: float | None) -> tuple[HeldBlocks, ...]:
+        """Use the memory no more; returns what had to be cut short.
+
+        Raises:
+            BackendError: Something may still write it.
+        """
+
+    def take_again(self) -> None:
+        """Use the engine's memory again, which has been registered anew."""
+
+
 class Driver:
     """One rank's core on an event loop.
 
@@ -128,6 +152,7 @@ class Driver:
         release_s: How long the last releases took in the background.
         lag: How late the timer fired.
         observers: Who else is told what happens.
+        guests: Who uses the memory beside the core.
         data_down: Why the data plane does not serve now; empty while it does.
     """
 
@@ -152,6 +177,7 @@ class Driver:
         self.lag = LoopLag(away_s)
         self.began_at = math.inf
         self.observers: tuple[Observer, ...] = ()
+        self.guests: list[Guest] = []
         self.data_down = ""
         self._held: set[PullId] = set()
         """Pulls that failed while something could still write their blocks."""
@@ -202,6 +228,8 @@ class Driver:
         counters["keys.forgotten"] = core.prefill.spent.num_forgotten
         counters["log.failed"] = self.recorder.num_failed
         counters["log.dropped"] = self.recorder.num_dropped
+        for guest in self.guests:
+            counters |= guest.counters()
         return counters
 
     def tell(self, what: Callable[..., None], *args: Any) -> None:

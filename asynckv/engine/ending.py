@@ -168,6 +168,8 @@ class Ending:
     async def _suspend(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         driver = self._driver
         stragglers = await self.drain(timeout_s)
+        for guest in driver.guests:
+            await guest.let_go(None)
         self._left = await self._end_work("suspended")
         driver.core.decode.leave(driver.clock.now())
         driver.at_once()
@@ -190,7 +192,11 @@ class Ending:
         # Once more if whoever closed before was cancelled: the promises are still to be kept.
         if self._life.takes(LifeEvent.CLOSE):
             self._life.receive(LifeEvent.CLOSE)
-            left = await self._end_work("closed")
+            driver.core.shut("closed")
+            for guest in tuple(driver.guests):
+                in_time = None if self._close_by == math.inf else max(self._close_by - driver.clock.now(), 0.0)
+                left += await guest.let_go(in_time)
+            left += await self._end_work("closed")
         in_time = max(self._close_by - driver.clock.now(), GRACE_S)
         await driver.end_loading(min(self._config.pull.handshake_s, in_time))
         try:

@@ -28,7 +28,8 @@ is no branch for a model family, and no size that has to divide another.
         +------- plan                          pairs times tables, cut into read requests
 
 Beneath these, `bounds` has the numbers that nothing may exceed, `strides` folds one array into contiguous ranges, and
-`overlap` proves that no byte belongs to two things.
+`overlap` proves that no byte belongs to two things. `packed` makes the layouts of memories in which blocks are only
+kept, which are like any other, and `kept` plans what is copied to them and what is loaded out of them.
 
 **Words.** What is ours is *local*, what is theirs *remote*; here the local rank is always the one that reads.
 

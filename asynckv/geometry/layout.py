@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from asynckv.arguments import integer, shown, texts
 from asynckv.errors import LayoutError
@@ -190,6 +190,9 @@ class Layout(Struct, frozen=True, kw_only=True):
     Attributes:
         aliases: `(alias, layer)`: layers without memory of their own, because the model lets them use the KV of
             another one. The other side may have memory for both, or for the other of the two.
+        slotted: Groups share a memory as slots, each of its own size, and whoever hands out slots sees to it that no
+            two in use overlap (`packed`). Then groups may overlap with pages of different sizes, and a block id of one
+            group says nothing of another's. Left out of what is encoded where it is not so.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -202,6 +205,7 @@ class Layout(Struct, frozen=True, kw_only=True):
     groups: Annotated[tuple[Group, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     views: Annotated[tuple[View, ...], Meta(min_length=1, max_length=MAX_VIEWS)]
     aliases: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VIEWS)] = ()
+    slotted: bool | UnsetType = UNSET
 
 
 def fingerprint(layout: Layout) -> str:

@@ -11,7 +11,8 @@ number of parts and not by the number of blocks. Only the third kind costs more,
 (`MAX_CHECKED`).
 
 Different groups may lie in the same memory on purpose: a hybrid model sees the same pages as attention blocks in one
-group and as states in another. `pools` says which groups do.
+group and as states in another. `pools` says which groups do. Where blocks are only kept, groups share a range as slots
+of their own sizes (`Layout.slotted`): they see no pages in common, and whoever hands out slots keeps them apart.
 """
 
 from __future__ import annotations
@@ -194,8 +195,8 @@ def check_pools(layout: Layout, spots: Sequence[Spot]) -> tuple[int, ...]:
         LayoutError: Two groups overlap with pages of different sizes.
     """
     pool = list(range(len(layout.groups)))
-    if len(pool) == 1:
-        return (0,)
+    if len(pool) == 1 or layout.slotted is True:
+        return tuple(pool)
     rows = sorted([(s.view.memory, s.lo, s.hi, s.view.group, s.view.stride) for s in spots])
     here: list[tuple[int, int, int]] = []
     """(end, group, page) of all that covers the byte where the sweep is. Any two of these overlap, so all are of one

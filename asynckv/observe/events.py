@@ -50,6 +50,14 @@ class EVENT(enum.StrEnum):
     RELEASE_UNANSWERED = "release_unanswered"
     BLOCKS_RETURNED = "blocks_returned"
     BLOCKS_RETIRED = "blocks_retired"
+    # an offload's
+    OFFLOAD_STARTED = "offload_started"
+    OFFLOAD_STOPPED = "offload_stopped"
+    OFFLOAD_FAILED = "offload_failed"
+    OFFLOAD_RETIRED = "offload_retired"
+    OFFLOAD_FILES_LOST = "offload_files_lost"
+    OFFLOAD_BROKEN = "offload_broken"
+    OFFLOAD_LEFT_OUT = "offload_left_out"
     # the process
     LOOP_WAS_AWAY = "loop_was_away"
     INTERNAL_ERROR = "internal_error"
@@ -501,6 +509,76 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(SECONDS, "seconds_after_failure", "How long they were held."),
             always(LIST, "history", HISTORY),
         ),
+    ),
+    EVENT.OFFLOAD_STARTED: Event(
+        "both",
+        ("info",),
+        "Blocks are kept outside of the accelerator from now on. Besides, what the tiers run on, by the names that "
+        "`Offload.describe` gives.",
+        (
+            always(INTEGER, "host_bytes", "Of host memory."),
+            always(INTEGER, "file_bytes", "Of files; 0 if there are none."),
+            always(INTEGER, "blocks_found", "Blocks that the files had kept."),
+            always(SECONDS, "seconds", "How long the start took."),
+            always(OBJECT, "tiers", "Versions, transports and modes."),
+        ),
+    ),
+    EVENT.OFFLOAD_STOPPED: Event(
+        "both",
+        ("info",),
+        "Nothing is stored or loaded any more.",
+        (always(OBJECT, "counters", "What was counted since the start."),),
+    ),
+    EVENT.OFFLOAD_FAILED: Event(
+        "both",
+        ("warning",),
+        "A store or a load failed, or took too long; what was wanted of it is a miss. Ten at once, then one per "
+        "second.",
+        (
+            always(
+                TEXT, "cause", "`failed`, `timeout`, or `no_room`: host memory is pinned, so nothing can be promoted."
+            ),
+            always(TEXT, "detail", "In words."),
+            always(TEXT, "what", "`store` or `load`."),
+            always(TEXT, "request_id", "Whose."),
+            always(INTEGER, "blocks", "How many were not moved."),
+            always(INTEGER, "held", "1 if a copy in doubt may still touch the caller's blocks."),
+            always(SECONDS, "seconds", "From the call to its end."),
+            NOT_LOGGED,
+        ),
+    ),
+    EVENT.OFFLOAD_RETIRED: Event(
+        "both",
+        ("error",),
+        "A copy did not end within `offload.held_s` after its store or load had failed: if it was a load, its blocks "
+        "must never be used again.",
+        (
+            always(TEXT, "what", "`store` or `load`."),
+            always(TEXT, "request_id", "Whose."),
+            always(INTEGER, "blocks", "How many."),
+            always(SECONDS, "seconds_after_failure", "How long they were held."),
+        ),
+    ),
+    EVENT.OFFLOAD_FILES_LOST: Event(
+        "both",
+        ("warning",),
+        "The file tier takes no more writes, or nothing at all: a disk that is full or broken. Host memory goes on.",
+        (
+            always(TEXT, "cause", "What happened, and the remedy."),
+            always(INTEGER, "reads", "1 if nothing is read either."),
+        ),
+    ),
+    EVENT.OFFLOAD_LEFT_OUT: Event(
+        "both",
+        ("info",),
+        "What ranks of another geometry have left in files cannot be read here.",
+        (always(TEXT, "cause", "Why: they belong to a process that lives, some are missing, or they do not fit."),),
+    ),
+    EVENT.OFFLOAD_BROKEN: Event(
+        "both",
+        ("error",),
+        "The engine was resumed, and its memory cannot be used for offload any more.",
+        (always(TEXT, "cause", "Why."),),
     ),
     EVENT.LOOP_WAS_AWAY: Event(
         "both",

@@ -39,6 +39,12 @@ def content(tensors: dict[str, torch.Tensor], blocks: list[int]) -> list[float]:
     return [float(tensor[:, blocks].double().sum()) for tensor in tensors.values()]
 
 
+def overwrite(tensors: dict[str, torch.Tensor], blocks: list[int]) -> None:
+    """Use blocks for something else."""
+    for tensor in tensors.values():
+        tensor[:, blocks] = -1.0
+
+
 def run(work: Callable[..., Any], *args: Any) -> None:
     """Do a worker's work, which may be asynchronous."""
     if inspect.isawaitable(done := work(*args)):

@@ -1,0 +1,327 @@
+"""The copy plane on NIXL: between a rank's own memory and that of its tiers, within one process.
+
+A NIXL agent may transfer to itself. With UCX's `self` transport alone that is one `memcpy` per descriptor (measured: as
+fast as `memcpy`, and 1.6 times what UCX chooses by itself, which asks the kernel to copy), and the post *is* the copy.
+So posts are made on posting threads (`posters.py`), each with an agent of its own; the loop hands over so many bytes
+that a thread does not run dry while the loop is busy, and no more, because what is handed over goes before whatever is
+more urgent.
+
+On the loop a move is an iterator of pieces, the pieces that run, and the worst that was heard of them. It ends when
+nothing of it runs any more: a piece that failed, or a cancellation, only keeps the rest from being posted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import anyio.to_thread
+
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.edges.agent import SINK, SOURCE, Agent
+from asynckv.edges.nixl import CLOSE_S, load_nixl, wait_all
+from asynckv.edges.posters import Poster
+from asynckv.errors import BackendError
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import CopyOp
+
+__all__ = ["NixlCopies"]
+
+WINDOW_BYTES = 32 << 20
+"""What one thread is given before it told of the end of something: some 6 ms of copying."""
+
+WINDOW_PIECES = 256
+"""The same of pieces, well below what a thread takes (`MAX_QUEUED`)."""
+
+TELL_S = 0.002
+"""How long the loop is not woken while a thread has more to copy: every piece is a copy of some 0.5 ms."""
+
+CLOSED = "the copy plane was closed"
+
+
+class _Move:
+    """One that has not ended."""
+
+    __slots__ = ("cause", "doubtful", "ending", "far", "is_told_doubt", "move_id", "op", "pieces", "running")
+
+    def __init__(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
+        self.move_id, self.op = move_id, op
+        self.far = far + (SOURCE if op is CopyOp.READ else SINK)
+        self.pieces: Iterator[ReadRequest] | None = iter(pieces)
+        """None once nothing more is to be posted."""
+        self.running: set[TransferId] = set()
+        """Pieces that were handed over, until their end; those in doubt as well."""
+        self.doubtful: set[TransferId] = set()
+        self.ending, self.cause = Ending.DONE, ""
+        self.is_told_doubt = False
+
+    def spoil(self, ending: Ending, cause: str) -> None:
+        """Post nothing more; the first trouble is what is told."""
+        self.pieces = None
+        if self.ending is Ending.DONE:
+            self.ending, self.cause = ending, cause
+
+
+class NixlCopies:
+    """A `CopyPlane` on one NIXL agent per thread.
+
+    Args:
+        agent_name: Unique per process start; every agent of this plane adds a number.
+        threads: How many copy. One is as fast as one `memcpy`.
+        window_bytes: Handed to one thread at a time, unless a single piece is larger.
+    """
+
+    def __init__(self, agent_name: str, *, threads: int = 1, window_bytes: int = WINDOW_BYTES) -> None:
+        self._name, self._num_threads, self._window = agent_name, threads, window_bytes
+        self._starts = 0
+        self._posters: list[Poster] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_ready: Callable[[], None] = lambda: None
+        self._tls = ""
+        self._close_by: float | None = None
+        self._ids = count(1)
+        self._moves: dict[TransferId, _Move] = {}
+        self._waiting: dict[CopyOp, deque[_Move]] = {op: deque() for op in CopyOp}
+        self._pieces: dict[TransferId, tuple[_Move, Poster, int]] = {}
+        """Those that run: of which move, on which thread, how many bytes."""
+        self._given: dict[Poster, int] = {}
+        """Bytes that each thread was given and the loop has not heard the end of: a thread that ends pieces as fast as
+        they are made must not keep the loop."""
+        self._inbox: deque[TransferEnded] = deque()
+        self._news: list[TransferEnded] = []
+        self._is_told = self._is_due = False
+        self._counts = dict.fromkeys(("moves", "pieces", "bytes_read", "bytes_written", "failed", "threads_broken"), 0)
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
+        """Make the agents, which register all memory, and their threads, which wait."""
+        if self._posters:
+            raise BackendError(f"{self._posters[0].name} of the last start is still inside NIXL; `close()` first")
+        api = load_nixl()
+        self._starts += 1
+        self._loop, self._on_ready, self._close_by = asyncio.get_running_loop(), on_ready, None
+        self._is_told = self._is_due = False
+        kinds = {memory.kind for some in (near, *far.values()) for memory in some}
+        self._tls = "self,cuda_copy" if "cuda" in kinds else "self"
+        try:
+            for number in range(1, self._num_threads + 1):
+                name = f"{self._name}-copies{self._starts}.{number}"
+                agent = self._make_agent(api, name, near, far)
+                poster = Poster(name, agent, self._hear, self._broke, tell_s=TELL_S)
+                self._posters.append(poster)
+                self._given[poster] = 0
+        except BaseException:
+            with suppress(BackendError):  # it is the next start's to say
+                self.close()
+            raise
+
+    def _make_agent(self, api: Any, name: str, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]]) -> Agent:
+        params = {"ucx_error_handling_mode": "none", "engine_config": f"TLS={self._tls}"}
+        agent = Agent(api, name, "UCX", params)
+        try:
+            agent.register(near)
+            for each, memories in far.items():
+                agent.register_own(each, memories)
+        except BaseException:
+            with suppress(BackendError):
+                agent.close()  # nobody else could: it is not known to anybody yet
+            raise
+        return agent
+
+    async def quiesce(self) -> None:
+        """Stop the threads, and wait for them off the loop, at most `CLOSE_S`."""
+        for poster in self._posters:
+            poster.stop()
+        if self._posters:
+            self._close_by = time.monotonic() + CLOSE_S
+            await anyio.to_thread.run_sync(wait_all, tuple(self._posters), self._close_by)
+
+    def close(self) -> None:
+        """Stop the threads and destroy the agents; moves that had not ended are told as `FAILED`. Idempotent.
+
+        Raises:
+            BackendError: A thread did not come out of NIXL, or an agent lives: call again to wait again.
+        """
+        for poster in self._posters:
+            poster.stop()
+        deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
+        self._close_by = None
+        left, causes = [], []
+        for poster in self._posters:
+            try:
+                poster.join(max(0.0, deadline - time.monotonic()))
+            except BackendError as exc:
+                left.append(poster)
+                causes.append(str(exc))
+        self._posters = left
+        self._given = {poster: self._given[poster] for poster in left}
+        if causes:
+            raise BackendError(
+                f"{'; '.join(causes)} (waited {CLOSE_S:g} s at most): memory that is copied to may still be written; "
+                f"keep it, and call close() again"
+            )
+        self._take_inbox()
+        for move in list(self._moves.values()):
+            # Every agent is gone: nothing reads or writes any more.
+            for piece in move.running:
+                self._pieces.pop(piece, None)
+            move.running.clear()
+            move.spoil(Ending.FAILED, CLOSED)
+            self._end(move)
+        for queue in self._waiting.values():
+            queue.clear()
+
+    # -- moves ---------------------------------------------------------------------------------------
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
+        """Take over a move, and hand over as much of it as there is room for."""
+        assert move_id not in self._moves, f"move {move_id} has not ended"
+        move = self._moves[move_id] = _Move(move_id, op, far, pieces)
+        self._counts["moves"] += 1
+        self._waiting[op].append(move)
+        self._pump()
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Post nothing more of a move; it ends once what runs has."""
+        if (move := self._moves.get(move_id)) is not None and move.pieces is not None:
+            move.spoil(Ending.FAILED, "cancelled")
+            self._settle(move)
+
+    def poll(self) -> list[TransferEnded]:
+        """Return what has ended since the last call."""
+        self._take_inbox()
+        self._pump()
+        news, self._news = self._news, []
+        return news
+
+    def _pump(self) -> None:
+        """Hand over pieces while threads have room: of moves that read first, of the oldest first."""
+        for queue in (self._waiting[CopyOp.READ], self._waiting[CopyOp.WRITE]):
+            while queue:
+                move = queue[0]
+                if move.pieces is None:
+                    queue.popleft()
+                    continue
+                poster = min(self._posters, key=lambda each: (not each.is_alive, self._given[each]), default=None)
+                if poster is not None and not self._has_room(poster):
+                    return
+                try:
+                    piece = next(move.pieces, None)
+                except Exception as exc:  # they are made as they are taken, by code that is not ours
+                    move.spoil(Ending.FAILED, f"the pieces cannot be made: {exc!r}")
+                    self._settle(move)
+                    continue
+                if piece is None:
+                    move.pieces = None
+                    self._settle(move)
+                else:
+                    self._hand_over(move, piece, poster)
+
+    def _has_room(self, poster: Poster) -> bool:
+        return self._given[poster] < self._window and len(self._pieces) < WINDOW_PIECES * len(self._posters)
+
+    def _hand_over(self, move: _Move, piece: ReadRequest, poster: Poster | None) -> None:
+        number = TransferId(next(self._ids))
+        if poster is None or not poster.post(number, move.far, piece):
+            name = poster.name if poster is not None else "the copy plane"
+            move.spoil(Ending.FAILED, f"{name} takes nothing: it has ended")
+            self._settle(move)
+            return
+        self._counts["pieces"] += 1
+        self._pieces[number] = (move, poster, piece.num_bytes)
+        self._given[poster] += piece.num_bytes
+        move.running.add(number)
+
+    def _settle(self, move: _Move) -> None:
+        """End a move of which nothing runs and nothing will."""
+        if move.pieces is None and not move.running and move.move_id in self._moves:
+            self._end(move)
+
+    def _end(self, move: _Move) -> None:
+        del self._moves[move.move_id]
+        self._counts["failed"] += move.ending is not Ending.DONE
+        self._tell(TransferEnded(move.move_id, move.ending, move.cause))
+
+    # -- what threads tell ---------------------------------------------------------------------------
+
+    def _hear(self, news: list[TransferEnded]) -> None:
+        self._inbox.extend(news)
+        if not self._is_told and self._loop is not None:
+            self._is_told = True
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._told)
+
+    def _broke(self, exc: BaseException) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_broken, exc)
+
+    def _tell_broken(self, exc: BaseException) -> None:
+        assert self._loop is not None
+        self._counts["threads_broken"] += 1
+        self._loop.call_exception_handler({"message": "a copying thread broke", "exception": exc})
+
+    def _told(self) -> None:
+        self._is_told = False
+        self._take_inbox()
+        self._pump()
+
+    def _take_inbox(self) -> None:
+        while self._inbox:
+            number, ending, cause, _ = self._inbox.popleft()
+            if (found := self._pieces.get(number)) is None:
+                continue  # told in doubt before, and closed since
+            move, poster, num_bytes = found
+            if number not in move.doubtful:
+                self._given[poster] -= num_bytes
+            if ending is Ending.DONE:
+                self._counts["bytes_written" if move.op is CopyOp.WRITE else "bytes_read"] += num_bytes
+            else:
+                # What is told in the end of a piece in doubt is `FAILED` at best: it was said not to have arrived.
+                move.spoil(Ending.FAILED if ending is Ending.IN_DOUBT else ending, cause)
+            if ending is Ending.IN_DOUBT:
+                move.doubtful.add(number)
+                if not move.is_told_doubt:
+                    move.is_told_doubt = True
+                    self._tell(TransferEnded(move.move_id, Ending.IN_DOUBT, cause))
+                continue
+            del self._pieces[number]
+            move.running.discard(number)
+            move.doubtful.discard(number)
+            self._settle(move)
+
+    def _tell(self, ended: TransferEnded) -> None:
+        self._news.append(ended)
+        if not self._is_due and self._loop is not None and not self._loop.is_closed():
+            self._is_due = True
+            self._loop.call_soon(self._ready)
+
+    def _ready(self) -> None:
+        self._is_due = False
+        if self._news:
+            self._on_ready()
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Count moves and bytes; those of threads as they are this moment."""
+        return {
+            **self._counts,
+            "running": len(self._moves),
+            "waiting": sum(move.pieces is not None for move in self._moves.values()),
+            "in_doubt": sum(bool(move.doubtful) for move in self._moves.values()),
+            "backlog_bytes": sum(self._given.values()),
+            "threads": sum(poster.is_alive for poster in self._posters),
+        }
+
+    def describe(self) -> dict[str, str]:
+        """Name transports and threads."""
+        return {"backend": "UCX", "transports": self._tls or "not started", "threads": str(self._num_threads)}

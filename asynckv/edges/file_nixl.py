@@ -1,0 +1,81 @@
+"""Bytes to and from files by NIXL's POSIX back end; apart, because whoever only looks at a directory needs no NIXL."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from asynckv.core.events import Ending
+from asynckv.core.types import TransferId
+from asynckv.edges.agent import Agent
+from asynckv.edges.file_io import Extent
+from asynckv.edges.nixl import load_nixl
+from asynckv.geometry.layout import Memory
+
+__all__ = ["NixlFiles"]
+
+NAP_S = 0.0001
+
+
+class NixlFiles:
+    """Moves batches by a NIXL agent with the POSIX back end.
+
+    Args:
+        name: Of agents: unique per process start; every agent adds a number.
+        memory: Host memory.
+        fds: Open files and their lengths.
+
+    Raises:
+        BackendError: NIXL has no such back end, or refuses the memory or the files.
+    """
+
+    def __init__(self, name: str, memory: Memory, fds: Mapping[int, int]) -> None:
+        self._api, self._name, self._memory, self._fds = load_nixl(), name, memory, fds
+        self._numbers = itertools.count(1)
+        self._ended: list[tuple[int, bool]] = []
+        self._agent: Agent | None = self._make_agent()
+
+    def _make_agent(self) -> Agent:
+        agent = Agent(self._api, f"{self._name}-files{next(self._numbers)}", "POSIX", {})
+        agent.register([self._memory])
+        agent.register_files(self._fds)
+        return agent
+
+    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
+        """Post a batch."""
+        assert self._agent is not None
+        rows = np.array(list(_rows(extents, self._memory.base)), np.uint64).reshape(-1, 2, 3)
+        near, far = np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
+        ended = self._agent.post_file(TransferId(number), near, far, is_write=is_write)
+        if ended is not None:
+            self._ended.append((number, ended.ending is Ending.DONE))
+
+    def collect(self) -> list[tuple[int, bool]]:
+        """Ask about all that was posted."""
+        assert self._agent is not None
+        ended, self._ended = self._ended, []
+        if self._agent.running:
+            ended += [(int(each.transfer_id), each.ending is Ending.DONE) for each in self._agent.ask()]
+        return ended
+
+    def reset(self) -> None:
+        """Let what is not in trouble end, then destroy the agent, and with it the rest, and make another one."""
+        while self._agent is not None and self._agent.running:
+            self._ended = self.collect()  # with those from before
+            time.sleep(NAP_S)
+        self.close()
+        self._agent = self._make_agent()
+
+    def close(self) -> None:
+        """Destroy the agent."""
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
+
+
+def _rows(extents: Sequence[Extent], base: int) -> Iterator[tuple[int, ...]]:
+    for near, fd, offset, size in extents:
+        yield (base + near, size, 0, offset, size, fd)

@@ -1,0 +1,256 @@
+"""A directory of stored records: who owns it, and the files that hold the bytes.
+
+The bytes are one range of addresses, cut into *segments*: files of equal size (the last may be shorter) whose space is
+taken from the file system when the directory is opened, so that a disk that is full is found out then and not in the
+middle of a store. A directory belongs to one process at a time, by a lock that the system takes back when that process
+ends, however it ends. Who it is, is written into the locked file for others to read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import socket
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from asynckv.edges.file_index import ALIGN
+from asynckv.edges.file_io import Extent
+from asynckv.errors import BackendError
+
+__all__ = ["OWNER", "SEGMENT_BYTES", "Owner", "OwnerLock", "Segments", "owner_of", "segment_extents", "segment_path"]
+
+OWNER = "owner"
+SEGMENT_BYTES = 1 << 30
+MAX_SEGMENTS = 99_999
+MAX_OWNER = 4096
+"""Bytes that are read of the file that says who the owner is."""
+
+
+class Owner(Struct, frozen=True):
+    """Who has a directory."""
+
+    pid: Annotated[int, Meta(ge=0)]
+    host: Annotated[str, Meta(max_length=256)]
+    since: Annotated[str, Meta(max_length=64)]
+    """UTC, ISO 8601."""
+
+    def __str__(self) -> str:
+        """For an error."""
+        return f"process {self.pid} on {self.host} since {self.since}"
+
+
+def _read_owner(fd: int) -> Owner | None:
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(os.pread(fd, MAX_OWNER, 0), type=Owner)
+    return None
+
+
+def owner_of(folder: Path) -> tuple[Owner | None, bool]:
+    """Say who has, or had, a directory, and whether it has it now; takes nothing."""
+    try:
+        fd = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None, False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_live = False
+    except OSError:
+        is_live = True
+    try:
+        return _read_owner(fd), is_live
+    finally:
+        os.close(fd)
+
+
+_locks: weakref.WeakSet[OwnerLock] = weakref.WeakSet()
+
+
+class OwnerLock:
+    """Ownership of a directory, until `release` or the end of the process.
+
+    Raises:
+        BackendError: Somebody else has it, or it cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / OWNER
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as exc:
+            raise BackendError(f"{folder} cannot be written: {exc.strerror}; name another directory") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = _read_owner(self._fd) or "another process"
+            os.close(self._fd)
+            raise BackendError(
+                f"{folder} belongs to {owner}; one directory has one owner at a time: give every rank one of its own, "
+                f"or end that process"
+            ) from None
+        try:
+            mine = Owner(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, msgspec.json.encode(mine) + b"\n", 0)
+        except OSError as exc:
+            os.close(self._fd)
+            raise BackendError(f"{path} cannot be written: {exc.strerror}; free some space") from None
+        _locks.add(self)
+
+    def release(self) -> None:
+        """Let others in. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _after_fork() -> None:
+    """A child must not keep its parent's directory once the parent has ended."""
+    for lock in tuple(_locks):
+        with suppress(OSError):
+            lock.release()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Say where a segment is."""
+    return folder / f"segment-{number:05}.kv"
+
+
+def segment_extents(far: int, size: int, segment_bytes: int) -> Iterator[tuple[int, Extent]]:
+    """Say where a stretch of the range is: the numbers of segments, and extents from the stretch's start on."""
+    near = 0
+    while size:
+        number, offset = divmod(far, segment_bytes)
+        part = min(size, segment_bytes - offset)
+        yield number, Extent(near, -1, offset, part)
+        near, far, size = near + part, far + part, size - part
+
+
+class Segments:
+    """The files that hold the bytes; owned.
+
+    Args:
+        folder: Where they are.
+        num_bytes: Length of the range, a multiple of 4096.
+        segment_bytes: Length of one file, a multiple of 4096.
+        direct: Whether to bypass the page cache, if the file system can.
+
+    Raises:
+        BackendError: The file system has no room for them, or refuses.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, segment_bytes: int, *, direct: bool) -> None:
+        self.num_bytes, self.segment_bytes = num_bytes, segment_bytes
+        self.fds: list[int] = []
+        self.lengths: list[int] = []
+        self.kept: list[int] = []
+        """Bytes at the start of each segment that were there already; what was stored beyond is lost."""
+        self._folder = folder
+        if num_bytes > MAX_SEGMENTS * segment_bytes:
+            raise BackendError(
+                f"{folder}: {num_bytes} bytes in files of {segment_bytes} are more than {MAX_SEGMENTS} files; use "
+                f"larger ones (segment_bytes), in a new directory"
+            )
+        self.is_direct = direct and _takes_direct(folder)
+        created: list[Path] = []
+        try:
+            for number, start in enumerate(range(0, num_bytes, segment_bytes)):
+                path, length = self.path(number), min(segment_bytes, num_bytes - start)
+                if not path.exists():
+                    created.append(path)
+                self._open(path, length)
+            self._remove_beyond(len(self.fds))
+        except OSError as exc:
+            self.close()
+            for path in created:
+                with suppress(OSError):
+                    path.unlink()
+            raise BackendError(self._explain(exc)) from None
+
+    def path(self, number: int) -> Path:
+        """Where one segment is."""
+        return segment_path(self._folder, number)
+
+    def _open(self, path: Path, length: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.is_direct else 0)
+        fd = os.open(path, flags, 0o600)
+        self.fds.append(fd)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, f"{path.name} is no regular file")
+        self.kept.append(min(found.st_size, length))
+        self.lengths.append(length)
+        if found.st_size > length:
+            os.ftruncate(fd, length)
+        if found.st_size < length or found.st_blocks * 512 < length:
+            os.posix_fallocate(fd, 0, length)
+
+    def _remove_beyond(self, number: int) -> None:
+        """Remove the segments of a range that was longer."""
+        for path in self._folder.glob("segment-*.kv"):
+            if path.name >= self.path(number).name:
+                path.unlink()
+
+    def _explain(self, exc: OSError) -> str:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            with suppress(OSError):
+                found = os.statvfs(self._folder)
+                free = found.f_bavail * found.f_frsize
+                return (
+                    f"{self._folder} has no room for {self.num_bytes} bytes: {free} are free ({exc.strerror}); give "
+                    f"the file tier fewer, or free some"
+                )
+        return f"{self._folder} cannot be used: {exc.strerror}; name another directory"
+
+    def extents(self, near: int, far: int, size: int) -> Iterator[Extent]:
+        """Say where a stretch of the range is; more than one extent where it goes over the end of a segment."""
+        for number, extent in segment_extents(far, size, self.segment_bytes):
+            yield Extent(near + extent.near, self.fds[number], extent.offset, extent.size)
+
+    def has_kept(self, far: int, size: int) -> bool:
+        """Whether all of a stretch was there when the files were opened."""
+        if far + size > self.num_bytes:
+            return False
+        parts = segment_extents(far, size, self.segment_bytes)
+        return all(extent.offset + extent.size <= self.kept[number] for number, extent in parts)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for fd in self.fds:
+            with suppress(OSError):  # whoever closed it before did us no favour, but it is closed
+                os.close(fd)
+        self.fds.clear()
+
+
+def _takes_direct(folder: Path) -> bool:
+    """Try whether a file system lets aligned reads and writes bypass the page cache."""
+    path = folder / f"direct-{os.getpid()}.tmp"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT, 0o600)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        return False
+    try:
+        with mmap.mmap(-1, ALIGN) as page:
+            return os.pwrite(fd, page, 0) == ALIGN == os.preadv(fd, [page], 0)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            path.unlink()

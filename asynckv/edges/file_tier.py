@@ -1,0 +1,270 @@
+"""The record plane on files: blocks that outlive the process, in a directory of its own.
+
+A thread does the work (`file_worker`): it writes and reads records (`file_io`), makes and checks their checksums while
+the bytes are still in the processor's caches, and keeps the index (`file_index`). Reads go before writes. What is asked
+of it, and what it tells, goes through one lock; the loop holds it for moments only, and never waits for the disk.
+
+What may be believed: a record is served if a checksum over its bytes and its key matches, and in no other case. So
+nothing depends on the order in which bytes and index reach the disk. A slot is simply written over; if the process dies
+half-way, what the index says of it does not match any more, and is dropped when somebody asks for it.
+
+A disk that fails makes misses. A batch that NIXL says has failed is tried again record by record with system calls, to
+learn which records are lost, and why. If the disk is full or cannot be written, or fails too often, the tier takes no
+more writes; if a call does not come back within `slow_s`, it takes nothing any more. Either is told once, and what is
+posted from then on fails at once. A move that waits for longer than `slow_s` is a miss as well, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import anyio.to_thread
+
+from asynckv.arguments import MAX_INTEGER, integer
+from asynckv.core.events import Ending
+from asynckv.core.types import TransferId
+from asynckv.edges.file_index import ALIGN, Entry, FileIndex
+from asynckv.edges.file_io import FileIO, PlainFiles
+from asynckv.edges.file_store import SEGMENT_BYTES, OwnerLock, Segments
+from asynckv.edges.file_worker import Worker
+from asynckv.errors import BackendError, ConfigError
+from asynckv.geometry.layout import Memory
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, Stored
+
+__all__ = ["FileTier"]
+
+SLOW_S = 10.0
+CLOSE_S = 10.0
+
+
+class FileTier:
+    """A `RecordPlane` in one directory.
+
+    Args:
+        folder: Made if it is not there.
+        num_bytes: How long the range is: what all records together may take on the disk. Rounded down to 4096.
+        name: Of NIXL agents: unique per process start.
+        back_end: Who moves bytes: NIXL's POSIX back end, or plain system calls.
+        direct: Whether to bypass the page cache where the file system can: blocks are cached in memory as it is.
+        slow_s: How long a move may take before it is a miss, and a call to the disk before the tier is given up.
+        segment_bytes: Of one file; a directory keeps what it was made with.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        num_bytes: int,
+        *,
+        name: str = "tier",
+        back_end: Literal["nixl", "plain"] = "nixl",
+        direct: bool = True,
+        slow_s: float = SLOW_S,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        self._folder = Path(folder)
+        self._num_bytes = integer("num_bytes", num_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
+        self._segment_bytes = integer("segment_bytes", segment_bytes, ALIGN, MAX_INTEGER, ConfigError) // ALIGN * ALIGN
+        if not slow_s > 0:
+            raise ConfigError(f"slow_s is {slow_s}; it must be more than 0 seconds")
+        self._name, self._back_end, self._direct, self._slow_s = name, back_end, direct, float(slow_s)
+        self._starts = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_ready: Callable[[], None] = lambda: None
+        self._timer: asyncio.TimerHandle | None = None
+        self._close_by: float | None = None
+        """Until when `close` may still wait, if the waiting was begun off the loop."""
+        self._worker: Worker | None = None
+        self._lock: OwnerLock | None = None
+        self._news: list[RecordNews] = []
+        self._is_due = False
+        self.found: Counter[str] = Counter()
+        """What the start found: records, and those that were dropped, by cause."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the range."""
+        return self._num_bytes
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Stored]:
+        """Take the directory, take space for the files, read the index, and start the thread."""
+        if self._worker is not None:
+            raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
+        if memory.kind != "cpu" or memory.base % ALIGN:
+            raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
+        self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
+        self._starts += 1
+        self.found.clear()
+        self._news.clear()
+        self._lock = OwnerLock(self._folder)
+        index: FileIndex | None = None
+        segments: Segments | None = None
+        try:
+            index = FileIndex(self._folder)
+            segment_bytes = index.meta().get("segment_bytes", 0)
+            if segment_bytes < ALIGN or segment_bytes % ALIGN:
+                segment_bytes = self._segment_bytes
+            segments = Segments(self._folder, self._num_bytes, segment_bytes, direct=self._direct)
+            index.put_meta(segment_bytes=segment_bytes, num_bytes=self._num_bytes)
+            entries = self._recover(index, segments)
+            io: FileIO
+            if self._back_end == "nixl":
+                from asynckv.edges.file_nixl import NixlFiles
+
+                lengths = dict(zip(segments.fds, segments.lengths, strict=True))
+                io = NixlFiles(f"{self._name}-{self._starts}", memory, lengths)
+            else:
+                io = PlainFiles(memory)
+        except BaseException as exc:
+            for each in (index, segments):
+                if each is not None:
+                    each.close()
+            self._let_go()
+            if isinstance(exc, sqlite3.Error):
+                raise BackendError(f"the index of {self._folder} cannot be written: {exc}; free some space") from None
+            raise
+        self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
+        return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
+
+    def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
+        """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
+        malformed: list[int] = []
+        entries = list(index.entries(malformed))
+        self.found["malformed"] = len(malformed)
+        self.found["index_damaged"] = int(bool(index.dropped))
+        kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]
+        self.found["missing"] = len(entries) - len(kept)
+        doubled = {
+            min((a, b), key=lambda each: each.stored_at).far for a, b in pairwise(kept) if a.far + a.size > b.far
+        }
+        self.found["overlapping"] = len(doubled)
+        good = {entry.far: entry for entry in kept if entry.far not in doubled}
+        if bad := [*malformed, *(entry.far for entry in entries if entry.far not in good)]:
+            index.change({}, bad)
+        self.found["records"] = len(good)
+        self.found["bytes"] = sum(entry.size for entry in good.values())
+        return good
+
+    async def quiesce(self) -> None:
+        """Stop the thread, and wait for it off the loop, at most `CLOSE_S`."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._close_by = time.monotonic() + CLOSE_S
+            await anyio.to_thread.run_sync(self._worker.wait, CLOSE_S)
+
+    def close(self) -> None:
+        """Stop the thread, write the index, and let others in; moves that had not ended have `FAILED`. Idempotent.
+
+        Raises:
+            BackendError: The thread is inside the system and may write to memory. Call again to wait again.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._worker is not None:
+            self._worker.stop()
+            deadline = self._close_by if self._close_by is not None else time.monotonic() + CLOSE_S
+            self._close_by = None
+            self._worker.join(max(0.0, deadline - time.monotonic()))
+            self._news += self._worker.take_news()
+            self._worker = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    # -- moves ---------------------------------------------------------------------------------------
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        """Take over a move, or fail it at once."""
+        if self._worker is None:
+            self._news.append(RecordsEnded(move_id, Ending.FAILED, "the file tier is closed"))
+            self._wake_here()
+            return
+        self._worker.post(move_id, op is CopyOp.WRITE, records)
+        self._arm()
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop what begins at some places."""
+        if self._worker is not None:
+            self._worker.forget(places)
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write a layout down."""
+        if self._worker is not None:
+            self._worker.keep_layout(fingerprint, body)
+
+    def layouts(self) -> Mapping[str, bytes]:
+        """Return what was written down."""
+        return self._worker.layouts if self._worker is not None else {}
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Begin nothing more of a move."""
+        if self._worker is not None:
+            self._worker.cancel(move_id)
+
+    def poll(self) -> list[RecordNews]:
+        """Return what has happened since the last call."""
+        news, self._news = self._news, []
+        if self._worker is not None:
+            news += self._worker.take_news()
+        return news
+
+    # -- waking --------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Called by the thread: there is news."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nobody listens
+                self._loop.call_soon_threadsafe(self._ready)
+
+    def _wake_here(self) -> None:
+        if not self._is_due and self._loop is not None and not self._loop.is_closed():
+            self._is_due = True
+            self._loop.call_soon(self._ready)
+
+    def _ready(self) -> None:
+        self._is_due = False
+        if self._news or (self._worker is not None and self._worker.has_news):
+            self._on_ready()
+
+    def _arm(self) -> None:
+        if self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_later(self._slow_s / 4, self._look)
+
+    def _look(self) -> None:
+        """See that nothing takes too long."""
+        self._timer = None
+        if self._worker is not None and self._worker.look():
+            self._arm()
+
+    # -- questions -----------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Count moves, records and troubles."""
+        found = {f"found_{name}": number for name, number in self.found.items()}
+        return found | (self._worker.statistics() if self._worker is not None else {})
+
+    def describe(self) -> dict[str, str]:
+        """Name the directory and how it is read and written."""
+        is_direct = self._worker is not None and self._worker.is_direct
+        return {
+            "folder": str(self._folder),
+            "back_end": "NIXL POSIX" if self._back_end == "nixl" else "system calls",
+            "page_cache": "bypassed" if is_direct else "used",
+        }

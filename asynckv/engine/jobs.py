@@ -1,0 +1,137 @@
+"""A store or a load in somebody's hands: who waits for it, and for its blocks.
+
+The outcome of a load is bounded in time and the custody of its blocks is not, so they are waited for apart, as they are
+for a pull. A caller who is cancelled leaves at once; its job is drained behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec import structs
+
+from asynckv.errors import BlocksRetired, EngineClosed, PullCancelled, PullError, PullTimeout, ReadFailed
+from asynckv.geometry.blocks import BlockList
+from asynckv.geometry.bounds import Int64s
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome
+
+__all__ = ["OffloadJob"]
+
+
+class OffloadJob:
+    """One job of the catalogue, and its caller's blocks.
+
+    Attributes:
+        job_id: In the catalogue, and in the ledger.
+        request_id: The caller's.
+        kind: Store or load.
+        blocks: Per group of the layout, the caller's list.
+        ids: Per group of the layout, those of its blocks that are read or written.
+        begun_at: When it was asked for.
+        num_bytes: Bytes copied for it.
+        file_bytes: Bytes that came from files for it.
+        retired_at: When its blocks are given up, once it has ended and something may still touch them.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        request_id: str,
+        kind: JobKind,
+        blocks: Sequence[BlockList],
+        ids: Mapping[int, Int64s],
+        now: float,
+        until: float,
+    ) -> None:
+        self.job_id, self.request_id, self.kind = job_id, request_id, kind
+        self.blocks, self.ids = blocks, ids
+        self.begun_at, self.until = now, until
+        self.num_bytes = self.file_bytes = 0
+        self.retired_at = math.inf
+        self.is_retired = self.is_free = False
+        self.parts: dict[str, JobEnded | None] = {}
+        """Shelf -> what became of the job there; a prefix of another geometry is on several."""
+        self.held_by: set[str] = set()
+        """Shelves that may still touch the blocks, though the job has ended there."""
+        self.ended: JobEnded | None = None
+        self.ended_at = math.inf
+        self.outcome: asyncio.Future[JobEnded] = asyncio.get_running_loop().create_future()
+        self.is_returned = asyncio.Event()
+
+    # -- as the engine's inspector sees it -----------------------------------------------------------
+
+    @property
+    def what(self) -> str:
+        """What it is."""
+        return self.kind.value
+
+    @property
+    def held_as(self) -> tuple[str, float]:
+        """Why it holds blocks, and until when at most."""
+        if self.is_retired:
+            return "retired", math.inf
+        if self.ended is not None:
+            return "quarantined", self.retired_at
+        return ("storing" if self.kind is JobKind.STORE else "loading"), self.until
+
+    def waits_for(self) -> tuple[str, ...]:
+        """Name what it waits for."""
+        return ("a copy in doubt",) if self.ended is not None else ("the host tier",)
+
+    # -- its end -------------------------------------------------------------------------------------
+
+    def end(self, now: float, held_s: float) -> JobEnded:
+        """It has ended everywhere; its blocks may follow. Returns what counts: the first that was not well."""
+        parts = [part for part in self.parts.values() if part is not None]
+        worst = sorted(parts, key=lambda part: (part.outcome is JobOutcome.DONE, part.cause == ""))[0]
+        blocks = sum(part.blocks for part in parts)
+        ended = self.ended = structs.replace(worst, blocks=blocks, is_held=bool(self.held_by))
+        self.ended_at = now
+        if ended.is_held:
+            self.retired_at = now + held_s
+        if not self.outcome.done():
+            self.outcome.set_result(ended)
+        return ended
+
+    def retire(self) -> None:
+        """Give its blocks up."""
+        self.is_retired = True
+        self.is_returned.set()
+
+    def closed(self) -> None:
+        """Nothing is done for it any more."""
+        if not self.outcome.done():
+            self.outcome.set_exception(EngineClosed("the offload was closed"))
+            self.outcome.exception()  # nobody may be waiting
+
+    async def until_returned(self) -> None:
+        """Wait for the blocks.
+
+        Raises:
+            BlocksRetired: They were given up.
+        """
+        await self.is_returned.wait()
+        if self.is_retired and not self.is_free:
+            raise BlocksRetired("a copy that does not end may still write these blocks; never use them again")
+
+    def error(self) -> PullError:
+        """Return what a load raises whose blocks may still be written, or that was cancelled by its id."""
+        ended = self.ended
+        assert ended is not None
+        kinds: Mapping[JobOutcome, type[PullError]] = {
+            JobOutcome.CANCELLED: PullCancelled,
+            JobOutcome.TIMEOUT: PullTimeout,
+        }
+        return kinds.get(ended.outcome, ReadFailed)(
+            f"request {self.request_id[:200]!r}: its load ended as {ended.outcome.value}"
+            f"{f' ({ended.cause})' if ended.cause else ''}"
+            f"{'; a copy may still write the blocks that are held' if ended.is_held else ''}",
+            request_id=self.request_id,
+            pull_id=self.job_id,
+            reason=ended.outcome.value,
+            held={g: tuple(ids.tolist()) for g, ids in self.ids.items()} if ended.is_held else {},
+            wait_returned=self.until_returned,
+            failed_in="load",
+        )

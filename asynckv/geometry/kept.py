@@ -1,0 +1,149 @@
+"""What is copied between the memory of a rank and the ranges in which blocks are only kept (`packed`).
+
+A block is *stored* by the rank that filled it, in a record of its own form. It may be *loaded* by a rank of another
+geometry: after a restart with another tensor-parallel size, with other block sizes, by an engine with another order in
+memory. So there are two plans, over the same tables, in which the rank's own memory is the local side:
+
+- `plan_copies`: block for block and slot for slot, where the range has the rank's own form. No tokens are counted, and
+  no window is looked at: what is to be copied was decided by whoever knows the keys. The same plan stores and loads,
+  for that is the way in which bytes go.
+- `plan_loads`: by tokens, out of the ranges of all ranks that stored, each with slots of its own. It is the planning of
+  a pull (`pairing`, `plan_read`), so that it knows no case of its own either.
+
+Tables depend on the two layouts alone, and are made once per form by `kept_tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.errors import LayoutError, PlanRefused
+from asynckv.geometry.blocks import BlockList, check_blocks
+from asynckv.geometry.bounds import BlockRuns, Int32s, Int64s
+from asynckv.geometry.layout import Group, Layout
+from asynckv.geometry.match import assign, compare
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.plan import Plan, Section, plan_read
+from asynckv.geometry.tables import GroupPair, PeerTables
+
+__all__ = ["kept_tables", "plan_copies", "plan_loads"]
+
+Ids = Sequence[int] | npt.NDArray[np.integer]
+
+
+def kept_tables(local: Layout, kept: Sequence[Layout], ids: Iterator[int]) -> tuple[PeerTables | None, ...]:
+    """Work out which bytes of which ranges belong into which bytes of a rank's memory; once per form.
+
+    Args:
+        local: The rank's own memory, checked.
+        kept: The ranges, checked: its own, or those of all ranks of an engine that together hold what it needs.
+        ids: Where table ids come from, for everything that this rank posts.
+
+    Returns:
+        One per range; None for a range of which nothing is needed, because another has the same.
+
+    Raises:
+        LayoutError: They cannot be compared, or do not hold all that the rank has, or share only tiny pieces.
+    """
+    for range_ in kept:
+        if differences := compare(local, range_):
+            raise LayoutError(
+                f"what tp{range_.tp_rank} of {range_.tp_size} stored does not fit: " + "; ".join(map(str, differences))
+            )
+    shares = assign(local, kept)
+    return tuple(PeerTables(local, each, some, ids) if some else None for each, some in zip(kept, shares, strict=True))
+
+
+def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
+    """Say what is copied between blocks and slots one for one, to store them or to load them.
+
+    Args:
+        tables: Of the rank's memory and a range of its own form.
+        blocks: Per group the blocks and, equally long, their slots.
+
+    Raises:
+        PlanRefused: A block or slot is named twice or does not exist; the two sides have blocks of other sizes.
+    """
+    groups = tables.local.groups
+    if len(blocks) != len(groups):
+        raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(groups)}")
+    sections = []
+    for pair in tables.group_pairs:
+        _check_alike(pair)
+        name = f"group {pair.local_index} ({pair.local.name!r})"
+        ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
+        if ids.shape != slots.shape or ids.ndim != 1:
+            raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")
+        if not len(ids):
+            continue
+        _check_ids(f"{name}, blocks", pair.local, ids)
+        _check_ids(f"{name}, slots", pair.remote, slots)
+        order = slots.argsort(kind="stable")
+        sections.append(
+            Section(
+                tables.table(pair.whole),
+                _kernel_blocks(ids[order], pair.local.ratio),
+                _kernel_blocks(slots[order], pair.local.ratio),
+            )
+        )
+    return Plan(tuple(sections))
+
+
+def _check_alike(pair: GroupPair) -> None:
+    here, there = ((g.block_size, g.ratio) for g in (pair.local, pair.remote))
+    if here != there or pair.local_index != pair.remote_index:
+        raise PlanRefused(
+            f"group {pair.local_index} ({pair.local.name!r}): blocks of {here[0]} tokens in {here[1]} kernel blocks "
+            f"cannot be copied one for one to group {pair.remote_index} with {there[0]} in {there[1]}; load them by "
+            f"their tokens"
+        )
+
+
+def _check_ids(where: str, group: Group, ids: Int64s) -> None:
+    if int(ids.min()) < 0:
+        raise PlanRefused(f"{where}: {int(ids.min())} is no id")
+    check_blocks(where, group, ids)
+
+
+def _kernel_blocks(ids: Int64s, ratio: int) -> Int32s:
+    if ratio > 1:
+        ids = (ids[:, None] * ratio + np.arange(ratio)).ravel()
+    return ids.astype(np.int32)
+
+
+def plan_loads(
+    tables: Sequence[PeerTables | None],
+    local: Sequence[BlockList],
+    kept: Sequence[Sequence[BlockRuns]],
+    num_tokens: int,
+) -> tuple[Plan | None, ...]:
+    """Say what is loaded by tokens, out of the ranges of ranks whose geometry may be any.
+
+    Args:
+        tables: From `kept_tables`.
+        local: Per group of ours the first token to fill and the blocks, from `check_block_ids`.
+        kept: Per range, and per group of that rank, the slots. Ranges with the same slots may be given the same object,
+            so that blocks are paired once.
+        num_tokens: Tokens that are to be there afterwards.
+
+    Returns:
+        One per range; None where nothing is read.
+
+    Raises:
+        RemoteTooShort: The slots do not hold all that is asked for.
+        PlanRefused: A list does not fit its layout.
+    """
+    paired: dict[int, BlockLists] = {}
+    out: list[Plan | None] = []
+    for each, slots in zip(tables, kept, strict=True):
+        if each is None:
+            out.append(None)
+            continue
+        if (lists := paired.get(id(slots))) is None:
+            # As if more were offered than is wanted: only states at the ends of blocks are kept, none after the last.
+            lists = paired[id(slots)] = BlockLists(local, slots, num_tokens, num_tokens + 1)
+        out.append(plan_read(each, lists))
+    return tuple(out)

@@ -1,0 +1,233 @@
+"""How blocks lie where they are only kept: packed, one record per block, in slots of a range of bytes.
+
+Blocks that are offloaded leave a memory that an engine has laid out for its kernels, where one block is spread over
+the memories of all layers. Where they are kept nobody computes, so they lie in the way that is best to copy: all that
+a block of one group consists of (every layer, every part, its kernel blocks one after another) is one **record**, dense
+and padded to whole pages. A record is what one read or write of a file moves, and what a checksum covers.
+
+    device     layer 0  |b0 |b1 |b2 |b3 |...       a slot of group 0    | layer 0 | layer 1 | ... | pad |
+               layer 1  |b0 |b1 |b2 |b3 |...       a slot of group 1    | layer 7 | layer 8 | pad |
+
+The range is cut into **slots**: slot `s` of a group begins at `s` times the group's record size. All groups see the
+same range, each with slots of a size of its own, and whoever hands out slots sees to it that no two in use overlap
+(`Layout.slotted`). So a range is a layout like any other, with one memory, and slots for blocks. To store is to read
+from the device's layout into this one, and to load is the reverse. What other ranks stored, with other heads, block
+sizes and memory orders, is loaded as other ranks' memories are read: nothing is planned that `plan` does not know.
+
+Few descriptors are the aim: a row of a table per piece that is contiguous on both sides. So records keep what they can
+of the device's order: layers and parts come in the order of their addresses, dims in the order of their strides, and
+parts that mesh without a gap (keys and values that alternate token by token) are copied as they are meshed. A block of
+a memory with all layers of a block side by side is one descriptor then. Otherwise each layer has one, or one for keys
+and one for values, which is what the device's layout consists of; blocks that follow each other there do not do so
+in the range, and cannot be joined.
+
+A record's *form*, which `record_form` makes, says all this without saying where: it has one slot per group. It is what
+is written down beside stored bytes; `placed` gives it a range.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec import UNSET, structs
+
+from asynckv.arguments import integer
+from asynckv.errors import LayoutError
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, NULL
+from asynckv.geometry.check import check_layout
+from asynckv.geometry.layout import Dim, Layout, Memory, Part, View
+from asynckv.geometry.overlap import part_bytes
+
+__all__ = ["ALIGN", "RecordSize", "packed", "placed", "record_form", "record_sizes"]
+
+ALIGN = 4096
+"""Records are padded to a multiple of so many bytes: pages, and what files are read in without the page cache."""
+
+
+class RecordSize(NamedTuple):
+    """What one block of a group becomes.
+
+    Attributes:
+        num_bytes: Bytes that its parts have, in all kernel blocks; 0 for a group without a layer on this rank.
+        stride: Bytes from slot to slot.
+        num_slots: Slots that the range has, if no other group had any of it.
+    """
+
+    num_bytes: int
+    stride: int
+    num_slots: int
+
+
+def packed(
+    layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN, strides: Sequence[int] | None = None
+) -> Layout:
+    """Return the layout of a range that keeps blocks of `layout`: same groups, a slot for a block id.
+
+    Args:
+        layout: Of the device, checked. Only what a block consists of matters, not how many there are.
+        capacity: Bytes of the range.
+        base: Its address.
+        align: As for `record_form`.
+        strides: As for `record_form`.
+
+    Raises:
+        LayoutError: The range has not room for one record of each group.
+    """
+    return placed(record_form(layout, align=align, strides=strides), base, capacity)
+
+
+def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | None = None) -> Layout:
+    """Say what one block of each group becomes, wherever it is kept: a layout with one slot per group, at address 0.
+
+    Args:
+        layout: Of the device, checked.
+        align: What record sizes are a multiple of.
+        strides: Bytes from slot to slot per group, where ranks with records of different sizes are to have the same
+            slots: the largest of theirs. As few as fit if left out.
+
+    Raises:
+        LayoutError: A stride is too small, or no multiple of what it has to be.
+    """
+    align = integer("align", align, 1, MAX_BYTES, LayoutError)
+    if strides is not None and len(strides) != len(layout.groups):
+        raise LayoutError(f"{len(strides)} strides are given for {len(layout.groups)} groups; give one per group")
+    views: list[View] = []
+    for index, group in enumerate(layout.groups):
+        mine = [view for view in layout.views if view.group == index]
+        # It is kernel blocks that follow each other at one stride, so each of them is padded, by as little as makes a
+        # block a whole number of `align` bytes.
+        unit = align // math.gcd(align, group.ratio)
+        size = sum(_payload(part) for view in mine for part in view.parts)
+        stride = -(-size // unit) * unit
+        if strides is not None and mine:
+            given = integer(f"strides[{index}]", strides[index], 1, MAX_BYTES, LayoutError)
+            if given < stride * group.ratio or given % (unit * group.ratio):
+                raise LayoutError(
+                    f"strides[{index}] is {given}, but a record of group {group.name!r} takes {stride * group.ratio} "
+                    f"bytes; give a multiple of {unit * group.ratio} that is no smaller"
+                )
+            stride = given // group.ratio
+        views += _pack(mine, stride)
+    groups = tuple(structs.replace(group, num_blocks=1, null_block=NULL) for group in layout.groups)
+    length = max(view.stride * groups[view.group].ratio for view in views)
+    return structs.replace(
+        layout,
+        memories=(Memory(0, length),),
+        groups=groups,
+        views=tuple(views),
+        slotted=True if len({view.group for view in views}) > 1 else UNSET,
+    )
+
+
+def placed(form: Layout, base: int, capacity: int) -> Layout:
+    """Give a form, or a packed layout that was somewhere else, a range: as many slots of each group as it holds.
+
+    The form may be what somebody wrote down long ago: what comes out is checked as every layout is.
+
+    Raises:
+        LayoutError: The range has not room for one record of a group, or the form does not hold together.
+    """
+    capacity = integer("capacity", capacity, 1, MAX_BYTES, LayoutError)
+    strides = [record.stride for record in record_sizes(form)]
+    for view in form.views:
+        reach = view.offset + max(part.offset + part_bytes(part) for part in view.parts)
+        if view.memory or view.stride * form.groups[view.group].ratio != strides[view.group] or reach > view.stride:
+            raise LayoutError(
+                f"layer {view.layer!r} lies in memory {view.memory} with stride {view.stride} up to byte {reach}: that "
+                f"is no record of group {form.groups[view.group].name!r}; make the form with record_form"
+            )
+    if capacity < max(strides):
+        index = strides.index(max(strides))
+        raise LayoutError(
+            f"{capacity} bytes have not room for one block of group {form.groups[index].name!r}, which takes "
+            f"{strides[index]}; give {sum(strides)} or more, so that each group may have one"
+        )
+    # A group without a layer here takes nothing: it has as many slots as any, for other ranks may have its layers.
+    slots = [
+        min(capacity // stride, MAX_BLOCK_ID // group.ratio) if stride else 0
+        for stride, group in zip(strides, form.groups, strict=True)
+    ]
+    groups = tuple(
+        structs.replace(group, num_blocks=count or min(max(slots), MAX_BLOCK_ID // group.ratio))
+        for group, count in zip(form.groups, slots, strict=True)
+    )
+    made = structs.replace(form, memories=(Memory(base, capacity),), groups=groups)
+    check_layout(made)
+    return made
+
+
+def record_sizes(layout: Layout) -> tuple[RecordSize, ...]:
+    """Say per group of a packed layout, or of a form, how large its records are, and how many slots there are."""
+    size, stride = [0] * len(layout.groups), [0] * len(layout.groups)
+    for view in layout.views:
+        ratio = layout.groups[view.group].ratio
+        size[view.group] += ratio * sum(_payload(part) for part in view.parts)
+        stride[view.group] = ratio * view.stride
+    return tuple(map(RecordSize, size, stride, [group.num_blocks for group in layout.groups]))
+
+
+def _payload(part: Part) -> int:
+    """Bytes of a part's elements in one kernel block."""
+    return part.itemsize * math.prod(dim.size for dim in part.dims)
+
+
+def _pack(views: Sequence[View], stride: int) -> list[View]:
+    """Put the parts of one group's kernel block one behind the other, and the views in the order of their addresses."""
+    # Which number a memory has says nothing of a block: the layers do, by which of them comes first.
+    memories = {memory: at for at, memory in enumerate(dict.fromkeys(view.memory for view in views))}
+    # Parts can be one row of a table where they follow each other on the device, in one memory and with one stride.
+    places = sorted(
+        (memories[view.memory], view.stride, view.offset + part.offset, number, at)
+        for number, view in enumerate(views)
+        for at, part in enumerate(view.parts)
+    )
+    moved: dict[tuple[int, int], Part] = {}
+    end = 0
+    for _, same_base in itertools.groupby(places, key=lambda place: place[:2]):
+        for meshed in _meshed([(lo, views[number].parts[at], (number, at)) for _, _, lo, number, at in same_base]):
+            lo = meshed[0][0]
+            reach = max(at + part_bytes(part) for at, part, _ in meshed) - lo
+            if sum(_payload(part) for _, part, _ in meshed) == reach:
+                for at, part, key in meshed:
+                    moved[key] = structs.replace(part, offset=end + at - lo)
+                end += reach
+                continue
+            for _, part, key in meshed:
+                moved[key] = structs.replace(part, offset=end, dims=_dense(part))
+                end += _payload(part)
+    out = []
+    for number, view in sorted(enumerate(views), key=lambda each: (memories[each[1].memory], each[1].offset)):
+        parts = [moved[number, at] for at in range(len(view.parts))]
+        offset = min(part.offset for part in parts)
+        parts = [structs.replace(part, offset=part.offset - offset) for part in parts]
+        out.append(structs.replace(view, memory=0, offset=offset, stride=stride, parts=tuple(parts)))
+    return out
+
+
+_Placed = tuple[int, Part, tuple[int, int]]
+"""Where a part of kernel block 0 begins, the part, and which it is."""
+
+
+def _meshed(parts: Sequence[_Placed]) -> Iterator[list[_Placed]]:
+    """Sort parts, given in the order of their addresses, into those whose ranges mesh."""
+    found: list[_Placed] = []
+    end = 0
+    for each in parts:
+        if found and each[0] >= end:
+            yield found
+            found = []
+        found.append(each)
+        end = max(end, each[0] + part_bytes(each[1]))
+    yield found
+
+
+def _dense(part: Part) -> tuple[Dim, ...]:
+    """The dims of a part without what lies between its elements, the order of its strides kept."""
+    steps, step = {}, part.itemsize
+    for dim in sorted(part.dims, key=lambda dim: (dim.stride, dim.size)):
+        steps[dim.name] = step
+        step *= dim.size
+    return tuple(structs.replace(dim, stride=steps[dim.name]) for dim in part.dims)

@@ -1,0 +1,315 @@
+"""Tiers that are told what to do: a copy plane and a record plane without threads, on a test's own loop.
+
+They keep the promises of `asynckv/ports.py` and nothing beyond them: a copy that was posted takes the bytes that are
+there when it *lands*, so that a block that is given to somebody else too early is caught by its bytes. By default a
+move lands in the loop's next turn; a plane that is `deferred` lets moves wait until a test says what becomes of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.types import TransferId
+from asynckv.geometry.layout import Memory
+from asynckv.geometry.plan import ReadRequest
+from asynckv.ports import CopyOp, Record, RecordNews, RecordsEnded, RecordsLost, Stored
+
+__all__ = ["SimCopies", "SimDisk", "SimRecords"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _bytes_at(memory: Memory) -> Bytes:
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.length).from_address(memory.base)), np.uint8)
+
+
+class _Move:
+    """One that was posted and has not ended."""
+
+    def __init__(self, op: CopyOp, far: str, pieces: Iterator[ReadRequest]) -> None:
+        self.op, self.far, self.pieces = op, far, pieces
+        self.is_cancelled = False
+        self.flying = next(pieces, None)
+        """The piece that cannot be called back."""
+
+
+class SimCopies:
+    """A copy plane.
+
+    Attributes:
+        deferred: Moves wait for `step`, `finish`, `fail` or `doubt`.
+        moves: Those that have not ended, the oldest first.
+        fate: Told every move that is posted; what it returns becomes of it (`finish` by default).
+    """
+
+    def __init__(self) -> None:
+        self.deferred = False
+        self.moves: dict[TransferId, _Move] = {}
+        self.posts = self.num_bytes = 0
+        self.fate: Callable[[TransferId, CopyOp], str] = lambda move_id, op: "finish"
+        self.is_open = False
+        self._near: list[Bytes] = []
+        self._far: dict[str, list[Bytes]] = {}
+        self._news: list[TransferEnded] = []
+        self._on_ready: Callable[[], None] = lambda: None
+
+    def start(self, near: Sequence[Memory], far: Mapping[str, Sequence[Memory]], on_ready: Callable[[], None]) -> None:
+        """Know the memory."""
+        assert not self.is_open
+        self.is_open, self._on_ready = True, on_ready
+        self._near = [_bytes_at(memory) for memory in near]
+        self._far = {name: [_bytes_at(memory) for memory in memories] for name, memories in far.items()}
+
+    def post(self, move_id: TransferId, op: CopyOp, far: str, pieces: Iterable[ReadRequest]) -> None:
+        """Begin a move; its fate says how it goes on, unless all are deferred."""
+        assert self.is_open, "a copy was posted on a plane that is closed"
+        assert move_id not in self.moves
+        self.posts += 1
+        self.moves[move_id] = _Move(op, far, iter(pieces))
+        if not self.deferred:
+            asyncio.get_running_loop().call_soon(self._go_on, move_id, self.fate(move_id, op))
+
+    def _go_on(self, move_id: TransferId, fate: str) -> None:
+        if move_id not in self.moves:
+            return
+        if fate != "wait":
+            {"finish": self.finish, "fail": self.fail, "doubt": self.doubt}[fate](move_id)
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Post nothing more of it; what flies goes on."""
+        if (move := self.moves.get(move_id)) is not None:
+            move.is_cancelled = True
+
+    def step(self, move_id: TransferId) -> bool:
+        """Let the piece that flies land; False if it was the last, and the move has ended."""
+        move = self.moves[move_id]
+        if move.flying is not None:
+            self._land(move, move.flying)
+        following = next(move.pieces, None) if move.flying is not None else None
+        move.flying = None if move.is_cancelled else following
+        if move.flying is not None:
+            return True
+        del self.moves[move_id]
+        was_cut = move.is_cancelled and following is not None
+        self._tell(
+            TransferEnded(move_id, Ending.FAILED, "cancelled") if was_cut else TransferEnded(move_id, Ending.DONE)
+        )
+        return False
+
+    def finish(self, move_id: TransferId | None = None) -> None:
+        """Let one move, or all, land."""
+        for one in [move_id] if move_id is not None else list(self.moves):
+            while self.step(one):
+                pass
+
+    def fail(self, move_id: TransferId) -> None:
+        """End a move after what flies has landed; nothing of it is written any more."""
+        move = self.moves.pop(move_id)
+        if move.flying is not None:
+            self._land(move, move.flying)
+        self._tell(TransferEnded(move_id, Ending.FAILED, "failed on request"))
+
+    def doubt(self, move_id: TransferId) -> None:
+        """Report trouble with a move that goes on: `step`, `finish` or `fail` may follow."""
+        self._tell(TransferEnded(move_id, Ending.IN_DOUBT, "in doubt on request"))
+
+    def _tell(self, news: TransferEnded) -> None:
+        self._news.append(news)
+        asyncio.get_running_loop().call_soon(self._on_ready)
+
+    def _land(self, move: _Move, read: ReadRequest) -> None:
+        table = read.table
+        rows, blocks = np.divmod(read.local, table.local_blocks)
+        others, slots = np.divmod(read.remote, table.remote_blocks)
+        assert (rows == others).all(), "a descriptor names two different rows"
+        for row, block, slot in zip(rows.tolist(), blocks.tolist(), slots.tolist(), strict=True):
+            length = int(table.length[row])
+            memory, offset, stride = table.local[row].tolist()
+            other, start, step = table.remote[row].tolist()
+            begin, there = offset + block * stride, start + slot * step
+            near = self._near[memory][begin : begin + length]
+            far = self._far[move.far][other][there : there + length]
+            assert len(near) == len(far) == length, "a copy goes beyond its memory"
+            if move.op is CopyOp.READ:
+                near[:] = far
+            else:
+                far[:] = near
+            self.num_bytes += length
+
+    def poll(self) -> Sequence[TransferEnded]:
+        """Return news."""
+        news, self._news = self._news, []
+        return news
+
+    def statistics(self) -> dict[str, int]:
+        """Count posts."""
+        return {"posts": self.posts, "running": len(self.moves)}
+
+    def describe(self) -> dict[str, str]:
+        """Say what this is."""
+        return {"copies": "simulated"}
+
+    async def quiesce(self) -> None:
+        """There are no threads."""
+
+    def close(self) -> None:
+        """Nothing is written afterwards: what had not landed never does."""
+        self.is_open = False
+        self.moves.clear()
+        self._near.clear()
+        self._far.clear()
+
+
+class SimDisk:
+    """What outlives the process: records by their place.
+
+    Attributes:
+        records: Place -> record and bytes.
+        rotten: Keys whose bytes are not what was stored.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.records: dict[int, tuple[Record, bytes]] = {}
+        self.rotten: set[bytes] = set()
+        self.layouts: dict[str, bytes] = {}
+
+
+class SimRecords:
+    """A record plane on a `SimDisk`.
+
+    Attributes:
+        deferred: Moves wait for `finish`, `fail` or `doubt`.
+        moves: Those that have not ended, the oldest first.
+    """
+
+    def __init__(self, disk: SimDisk) -> None:
+        self.disk = disk
+        self.deferred = self.is_open = False
+        self.moves: dict[TransferId, tuple[CopyOp, Sequence[Record]]] = {}
+        self.writes = self.reads = 0
+        self._news: list[RecordNews] = []
+        self._memory: Bytes = np.zeros(0, np.uint8)
+        self._broken = ""
+        self._on_ready: Callable[[], None] = lambda: None
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of its range."""
+        return self.disk.num_bytes
+
+    def start(self, memory: Memory, on_ready: Callable[[], None]) -> Sequence[Stored]:
+        """Say what is there."""
+        assert not self.is_open
+        self.is_open, self._on_ready, self._memory = True, on_ready, _bytes_at(memory)
+        return [Stored(r.key, far, r.size, r.layout, r.tag) for far, (r, _) in self.disk.records.items()]
+
+    def post(self, move_id: TransferId, op: CopyOp, records: Sequence[Record]) -> None:
+        """Begin a move."""
+        assert self.is_open, "records were posted on a plane that is closed"
+        assert move_id not in self.moves
+        self.moves[move_id] = op, tuple(records)
+        if not self.deferred:
+            asyncio.get_running_loop().call_soon(self._finish_if_there, move_id)
+
+    def _finish_if_there(self, move_id: TransferId) -> None:
+        if move_id in self.moves:
+            self.finish(move_id)
+
+    def finish(self, move_id: TransferId | None = None) -> None:
+        """Let one move, or all, be done."""
+        for one in [move_id] if move_id is not None else list(self.moves):
+            op, records = self.moves.pop(one)
+            if self._broken:
+                self._tell(RecordsEnded(one, Ending.FAILED, self._broken))
+                continue
+            lost = []
+            for at, record in enumerate(records):
+                near = self._memory[record.near : record.near + record.size]
+                if op is CopyOp.WRITE:
+                    self.writes += 1
+                    self._write(record, near.tobytes())
+                    continue
+                self.reads += 1
+                kept = self.disk.records.get(record.far)
+                if kept is None or kept[0].key != record.key or record.key in self.disk.rotten:
+                    lost.append(at)
+                else:
+                    near[:] = np.frombuffer(kept[1], np.uint8)
+            ending = Ending.FAILED if lost else Ending.DONE
+            self._tell(RecordsEnded(one, ending, "not what was stored" if lost else "", tuple(lost)))
+
+    def _write(self, record: Record, data: bytes) -> None:
+        end = record.far + record.size
+        assert end <= self.disk.num_bytes, "a record beyond the disk's end"
+        for far, (other, _) in list(self.disk.records.items()):
+            if far < end and record.far < far + other.size:
+                del self.disk.records[far]
+        self.disk.records[record.far] = record, data
+
+    def fail(self, move_id: TransferId) -> None:
+        """End a move; what it has read or written is rubbish."""
+        op, records = self.moves.pop(move_id)
+        for record in records[:1]:
+            if op is CopyOp.READ:
+                self._memory[record.near : record.near + record.size] = 0xEE
+            else:
+                self.disk.records.pop(record.far, None)
+        self._tell(RecordsEnded(move_id, Ending.FAILED, "failed on request"))
+
+    def doubt(self, move_id: TransferId) -> None:
+        """Report trouble with a move that goes on."""
+        self._tell(RecordsEnded(move_id, Ending.IN_DOUBT, "in doubt on request"))
+
+    def lose(self, cause: str = "the disk is gone", *, reads: bool = True) -> None:
+        """Take nothing any more."""
+        self._broken = cause
+        self._tell(RecordsLost(cause, reads))
+        self.finish()
+
+    def forget(self, places: Iterable[int]) -> None:
+        """Drop what is stored."""
+        for far in places:
+            self.disk.records.pop(far, None)
+
+    def keep_layout(self, fingerprint: str, body: bytes) -> None:
+        """Write a layout down."""
+        self.disk.layouts[fingerprint] = body
+
+    def layouts(self) -> Mapping[str, bytes]:
+        """Return what was written down."""
+        return self.disk.layouts
+
+    def cancel(self, move_id: TransferId) -> None:
+        """Nothing of it has begun, or all of it has."""
+
+    def _tell(self, news: RecordNews) -> None:
+        self._news.append(news)
+        asyncio.get_running_loop().call_soon(self._on_ready)
+
+    def poll(self) -> Sequence[RecordNews]:
+        """Return news."""
+        news, self._news = self._news, []
+        return news
+
+    def statistics(self) -> dict[str, int]:
+        """Count records."""
+        return {"records": len(self.disk.records), "written": self.writes, "read": self.reads}
+
+    def describe(self) -> dict[str, str]:
+        """Say what this is."""
+        return {"files": "simulated"}
+
+    async def quiesce(self) -> None:
+        """There are no threads."""
+
+    def close(self) -> None:
+        """What had not been written never is."""
+        self.is_open = False
+        self.moves.clear()

@@ -1,0 +1,717 @@
+"""The file tier: what is stored is found again by the next process, and nothing else is ever served."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from asynckv.core.events import Ending
+from asynckv.core.types import TransferId
+from asynckv.edges import file_tier
+from asynckv.edges.file_index import INDEX, checksum
+from asynckv.edges.file_io import Extent, PlainFiles
+from asynckv.edges.file_tier import FileTier
+from asynckv.edges.host_pool import HostPool
+from asynckv.errors import BackendError, ConfigError
+from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, Stored
+
+pytestmark = pytest.mark.anyio
+
+PATIENCE_S = 10.0
+PAGE = 4096
+SIZE = 3 * PAGE
+COUNT = 24
+RANGE = 2 * COUNT * SIZE
+SEGMENT = 7 * PAGE
+"""Some records go over the end of one."""
+
+READ, WRITE = CopyOp.READ, CopyOp.WRITE
+DONE = Ending.DONE
+
+
+def contents(key: bytes, size: int = SIZE) -> npt.NDArray[np.uint8]:
+    """What is stored under a key: nothing else has these bytes."""
+    seed = np.uint64(checksum(key, b"") & 0xFFFFFFFFFFFFFFFF)
+    return (np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
+
+
+class Tier:
+    """A file tier over a pool of `COUNT` records, polled whenever it asks to be."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.pool = HostPool(COUNT * SIZE)
+        num_bytes = options.pop("num_bytes", RANGE)
+        self.plane: RecordPlane = FileTier(folder, num_bytes, **{"segment_bytes": SEGMENT} | options)
+        self.news: list[RecordNews] = []
+        self._event = asyncio.Event()
+        self._numbers = itertools.count(1)
+
+    def start(self) -> Sequence[Stored]:
+        return self.plane.start(self.pool.memory, self._poll)
+
+    def _poll(self) -> None:
+        self.news += self.plane.poll()
+        self._event.set()
+
+    async def heard(self, count: int = 1) -> list[RecordNews]:
+        """Wait for so many news."""
+        with anyio.fail_after(PATIENCE_S):
+            while len(self.news) < count:
+                self._event.clear()
+                await self._event.wait()
+        news, self.news = self.news[:count], self.news[count:]
+        return news
+
+    async def ended(self) -> RecordsEnded:
+        """Wait for the end of a move, whatever else is told."""
+        with anyio.fail_after(PATIENCE_S):
+            while not (found := [news for news in self.news if isinstance(news, RecordsEnded)]):
+                self._event.clear()
+                await self._event.wait()
+        self.news.remove(found[0])
+        return found[0]
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        assert self.pool.array is not None
+        return self.pool.array
+
+    def fill(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.bytes[record.near : record.near + record.size] = contents(record.key, record.size)
+
+    def post(self, op: CopyOp, records: Sequence[Record]) -> TransferId:
+        number = TransferId(next(self._numbers))
+        self.plane.post(number, op, records)
+        return number
+
+    async def store(self, records: Sequence[Record]) -> RecordsEnded:
+        self.fill(records)
+        self.post(WRITE, records)
+        return await self.ended()
+
+    async def load(self, records: Sequence[Record]) -> RecordsEnded:
+        """Read, and check that all that is not lost is what belongs to the key."""
+        self.bytes[:] = 0
+        self.post(READ, records)
+        ended = await self.ended()
+        if ended.ending is DONE or ended.lost:
+            for i, record in enumerate(records):
+                if i not in ended.lost:
+                    found = self.bytes[record.near : record.near + record.size]
+                    assert np.array_equal(found, contents(record.key, record.size)), record
+        return ended
+
+    def count(self, name: str) -> int:
+        return self.plane.statistics().get(name, 0)
+
+
+def records(*numbers: int, word: str = "key") -> list[Record]:
+    """Records whose places in memory and in the files differ."""
+    return [
+        Record(f"{word}-{i}".encode(), i % COUNT * SIZE, (2 * COUNT - 1 - i) * SIZE, SIZE, "layout", "group")
+        for i in numbers
+    ]
+
+
+Make = Callable[..., Tier]
+
+
+@pytest.fixture
+def make(anyio_backend: str, tmp_path: Path) -> Iterator[Make]:
+    """Tiers in one directory, by system calls unless something else is asked for; closed in the end."""
+    made: list[Tier] = []
+
+    def make_one(**options: Any) -> Tier:
+        made.append(Tier(options.pop("folder", tmp_path / "tier"), **{"back_end": "plain"} | options))
+        return made[-1]
+
+    yield make_one
+    for tier in made:
+        tier.plane.close()
+        tier.pool.close()
+
+
+both = pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=pytest.mark.nixl)])
+
+
+# -- what is kept ------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("direct", [True, False])
+async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: str, direct: bool) -> None:
+    tier, all_of_it = make(back_end=back_end, direct=direct), records(*range(COUNT))
+    assert tier.start() == []
+    tier.plane.keep_layout("layout", b"how it lies")
+    assert (await tier.store(all_of_it)).ending is DONE
+    assert (await tier.load(all_of_it)).ending is DONE
+    await tier.plane.quiesce()
+    tier.plane.close()
+    found = tier.start()
+    assert sorted(found) == sorted(Stored(r.key, r.far, r.size, "layout", "group") for r in all_of_it)
+    assert tier.plane.layouts() == {"layout": b"how it lies"}
+    elsewhere = [r._replace(near=(COUNT - 1) * SIZE - r.near) for r in all_of_it]
+    assert (await tier.load(elsewhere)).ending is DONE
+
+
+async def test_a_place_holds_what_was_put_there_last(make: Make) -> None:
+    tier = make()
+    tier.start()
+    old, new = records(1, 2, word="old"), records(1, word="new")
+    await tier.store(old)
+    await tier.store(new)
+    assert await tier.load([*old, *new]) == RecordsEnded(
+        TransferId(3), Ending.FAILED, "record 0: it is not stored there", (0,)
+    )
+    tier.plane.forget([old[1].far, 12345])
+    assert (await tier.load(old)).lost == (0, 1)
+    tier.plane.close()
+    assert [stored.key for stored in tier.start()] == [b"new-1"]
+
+
+async def test_a_shorter_range_keeps_what_is_within_it_and_gives_the_rest_back(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    await tier.store(records(*range(COUNT)))
+    tier.plane.close()
+    half = (2 * COUNT - COUNT // 2) * SIZE
+    tier = make(num_bytes=half, segment_bytes=PAGE)  # a directory keeps the size of its files
+    assert {stored.key for stored in tier.start()} == {r.key for r in records(*range(COUNT // 2, COUNT))}
+    assert tier.plane.num_bytes == half
+    assert sum(path.stat().st_size for path in (tmp_path / "tier").glob("segment-*")) == half
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size": 100},
+        {"size": 0},
+        {"near": 8},
+        {"near": COUNT * SIZE},
+        {"near": -PAGE},
+        {"far": 100},
+        {"far": RANGE - PAGE},
+        {"far": -PAGE},
+        {"key": b"k" * 1025},
+    ],
+    ids=str,
+)
+async def test_a_record_that_cannot_be_is_refused_before_anything_moves(make: Make, wrong: dict[str, Any]) -> None:
+    tier = make()
+    tier.start()
+    (good,) = records(1)
+    tier.fill([good])
+    tier.post(WRITE, [good, good._replace(**wrong)])
+    ended = await tier.ended()
+    assert (ended.ending, ended.lost) == (Ending.FAILED, ())
+    assert (await tier.load([good])).lost == (0,)
+
+
+async def test_no_records_are_moved_at_once_and_a_closed_tier_moves_none(make: Make) -> None:
+    tier = make()
+    tier.start()
+    tier.post(READ, [])
+    assert await tier.heard() == [RecordsEnded(TransferId(1), DONE)]
+    with pytest.raises(BackendError, match="not ended"):
+        tier.start()
+    tier.plane.close()
+    tier.post(READ, records(1))
+    assert await tier.heard() == [RecordsEnded(TransferId(2), Ending.FAILED, "the file tier is closed")]
+
+
+@pytest.mark.parametrize("options", [{"num_bytes": 100}, {"segment_bytes": 1}, {"slow_s": 0}, {"slow_s": float("nan")}])
+def test_bad_numbers_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        FileTier(tmp_path, **{"num_bytes": RANGE} | options)
+
+
+# -- what is in the files is not what was stored -----------------------------------------------------------
+
+
+def overwrite(folder: Path, at: int, data: bytes, segment: int = SEGMENT) -> None:
+    with (folder / f"segment-{at // segment:05}.kv").open("r+b") as file:
+        file.seek(at % segment)
+        file.write(data)
+
+
+@both
+async def test_corrupted_and_exchanged_bytes_are_lost_and_nothing_else_is(
+    make: Make, tmp_path: Path, back_end: str
+) -> None:
+    tier, all_of_it = make(back_end=back_end, segment_bytes=RANGE), records(*range(COUNT))
+    tier.start()
+    await tier.store(all_of_it)
+    overwrite(tmp_path / "tier", all_of_it[3].far + SIZE - 1, b"!", RANGE)
+    for one, other in ((5, 6), (6, 5)):
+        overwrite(tmp_path / "tier", all_of_it[one].far, contents(all_of_it[other].key).tobytes(), RANGE)
+    assert (await tier.load(all_of_it)).lost == (3, 5, 6)
+    assert tier.count("corrupted") == 3
+    tier.plane.close()
+    assert len(tier.start()) == COUNT - 3
+
+
+async def test_a_missing_or_short_segment_costs_its_records_only(make: Make, tmp_path: Path) -> None:
+    tier, some = make(segment_bytes=4 * SIZE), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    tier.plane.close()
+    (tmp_path / "tier" / "segment-00007.kv").unlink()
+    os.truncate(tmp_path / "tier" / "segment-00009.kv", SIZE + 1)
+    found = {stored.far // SIZE for stored in tier.start()}
+    assert {r.far // SIZE for r in some} - found == {28, 29, 30, 31, 37, 38, 39}
+    there = [r for r in some if r.far // SIZE in found]
+    assert (await tier.load(there)).ending is DONE
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane.found["missing"] == 7
+    assert (await tier.store(some)).ending is DONE
+    assert (await tier.load(some)).ending is DONE
+
+
+TORN: dict[str, Callable[[bytearray], bytes | bytearray]] = {
+    "cut short": lambda data: data[: len(data) // 2 + 100],
+    "empty": lambda data: b"",
+    "nonsense": lambda data: bytes(reversed(data)),
+    "a page lost": lambda data: data[:4096] + bytes(4096) + data[8192:],
+}
+
+
+@pytest.mark.parametrize("how", TORN)
+async def test_a_torn_index_is_thrown_away_and_the_tier_works(make: Make, tmp_path: Path, how: str) -> None:
+    tier, some = make(), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    tier.plane.close()
+    path = tmp_path / "tier" / INDEX
+    path.write_bytes(TORN[how](bytearray(path.read_bytes())))
+    assert tier.start() == []
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane.found["index_damaged"] == (how != "empty")
+    assert (await tier.load(some)).lost == tuple(range(COUNT))
+    assert (await tier.store(some)).ending is DONE
+    tier.plane.close()
+    assert len(tier.start()) == COUNT
+
+
+@contextmanager
+def database(folder: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(folder / INDEX, isolation_level=None)) as db:
+        yield db
+
+
+async def test_rows_of_no_sense_are_dropped_and_of_two_in_one_place_the_older(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    await tier.store(records(*range(COUNT)))
+    tier.plane.close()
+    with database(tmp_path / "tier") as db:
+        row = "INSERT INTO records VALUES (?, ?, ?, ?, 1, ?)"
+        for values in (
+            (-PAGE, PAGE, b"k", 0, 0),
+            (1, PAGE, b"k", 0, 0),
+            (0, 1 << 60, b"k", 0, 0),
+            (PAGE, "much", b"k", 0, 0),
+            (2 * PAGE, PAGE, "text", 0, 0),
+            (3 * PAGE, PAGE, b"k" * 2000, 0, 0),
+            (1 << 50, PAGE, b"k", 0, 0),
+        ):
+            db.execute(row, values)
+        at = db.execute("SELECT min(far), max(far) FROM records WHERE CAST(key AS TEXT) LIKE 'key-%'").fetchone()
+        db.execute(row, (at[0] + PAGE, PAGE, b"newer", 0, 1 << 40))
+        db.execute(row, (at[1] - PAGE, 2 * PAGE, b"older", 0, 0))
+        db.execute("INSERT INTO meta VALUES ('strange', 'value')")
+        db.execute("INSERT INTO layouts VALUES ('strange', 1000000000000)")
+    found = {stored.key for stored in tier.start()}
+    assert found == {r.key for r in records(*range(COUNT - 1))} | {b"newer"}
+    assert tier.plane.layouts() == {}
+    tier.plane.close()
+    with database(tmp_path / "tier") as db:
+        assert db.execute("SELECT count(*) FROM records").fetchone() == (COUNT,)
+
+
+async def test_another_format_and_another_database_are_left_alone(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    tier.plane.close()
+    for pragma, message in (("user_version = 7", "format 7"), ("application_id = 5", "no index of stored blocks")):
+        with database(tmp_path / "tier") as db:
+            db.execute(f"PRAGMA {pragma}")
+        with pytest.raises(BackendError, match=message):
+            tier.start()
+    assert (tmp_path / "tier" / INDEX).exists()
+
+
+# -- owners ------------------------------------------------------------------------------------------------
+
+
+async def test_one_directory_has_one_owner_who_is_told_to_others(make: Make) -> None:
+    tier, other = make(), make()
+    tier.start()
+    with pytest.raises(BackendError, match=rf"belongs to process {os.getpid()} on .* since 20"):
+        other.start()
+    await tier.store(records(1))
+    tier.plane.close()
+    assert len(other.start()) == 1
+
+
+async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None:
+    tier, other = make(), make()
+    tier.start()
+    heard, said = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: of forks beside threads
+        child = os.fork()
+    if not child:
+        while True:
+            os.write(said, b"+")
+            signal.pause()
+    try:
+        assert os.read(heard, 1) == b"+"
+        tier.plane.close()
+        other.start()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)  # noqa: ASYNC222 - it is dead
+        os.close(heard)
+        os.close(said)
+
+
+# -- a disk that fails -------------------------------------------------------------------------------------
+
+
+def fds_of(tier: Tier) -> list[int]:
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane._worker is not None
+    return tier.plane._worker._segments.fds
+
+
+def put_in_place(fd: int, path: str, flags: int) -> None:
+    """Let a descriptor lead to something else, as if the disk under it had changed its nature."""
+    other = os.open(path, flags)
+    os.dup2(other, fd, inheritable=False)
+    os.close(other)
+
+
+def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    # A limit on the size of files, because a file system of one's own needs root; Python ignores its signal.
+    code = (
+        "import asyncio, resource, sys\n"
+        "from asynckv.edges.file_tier import FileTier\n"
+        "from asynckv.edges.host_pool import HostPool\n"
+        "from asynckv.errors import BackendError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "async def main():\n"
+        "    tier = FileTier(sys.argv[1], 64 << 20, back_end='plain')\n"
+        "    try:\n"
+        "        tier.start(HostPool(4096).memory, lambda: None)\n"
+        "    except BackendError as exc:\n"
+        "        print(exc)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "has no room for 67108864 bytes: " in done.stdout
+    assert "give the file tier fewer" in done.stdout
+    assert not list((tmp_path / "x").glob("segment*"))
+
+
+async def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (Path("/proc/asynckv"), tmp_path / "file"):
+        with pytest.raises(BackendError, match="name another directory"):
+            make(folder=folder).start()
+
+
+@both
+async def test_a_segment_that_is_cut_short_under_it_loses_what_was_in_it(
+    make: Make, tmp_path: Path, back_end: str
+) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=4 * SIZE), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    os.truncate(tmp_path / "tier" / "segment-00007.kv", SIZE)
+    ended = await tier.load(some)
+    lost = {some[i].far // SIZE for i in ended.lost}
+    assert lost == {29, 30, 31}
+    assert "reading failed" in ended.cause
+    assert (tier.count("io_errors"), tier.count("is_off")) == (3, 0)
+    assert (await tier.store(some)).ending is DONE
+    assert (await tier.load(some)).ending is DONE
+
+
+@both
+async def test_a_disk_that_is_full_or_read_only_takes_no_more_writes_and_is_read_on(make: Make, back_end: str) -> None:
+    tier, old, new = make(back_end=back_end, segment_bytes=RANGE, direct=False), records(1, 2), records(3, 4)
+    tier.start()
+    await tier.store(old)
+    (fd,) = fds_of(tier)
+    kept = os.dup(fd)
+    put_in_place(fd, "/dev/full", os.O_RDWR)
+    ended = await tier.store(new)
+    assert (ended.ending, ended.lost) == (Ending.FAILED, (0, 1))
+    (off,) = await tier.heard()
+    assert isinstance(off, RecordsLost)
+    assert (off.reads, "No space left" in off.cause) == (False, True)
+    os.dup2(kept, fd, inheritable=False)
+    os.close(kept)
+    ended = await tier.store(new)
+    assert (ended.ending, ended.cause) == (Ending.FAILED, off.cause)
+    assert (await tier.load(old)).ending is DONE
+    assert (tier.count("is_read_only"), tier.count("is_off")) == (1, 0)
+
+
+@both
+async def test_a_disk_that_only_fails_is_given_up_and_said_once(make: Make, back_end: str) -> None:
+    tier, some = make(back_end=back_end, segment_bytes=RANGE), records(*range(COUNT))
+    tier.start()
+    await tier.store(some)
+    put_in_place(fds_of(tier)[0], "/proc/self/mem", os.O_RDONLY)  # answers EIO to whatever is asked
+    ended = await tier.load(some)
+    assert ended.ending is Ending.FAILED
+    (off,) = await tier.heard()
+    assert isinstance(off, RecordsLost)
+    assert (off.reads, "records in a row failed" in off.cause) == (True, True)
+    for op in (READ, WRITE):
+        tier.post(op, some)
+    assert await tier.heard(2) == [RecordsEnded(TransferId(n), Ending.FAILED, off.cause) for n in (3, 4)]
+    assert tier.news == []
+
+
+async def test_an_index_that_cannot_be_written_ends_the_writes(make: Make) -> None:
+    tier = make()
+    tier.start()
+    assert isinstance(tier.plane, FileTier)
+    assert tier.plane._worker is not None
+    tier.plane._worker._index._db.execute("PRAGMA query_only = ON")
+    assert (await tier.store(records(1))).ending is DONE
+    (off,) = await tier.heard()
+    assert isinstance(off, RecordsLost)
+    assert (off.reads, "index" in off.cause) == (False, True)
+    assert (await tier.load(records(1))).ending is DONE  # it is known to this process
+
+
+class Stuck(PlainFiles):
+    """A disk that answers when it is let."""
+
+    entered, leave = threading.Event(), threading.Event()
+
+    def submit(self, number: int, extents: Sequence[Extent], is_write: bool) -> None:
+        self.entered.set()
+        assert self.leave.wait(PATIENCE_S)
+        super().submit(number, extents, is_write)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
+    monkeypatch.setattr(Stuck, "entered", threading.Event())
+    monkeypatch.setattr(Stuck, "leave", threading.Event())
+    monkeypatch.setattr(file_tier, "PlainFiles", Stuck)
+    yield Stuck
+    Stuck.leave.set()
+
+
+@pytest.mark.slow
+async def test_a_disk_that_does_not_answer_makes_misses_within_a_bound(make: Make, stuck: type[Stuck]) -> None:
+    tier, some = make(slow_s=0.2), records(*range(COUNT))
+    tier.start()
+    tier.post(READ, [])
+    await tier.heard()
+    tier.fill(some)
+    began = anyio.current_time()
+    tier.post(WRITE, some)
+    tier.post(READ, some)
+    heard = await tier.heard(3)
+    assert anyio.current_time() - began < 2.0
+    (off,) = (news for news in heard if isinstance(news, RecordsLost))
+    assert (off.reads, "has not answered for 0.2 s" in off.cause) == (True, True)
+    endings = {news.move_id: news.ending for news in heard if isinstance(news, RecordsEnded)}
+    assert endings == {2: Ending.IN_DOUBT, 3: Ending.FAILED}
+    tier.post(READ, some)
+    assert await tier.heard() == [RecordsEnded(TransferId(4), Ending.FAILED, off.cause)]
+    stuck.leave.set()
+    assert await tier.heard() == [RecordsEnded(TransferId(2), Ending.FAILED, off.cause)]
+    tier.plane.close()
+    assert tier.start() == []
+
+
+async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_tried_again(
+    make: Make, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_tier, "CLOSE_S", 0.01)
+    tier = make()
+    tier.start()
+    tier.post(WRITE, records(1))
+    assert stuck.entered.wait(PATIENCE_S)
+    await tier.plane.quiesce()
+    with pytest.raises(BackendError, match="call close"):
+        tier.plane.close()
+    with pytest.raises(BackendError, match="belongs to process"):
+        make().start()
+    stuck.leave.set()
+    monkeypatch.setattr(file_tier, "CLOSE_S", PATIENCE_S)
+    tier.plane.close()
+    make().start()
+
+
+async def test_a_cancelled_move_ends_when_what_runs_has_and_leaves_nothing_stored(
+    make: Make, stuck: type[Stuck]
+) -> None:
+    tier, some = make(), records(1, 2)
+    tier.start()
+    tier.fill(some)
+    first, second = tier.post(WRITE, some[:1]), tier.post(WRITE, some[1:])
+    assert stuck.entered.wait(PATIENCE_S)
+    for number in (first, second, TransferId(99)):
+        tier.plane.cancel(number)
+    assert await tier.heard() == [RecordsEnded(second, Ending.FAILED, "cancelled")]
+    assert tier.plane.poll() == []
+    stuck.leave.set()
+    assert await tier.heard() == [RecordsEnded(first, Ending.FAILED, "cancelled")]
+    assert (await tier.load(some)).lost == (0, 1)
+    tier.plane.close()
+    assert tier.start() == []
+
+
+async def test_what_is_read_goes_before_what_is_written(make: Make, stuck: type[Stuck]) -> None:
+    tier, some = make(), records(1, 2, 3)
+    tier.start()
+    numbers = [tier.post(op, [record]) for op, record in zip((WRITE, WRITE, READ), some, strict=True)]
+    stuck.leave.set()
+    ended = [news.move_id for news in await tier.heard(3) if isinstance(news, RecordsEnded)]
+    assert ended.index(numbers[2]) < ended.index(numbers[1])
+
+
+async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any) -> None:
+        raise RuntimeError("broken")
+
+    tier = make(slow_s=0.05)
+    tier.start()
+    monkeypatch.setattr(PlainFiles, "submit", breaks)
+    tier.post(READ, [])
+    await tier.heard()
+    tier.fill(records(1))
+    tier.post(WRITE, records(1))
+    news = await tier.heard(2)
+    assert "broken" in next(each for each in news if isinstance(each, RecordsLost)).cause
+    assert {each.ending for each in news if isinstance(each, RecordsEnded)} == {Ending.IN_DOUBT}
+    tier.plane.close()
+    assert [each.ending for each in tier.plane.poll() if isinstance(each, RecordsEnded)] == [Ending.FAILED]
+
+
+# -- anything, in any order --------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+async def test_what_is_served_is_what_a_dict_would_serve(make: Make, tmp_path: Path, back_end: str, seed: int) -> None:
+    """Stores, loads, cancellations, restarts and damage, many at a time; a place is in one move at a time."""
+    chance, tier = random.Random(seed), make(back_end=back_end)
+    tier.start()
+    kept: dict[int, bytes] = {}
+    damaged: set[int] = set()
+    count = 0
+    for _ in range(40):
+        free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
+        wanted: dict[TransferId, list[Record]] = {}
+        stored: set[TransferId] = set()
+        cancelled: set[TransferId] = set()
+        tier.bytes[:] = 0
+        while len(free) > 4:
+            places, free = free[:4], free[4:]
+            some = [Record(kept.get(far, b"none"), far * SIZE, far * SIZE, SIZE) for far in places]
+            if is_store := chance.random() < 0.5:
+                some = [record._replace(key=f"{seed}-{count + i}".encode()) for i, record in enumerate(some)]
+                count += len(some)
+                tier.fill(some)
+            number = tier.post(WRITE if is_store else READ, some)
+            wanted[number] = some
+            stored |= {number} if is_store else set()
+            if chance.random() < 0.2:
+                tier.plane.cancel(number)
+                cancelled.add(number)
+        while wanted:
+            ended = await tier.ended()
+            some = wanted.pop(ended.move_id)
+            if ended.move_id in stored:
+                assert ended.ending is DONE or ended.move_id in cancelled
+                for record in some:
+                    damaged.discard(record.far // SIZE)
+                    kept.pop(record.far // SIZE, None)
+                    if ended.ending is DONE:
+                        kept[record.far // SIZE] = record.key
+                if ended.ending is not DONE:  # what was there before may be there still
+                    tier.plane.forget([record.far for record in some])
+                continue
+            if ended.ending is Ending.FAILED and not ended.lost:
+                assert ended.move_id in cancelled
+                continue
+            for i, record in enumerate(some):
+                place = record.far // SIZE
+                assert (i in ended.lost) == (place not in kept or place in damaged), ended
+                if i in ended.lost:
+                    kept.pop(place, None)
+                    damaged.discard(place)
+                else:
+                    found = tier.bytes[record.near : record.near + SIZE]
+                    assert np.array_equal(found, contents(record.key))
+        for place in chance.sample(sorted(kept), min(len(kept), 1)):
+            at = chance.randrange(SIZE)
+            overwrite(tmp_path / "tier", place * SIZE + at, bytes([contents(kept[place])[at] ^ 0xFF]))
+            damaged.add(place)
+        if gone := chance.sample(sorted(kept), min(len(kept), 2)):
+            tier.plane.forget([place * SIZE for place in gone])
+            for place in gone:
+                kept.pop(place)
+                damaged.discard(place)
+        if chance.random() < 0.2:
+            await tier.plane.quiesce()
+            tier.plane.close()
+            assert {(s.far // SIZE, s.key) for s in tier.start()} == set(kept.items())
+
+
+# -- processes that are killed -----------------------------------------------------------------------------
+
+
+def killed(folder: Path, kills: int, back_end: str) -> dict[str, int]:
+    """Let processes store until they are killed, and say what the next ones found."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.killed", str(folder), str(kills), back_end],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("back_end", "kills"), [("plain", 100), pytest.param("nixl", 3, marks=pytest.mark.nixl)])
+def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, back_end: str, kills: int) -> None:
+    found = killed(tmp_path / "tier", kills, back_end)
+    assert found["kills"] == kills
+    assert found["wrong"] == 0
+    assert found["served"] > kills
+    assert found["killed_while_writing"] > kills / 2
+    assert found["index_damaged"] == 0

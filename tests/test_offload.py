@@ -1,0 +1,674 @@
+"""An offload on simulated tiers: what is stored comes back to the byte, and blocks are in use until nothing moves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from asynckv import (
+    BlocksRetired,
+    ConfigError,
+    EngineClosed,
+    EngineConfig,
+    LocalProtocolError,
+    Offload,
+    OffloadConfig,
+    PlanRefused,
+    PullCancelled,
+    PullError,
+    ReadFailed,
+)
+from asynckv.core.account import decode_account
+from asynckv.core.wire import Status, StatusRequest
+from asynckv.edges.file_index import FileIndex
+from asynckv.edges.leftovers import left_in
+from asynckv.geometry.layout import Layout, fingerprint
+from asynckv.geometry.packed import record_form
+from asynckv.results import Loaded, Stored
+from asynckv.testing.tiers import SimDisk
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        before = rank.block(3, 4, 9)
+        stored = await offload.store("a", [(0, [3, 4, 9])], chain("p", 3))
+        assert (stored.num_blocks, stored.num_new, stored.num_missed, stored.num_bytes) == (3, 3, 0, 3 * RECORD)
+        rank.scribble([3, 4, 9])
+        assert offload.lookup(chain("p", 5)).tokens == 48
+        assert not offload.would_wait(chain("p", 5))
+        loaded = await offload.load("b", [(0, [7, 5, 6, None])], chain("p", 5), num_tokens=48)
+        assert (loaded.num_tokens, loaded.num_blocks, loaded.file_bytes) == (48, 3, 0)
+        assert rank.block(7, 5, 6) == before
+
+
+async def test_only_what_is_missing_is_loaded_and_nothing_else_is_written() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        before = rank.block(3, 4, 9)
+        await offload.store("a", [(0, [3, 4, 9])], chain("p", 3))
+        rank.scribble(range(32))
+        others = rank.block(*range(20))
+        loaded = await offload.load("b", [(0, [None, 21, 22])], chain("p", 3), num_tokens=48)
+        assert (loaded.num_tokens, loaded.num_blocks) == (48, 2)
+        loaded = await offload.load("c", [(SIZE, [23, 24])], chain("p", 3), num_tokens=48)
+        assert (loaded.num_tokens, loaded.num_blocks) == (48, 2)
+        assert rank.block(21, 22) == rank.block(23, 24) == before[RECORD:]
+        assert rank.block(*range(20)) == others
+
+
+async def test_a_block_that_ends_after_the_last_hash_is_not_stored() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        stored = await offload.store("a", [(0, [1, 2, 3])], chain("p", 2))
+        assert (stored.num_blocks, stored.num_missed) == (2, 0)
+        assert (await offload.store("b", [(0, [None, 2])], chain("q", 2))).num_blocks == 1
+        assert offload.lookup(chain("q", 2)).tokens == 0
+
+
+async def test_a_miss_is_no_error_and_writes_nothing() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        before = rank.block(5, 6, 7)
+        loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
+        assert (loaded.num_tokens, loaded.num_blocks) == (0, 0)
+        assert rank.block(5, 6, 7) == before
+
+
+async def test_stores_that_are_in_flight_twice_are_one() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        first = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
+        second = asyncio.create_task(offload.store("b", [(0, [8, 9])], chain("p", 2)))
+        await until(lambda: offload.statistics().gauges["jobs"] == 2)
+        assert rank.copies.posts == 1
+        assert offload.would_wait(chain("p", 2))
+        rank.copies.finish()
+        a, b = await asyncio.gather(first, second)
+        assert (a.num_new, b.num_blocks, rank.copies.posts) == (2, 2, 1)
+
+
+async def test_a_load_of_what_is_being_stored_waits_for_it() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        before = rank.block(1)
+        storing = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
+        await until(lambda: rank.copies.moves)
+        loading = asyncio.create_task(offload.load("b", [(0, [9])], chain("p", 1), num_tokens=SIZE))
+        await asyncio.sleep(0)
+        rank.copies.deferred = False
+        rank.copies.finish()
+        assert (await storing).num_new == 1
+        assert (await loading).num_tokens == SIZE
+        assert rank.block(9) == before
+
+
+# -- custody ---------------------------------------------------------------------------------------------------
+
+
+async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_are_written() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
+        await until(lambda: rank.copies.moves)
+        (held,) = rank.engine.holds()
+        assert (held.request_id, held.reason, held.blocks) == ("a", "storing", {0: (1, 2)})
+        rank.engine.check_integrity()
+        again = asyncio.create_task(offload.store("b", [(0, [2])], chain("q", 1)))  # readers share
+        with pytest.raises(LocalProtocolError, match="block 2 of group 0 cannot be filled: it is lent to"):
+            await offload.load("c", [(0, [2])], chain("p", 1), num_tokens=SIZE)
+        await asyncio.sleep(0)
+        rank.copies.finish()
+        await storing
+        await again
+        assert not rank.engine.holds()
+        loading = asyncio.create_task(offload.load("d", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+        assert [h.reason for h in rank.engine.holds()] == ["loading"]
+        with pytest.raises(LocalProtocolError, match="still being written"):
+            await offload.store("e", [(0, [5])], chain("r", 1))
+        with pytest.raises(LocalProtocolError, match="is being loaded already"):
+            await offload.load("d", [(0, [6])], chain("p", 1), num_tokens=SIZE)
+        rank.copies.finish()
+        await loading
+        assert not rank.engine.holds()
+
+
+async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
+        await until(lambda: rank.copies.moves)
+        answers: list[Status] = []
+        rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
+        await until(lambda: answers)
+        account = decode_account(answers[0].account)
+        assert [(each.kind, each.phase, each.number) for each in account.counts] == [("store", "storing", 1)]
+        assert [(hold.request_id, hold.reason, hold.blocks) for hold in account.holds] == [
+            ("a", "storing", {0: (1, 2)})
+        ]
+        assert account.facts.counters["offload.store.done"] == 0
+        assert account.facts.planes["offload.copies"] == "simulated"
+        assert account.budgets["blocks_held"][0] == 2
+        rank.copies.finish()
+        await storing
+
+
+async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> None:
+    rank = Rank(layout_of(), max_post_bytes=RECORD)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
+        await until(lambda: rank.copies.moves)
+        loading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await loading
+        assert [h.blocks for h in rank.engine.holds()] == [{0: (5, 6, 7)}]
+        returned = asyncio.create_task(offload.returned("b"))
+        await asyncio.sleep(0)
+        assert not returned.done()
+        rank.copies.finish()  # the piece that could not be called back
+        await returned
+        assert not rank.engine.holds()
+        assert 3 * RECORD < rank.copies.num_bytes < 6 * RECORD  # one piece of several was loaded
+        assert rank.block(5, 6, 7) != rank.block(1, 2, 3)
+
+
+async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.deferred = True
+        first = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
+        await until(lambda: rank.copies.moves)
+        second = asyncio.create_task(offload.store("b", [(0, [2])], chain("p", 1)))
+        await asyncio.sleep(0)
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        assert {h.request_id for h in rank.engine.holds()} == {"a", "b"}
+        rank.copies.finish()
+        assert (await second).num_blocks == 1
+        await offload.returned("a")
+        assert offload.lookup(chain("p", 1)).tokens == SIZE
+
+
+async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+        assert offload.cancel("b")
+        await asyncio.sleep(0)
+        assert not loading.done()
+        rank.copies.finish()
+        with pytest.raises(PullCancelled) as told:
+            await loading
+        assert told.value.held == {}
+        assert not offload.cancel("b")
+
+
+async def test_a_load_in_doubt_names_its_blocks_until_there_is_evidence() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+        (move,) = rank.copies.moves
+        rank.copies.doubt(move)
+        with pytest.raises(ReadFailed) as told:
+            await loading
+        assert told.value.held == {0: (5,)}
+        assert [(h.reason, h.waits_for) for h in rank.engine.holds()] == [("quarantined", ("a copy in doubt",))]
+        rank.engine.check_integrity()
+        returned = asyncio.create_task(told.value.returned())
+        await asyncio.sleep(0)
+        assert not returned.done()
+        rank.copies.finish(move)
+        await returned
+        assert not rank.engine.holds()
+
+
+async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
+    rank = Rank(layout_of(), held_s=60.0)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+        rank.copies.doubt(next(iter(rank.copies.moves)))
+        with pytest.raises(PullError) as told:
+            await loading
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await told.value.returned()
+        assert [h.reason for h in rank.engine.holds()] == ["retired"]
+
+
+async def test_a_failed_copy_is_a_miss_from_its_first_gap_on() -> None:
+    rank = Rank(layout_of(), max_bytes=RECORD)  # one block at a time
+    async with rank.running() as offload:
+        before = rank.block(1, 2, 3)
+        await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
+        moves = iter(["finish", "fail"])
+        rank.copies.fate = lambda move_id, op: next(moves)
+        loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
+        assert loaded.num_tokens == SIZE
+        assert rank.block(5) == before[:RECORD]
+        rank.copies.fate = lambda move_id, op: "finish"
+        assert (await offload.load("c", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)).num_tokens == 48
+        assert rank.block(5, 6, 7) == before
+
+
+async def test_a_failed_store_is_not_found() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        rank.copies.fate = lambda move_id, op: "fail"
+        stored = await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        rank.copies.fate = lambda move_id, op: "doubt"
+        stored = await offload.store("b", [(0, [1, 2])], chain("p", 2))
+        assert (stored.num_blocks, stored.num_missed) == (0, 2)
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        rank.copies.finish()  # nothing reads the blocks any more, and what was written is nobody's
+        await offload.returned("b")
+        assert offload.lookup(chain("p", 2)).tokens == 0
+
+
+async def test_a_load_that_takes_too_long_is_a_miss() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1])
+        assert rank.records is not None
+        rank.records.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
+        await until(lambda: rank.records is not None and rank.records.moves)
+        rank.clock.advance(2.1)
+        assert (await loading).num_tokens == 0
+        assert not rank.engine.holds()
+        rank.records.finish()
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+
+async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[int]) -> None:
+    """Store blocks so that they are in files alone."""
+    await offload.store(name, [(0, blocks)], chain(name, len(blocks)))
+    await until(lambda: offload.statistics().counters["blocks.write_back"] >= len(blocks))
+    for i in range(16):  # as much as the host tier holds
+        await offload.store(f"{name}-other", [(0, [30])], [f"{name}-filler-{i}"])
+    await until(lambda: not offload.statistics().gauges["bytes_under_way"])
+
+
+async def test_what_was_written_back_is_promoted_and_loaded() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await store_in_files(rank, offload, "p", [1, 2])
+        rank.scribble([1, 2])
+        found = offload.lookup(chain("p", 2))
+        assert (found.tokens, found.ready_tokens, found.would_wait) == (32, 0, True)
+        loaded = await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        assert (loaded.num_tokens, loaded.file_bytes) == (32, 2 * RECORD)
+        assert rank.block(5, 6) == before
+
+
+async def test_files_are_found_again_by_the_next_process() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk)
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await store_in_files(rank, offload, "p", [1, 2])
+    rank = Rank(layout_of(), disk=disk, seed=7)
+    async with rank.running() as offload:
+        assert offload.lookup(chain("p", 2)).tokens == 32
+        await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        assert rank.block(5, 6) == before
+    other = Rank(layout_of(), disk=disk, seed=8, model="another")
+    async with other.running() as offload:
+        assert offload.lookup(chain("p", 2)).tokens == 0
+
+
+async def test_rotten_records_are_dropped_and_never_served() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2, 3)
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        disk = rank.records.disk if rank.records is not None else SimDisk(0)
+        disk.rotten |= {key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1")}
+        loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
+        assert loaded.num_tokens < 48
+        assert (
+            rank.block(5, 6, 7)[: RECORD * (loaded.num_tokens // SIZE)] == before[: RECORD * loaded.num_tokens // SIZE]
+        )
+        assert offload.lookup(chain("p", 3)).tokens == SIZE
+        assert offload.statistics().counters["records_lost"] == 1
+        assert not any(r.key.endswith(b"p-1") for r, _ in disk.records.values())
+
+
+async def test_an_engine_lives_when_its_disk_does_not() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1])
+        assert rank.records is not None
+        rank.records.lose()
+        await until(lambda: offload.lookup(chain("p", 1)).tokens == 0)
+        before = rank.block(9)
+        await offload.store("c", [(0, [9])], chain("q", 1))
+        assert (await offload.load("d", [(0, [5])], chain("q", 1), num_tokens=SIZE)).num_tokens == SIZE
+        assert rank.block(5) == before
+
+
+# -- several groups ----------------------------------------------------------------------------------------------
+
+
+async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
+    rank = Rank(hybrid(), host_bytes=64 * 4096)
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        ids: list[list[int | None]] = [
+            [*range(1, 9)],
+            [*range(11, 19)],
+            [None, 22, None, 24],
+        ]  # after 64 and 128 tokens
+        before = [page.copy() for page in pages]
+        stored = await offload.store("a", [(0, ids[0]), (0, ids[1]), (0, ids[2])], chain("p", 8))
+        assert (stored.num_blocks, stored.num_missed) == (18, 0)
+        for page in pages:
+            page[:] = 0xAA
+        assert [offload.lookup(chain("p", n)).tokens for n in (8, 7, 4, 3)] == [128, 64, 64, 0]
+        assert offload.lookup(chain("p", 8), num_tokens=127).tokens == 64
+        others = [(0, [*range(25, 29)]), (0, [29, 30, 31, 20]), (0, [21, 23])]
+        loaded = await offload.load("b", others, chain("p", 8), num_tokens=64)
+        assert loaded.num_tokens == 64
+        assert (pages[0][25:29] == before[0][1:5]).all()
+        assert (pages[1][[30, 31, 20]] == before[1][12:15]).all()  # the last 39 tokens
+        assert (pages[2][23] == before[2][22]).all()
+        assert (pages[1][29] == 0xAA).all()
+        assert (pages[2][21] == 0xAA).all()
+        offload.evict()
+        await offload.store("c", [(0, ids[0]), (0, [None] * 5 + ids[1][5:]), (0, ids[2])], chain("q", 8))
+        assert [offload.lookup(chain("q", n)).tokens for n in (8, 4)] == [128, 0]
+        loaded = await offload.load(
+            "d", [(64, [5, 6, 7, 8]), (0, [1] * 0), (0, [None] * 3 + [9])], chain("q", 8), num_tokens=128
+        )
+        assert loaded.num_tokens == 128
+
+
+async def test_several_groups_share_a_disk_and_come_back() -> None:
+    disk = SimDisk(64 * 4096)
+    rank = Rank(hybrid(), host_bytes=64 * 4096, disk=disk)
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        before = [page.copy() for page in pages]
+        groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
+        await offload.store("a", groups, chain("p", 4))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 10)
+    again = Rank(hybrid(), host_bytes=64 * 4096, disk=disk, seed=77)
+    pages = [array.reshape(BLOCKS, -1) for array in again.arrays]
+    async with again.running() as offload:
+        groups = [(0, [21, 22, 23, 24]), (0, [25, 26, 27, 28]), (0, [29, 30])]
+        assert (await offload.load("a", groups, chain("p", 4), num_tokens=64)).num_tokens == 64
+        assert (pages[0][21:25] == before[0][1:5]).all()
+        assert (pages[1][26:29] == before[1][6:9]).all()
+        assert (pages[2][30] == before[2][10]).all()
+
+
+# -- other geometries --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [("kv", "block", "token", "head", "dim"), ("block", "kv", "head", "token", "dim")])
+@pytest.mark.parametrize("size", [16, 32, 64])
+async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[str, ...]) -> None:
+    disks = [SimDisk(64 * RECORD), SimDisk(64 * RECORD)]
+    whole = Rank(layout_of(), seed=3)  # what the two ranks have, each its heads of it
+    heads = [array.reshape(2, BLOCKS, SIZE, 4, 16) for array in whole.arrays]
+    for tp_rank, disk in enumerate(disks):
+        rank = Rank(layout_of(tp_rank, 2), disk=disk, policy="lru")
+        for array, of in zip(rank.arrays, heads, strict=True):
+            array.reshape(2, BLOCKS, SIZE, 2, 16)[:] = of[:, :, :, 2 * tp_rank : 2 * tp_rank + 2]
+        async with rank.running() as offload:
+            await offload.store("a", [(0, list(range(1, 9)))], chain("p", 8))
+            await until(lambda: offload.statistics().counters["blocks.write_back"] == 8)
+    one = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
+    count = 128 // size
+    async with one.running() as offload:
+        found = offload.lookup(chain("p", 9))
+        assert (found.tokens, found.ready_tokens) == (128, 0)
+        blocks = list(range(15, 15 - count, -1))
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 9), num_tokens=128)
+        assert loaded.num_tokens == 128
+        for array, of in zip(one.arrays, heads, strict=True):
+            sizes = {"kv": 2, "block": 16, "token": size, "head": 4, "dim": 16}
+            placed = array.reshape([sizes[name] for name in order])
+            placed = placed.transpose([order.index(name) for name in ("block", "kv", "token", "head", "dim")])
+            got = placed[blocks].transpose(1, 0, 2, 3, 4).reshape(2, 8, SIZE, 4, 16)
+            assert (got == of[:, 1:9]).all()
+        await offload.store("b", [(0, blocks)], chain("p", 8))  # from now on it is this rank's own
+        assert offload.lookup(chain("p", 9)).ready_tokens == 128
+    disks[1].rotten |= {record.key for record, _ in disks[1].records.values() if record.key.endswith(b"p-5")}
+    two = Rank(layout_of(num_blocks=16, block_size=size, order=order), seed=4, left=disks, host_bytes=1 << 20)
+    async with two.running() as offload:
+        loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
+        assert loaded.num_tokens <= 5 * SIZE // size * size
+        assert offload.lookup(chain("p", 9)).tokens == 5 * SIZE // size * size
+
+
+async def test_what_does_not_fit_is_left_alone() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(0, 2), disk=disk)
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 1)
+    one = Rank(layout_of(), left=[disk])  # the other rank's heads are missing
+    async with one.running() as offload:
+        assert offload.lookup(chain("p", 1)).tokens == 0
+        assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
+
+
+# -- room ------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_pinned_is_not_given_up() -> None:
+    rank = Rank(layout_of(), host_bytes=4 * RECORD, policy="lru")
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        with offload.pin(chain("p", 2)):
+            for i in range(8):
+                await offload.store("b", [(0, [3])], chain(f"q{i}", 1))
+            assert offload.lookup(chain("p", 2)).tokens == 32
+            stored = await offload.store("c", [(0, [3, 4, 5])], chain("r", 3))
+            assert (stored.num_blocks, stored.num_missed) == (2, 1)
+        await offload.load("d", [(0, [8, 9])], chain("p", 2), num_tokens=32)
+        assert rank.block(8, 9) == before
+        assert offload.evict(chain("p", 2)) == 2
+        assert offload.lookup(chain("p", 2)).tokens == 0
+        assert offload.evict() > 0
+        assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_what_is_evicted_under_a_load_still_arrives() -> None:
+    rank = Rank(layout_of(), host_bytes=4 * RECORD)
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
+        await until(lambda: rank.copies.moves)
+        assert offload.evict() == 2
+        others = [asyncio.create_task(offload.store(f"c{i}", [(0, [10 + i])], chain(f"q{i}", 1))) for i in range(4)]
+        await asyncio.sleep(0)
+        rank.copies.finish()
+        assert (await loading).num_tokens == 32
+        assert rank.block(8, 9) == before
+        rank.copies.deferred = False
+        rank.copies.finish()
+        await asyncio.gather(*others)
+
+
+# -- the network -----------------------------------------------------------------------------------------------
+
+
+async def test_stored_blocks_are_lent_over_the_network_and_pinned_meanwhile() -> None:
+    rank = Rank(layout_of(), host_bytes=4 * RECORD, network_=EngineConfig(engine_id="worker-host"), policy="lru")
+    decode = Rank(layout_of(block_size=32, num_blocks=8), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = rank.block(3, 4, 9, 11)
+        await offload.store("a", [(0, [3, 4, 9, 11])], chain("p", 4))
+        params = await offload.lend("a", chain("p", 4), num_tokens=64)
+        assert (await offload.store("b", [(0, [1])], chain("q", 1))).num_missed == 1  # all is pinned
+        result = await decode.engine.pull("d", [(0, [5, 2])], params, hashes=chain("p", 4))
+        assert result.num_tokens == 64
+        assert sorted(decode.block(5, 2)) == sorted(before)  # of 32 tokens each, so in another order
+        await until(lambda: not offload.statistics().gauges["pins"])
+        assert (await offload.store("b", [(0, [1])], chain("q", 1))).num_missed == 0
+        with pytest.raises(LocalProtocolError, match="not all of its 16 tokens are kept"):
+            await offload.lend("c", chain("unknown", 1), num_tokens=SIZE)
+        await decode.engine.aclose()
+
+
+async def test_what_is_in_files_alone_is_lent_as_well() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk, network_=EngineConfig(engine_id="worker-host"), policy="lru")
+    decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    async with rank.running() as offload, decode.engine:
+        before = rank.block(1, 2)
+        await store_in_files(rank, offload, "p", [1, 2])
+        assert offload.lookup(chain("p", 2)).ready_tokens == 0
+        params = await offload.lend("a", chain("p", 2), num_tokens=32)
+        await decode.engine.pull("d", [(0, [8, 9])], params)
+        assert decode.block(8, 9) == before
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
+# -- ends ------------------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_closes_closes_its_offload_first() -> None:
+    rank = Rank(layout_of())
+    async with rank.engine, rank.offload as offload:
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+        await until(lambda: rank.copies.moves)
+        closing = asyncio.create_task(rank.engine.aclose())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not closing.done()
+        rank.copies.finish()
+        with pytest.raises(PullCancelled):
+            await loading
+        await closing
+        assert not rank.copies.is_open
+        with pytest.raises(EngineClosed):
+            await offload.store("c", [(0, [1])], chain("q", 1))
+
+
+async def test_closing_does_not_wait_for_ever() -> None:
+    rank = Rank(layout_of())
+    async with rank.engine:
+        await rank.offload.start()
+        rank.copies.deferred = True
+        storing = asyncio.create_task(rank.offload.store("a", [(0, [1])], chain("p", 1)))
+        await until(lambda: rank.copies.moves)
+        closing = asyncio.create_task(rank.offload.aclose(5.0))
+        with anyio.fail_after(5):
+            while not closing.done():
+                await asyncio.sleep(0)
+                rank.clock.advance(0.1)
+        (left,) = await closing
+        assert (left.request_id, left.reason) == ("a", "storing")
+        with pytest.raises((EngineClosed, PullCancelled)):
+            await storing
+        assert not rank.engine.holds()
+
+
+async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
+    rank = Rank(layout_of())
+    async with rank.running() as offload:
+        before = rank.block(1, 2)
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        await rank.engine.suspend()
+        assert not rank.copies.is_open
+        with pytest.raises(EngineClosed, match="suspended"):
+            await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
+        rank.scribble(range(32))
+        await rank.engine.resume()
+        assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
+        assert rank.block(5, 6) == before
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+async def test_what_makes_no_sense_is_refused_with_nothing_changed() -> None:
+    rank = Rank(layout_of())
+    with pytest.raises(EngineClosed, match="not started"):
+        await rank.offload.store("a", [(0, [1])], chain("p", 1))
+    async with rank.running() as offload:
+        with pytest.raises(PlanRefused, match="block id 99"):
+            await offload.store("a", [(0, [99])], chain("p", 1))
+        with pytest.raises(LocalProtocolError, match="num_tokens is 17"):
+            await offload.load("a", [(0, [1, 2])], chain("p", 2), num_tokens=17)
+        with pytest.raises(PlanRefused, match="begin at token 0"):
+            await offload.load("a", [(5, [1])], chain("p", 1), num_tokens=SIZE)
+        with pytest.raises(LocalProtocolError, match="hashes"):
+            offload.lookup("abc")
+        with pytest.raises(LocalProtocolError, match="has an offload already"):
+            await Offload(offload.config, rank.engine).start()
+        assert not rank.engine.holds()
+        assert not offload.statistics().gauges["jobs"]
+
+
+def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"blocks of 24 tokens, and hashes cover 16.*24, 12, 8, 6.*enable"):
+        Rank(layout_of(block_size=24))
+
+
+def test_a_configuration_is_checked() -> None:
+    with pytest.raises(ConfigError, match="give both, or neither"):
+        OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, directory="/x")
+    with pytest.raises(ConfigError, match="policy"):
+        OffloadConfig(model="m", hash_tokens=16, host_bytes=1 << 20, policy="mru")  # type: ignore[arg-type]
+    assert (Stored("a", 1, 1, 0, 2, 0.1).num_new, Loaded("a", 1, 1, 2, 0, 0.1).num_tokens) == (1, 1)
+
+
+def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> None:
+    def keep(form: Layout) -> None:
+        folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
+        folder.mkdir()
+        index = FileIndex(folder)
+        index.put_meta(num_bytes=1 << 20)
+        index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
+        index.close()
+
+    four, two = ([record_form(layout_of(rank, size)) for rank in range(size)] for size in (4, 2))
+    for form in (*four[:3], *two):
+        keep(form)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "index.sqlite").write_bytes(b"no index")
+    assert [left.form.tp_rank for left in left_in(tmp_path, four[0])] == [0]  # of two, and not its siblings
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[0])] == [0, 1]
+    assert left_in(tmp_path, two[1]) == ()  # one of four is missing
+    keep(four[3])
+    assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
+    assert left_in(tmp_path / "nothing", two[0]) == ()
