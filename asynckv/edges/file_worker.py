@@ -27,10 +27,11 @@ from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
 __all__ = ["Worker"]
 
-BATCH_BYTES = 2 << 20
-"""What is moved at a time, unless one record is larger: little enough to be in the caches when it is checked."""
+BATCH_BYTES = 8 << 20
+"""What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
+when it is checked."""
 
-IN_FLIGHT = 8
+IN_FLIGHT = 4
 """Batches at a time, where the back end queues them."""
 
 MAX_PENDING = 256
