@@ -19,7 +19,7 @@ from contextlib import suppress
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import Extent, FileIO, transfer, view_of
+from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
 from asynckv.edges.file_store import Segments
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
@@ -490,7 +490,7 @@ class Worker:
         """The system refuses to move a record."""
         word = exc.strerror or str(exc)
         self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
-        self._errors += 1
+        self._errors += not isinstance(exc, FileTooShort)
         folder = self._segments.path(0).parent
         if move.is_write and exc.errno in FULL:
             with self._gate:
