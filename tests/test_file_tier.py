@@ -410,6 +410,7 @@ def put_in_place(fd: int, path: str, flags: int) -> None:
     os.close(other)
 
 
+@pytest.mark.slow
 def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Path) -> None:
     # A limit on the size of files, because a file system of one's own needs root; Python ignores its signal.
     code = (
@@ -441,7 +442,7 @@ async def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: 
             make(folder=folder).start()
 
 
-@both
+@pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=[pytest.mark.nixl, pytest.mark.slow])])
 async def test_segments_that_are_cut_short_under_it_lose_what_was_in_them(
     make: Make, tmp_path: Path, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -634,7 +635,7 @@ async def test_what_is_served_is_what_a_dict_would_serve(
     kept: dict[int, bytes] = {}
     damaged: set[int] = set()
     count = 0
-    for _ in range(40):
+    for _ in range(20 if seed == 1 else 60):
         free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
         wanted: dict[TransferId, list[Record]] = {}
         stored: set[TransferId] = set()
