@@ -134,6 +134,13 @@ class Rank:
         n = self.layout.groups[0].num_blocks
         return b"".join(a.reshape(2, n, -1)[:, [i]].tobytes() for i in ids for a in self.arrays)
 
+    def fill(self, block: int, data: bytes) -> None:
+        """Put into a block what `block` has said of one."""
+        per, n = len(data) // len(self.arrays), self.layout.groups[0].num_blocks
+        for at, array in enumerate(self.arrays):
+            part = np.frombuffer(data[at * per : (at + 1) * per], np.uint8)
+            array.reshape(2, n, -1)[:, block] = part.reshape(2, -1)
+
     def scribble(self, ids: Sequence[int], seed: int = 99) -> None:
         """Use blocks for something else."""
         rng, n = np.random.default_rng(seed), self.layout.groups[0].num_blocks
@@ -147,7 +154,7 @@ class Rank:
         async with self.engine:
             await self.offload.start()
             yield self.offload
-            if not self.offload._cause:
+            if not self.offload._mover.cause:
                 self.offload.check_integrity()
                 self.engine.check_integrity()
             closing = asyncio.create_task(self.engine.aclose())

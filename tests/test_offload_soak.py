@@ -55,12 +55,7 @@ class Soak:
     async def store(self, prompt: int, count: int, blocks: list[int], is_cancelled: bool) -> None:
         """A request that has computed a prompt's blocks: its cache is the same whoever computes it."""
         for i, block in enumerate(blocks):
-            n = self.rank.layout.groups[0].num_blocks
-            known = self.truth.setdefault((prompt, i), self.rank.block(block))
-            per = len(known) // len(self.rank.arrays)
-            for at, array in enumerate(self.rank.arrays):
-                part = bytearray(known[at * per : (at + 1) * per])
-                array.reshape(2, n, -1)[:, block] = memoryview(part).cast("B", (2, len(part) // 2))
+            self.rank.fill(block, self.truth.setdefault((prompt, i), self.rank.block(block)))
         offload = self.rank.offload
         await self.waited(
             f"s{prompt}", offload.store(f"s{prompt}", [(0, blocks)], chain(f"p{prompt}", count)), is_cancelled

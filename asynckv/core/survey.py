@@ -78,6 +78,9 @@ MAX_PEERS = 256
 MAX_RANKS = 256
 """Ranks told of one request: whoever claims says of how many ranks its engine is, and thousands are owed at once."""
 
+MAX_GUESTS = 64
+"""Stores and loads of an offload whose blocks are told, with the first requests."""
+
 MAX_IDS, MAX_IDS_OF_ONE = 32, 4096
 """Block ids of each group of one request, in a list of many and where it is wanted alone."""
 
@@ -233,6 +236,8 @@ class Survey:
         requests: list[RequestStatus] = []
         holds: list[HeldBlocks] = []
         after = yield from self._tell(asked, requests, holds, now)
+        if not (asked.after or asked.request_id):
+            holds += self._inspector.guest_holds(MAX_GUESTS, MAX_IDS, now)
         facts = self.facts()
         identity, layout = self._identity, self._identity.layout
         phases = [
@@ -290,6 +295,8 @@ class Survey:
                 if len(some) < MAX_PEERS:
                     some.append(peer)
             now = yield
+        for guest in self._inspector.guests.values():
+            counts.add(guest.what, guest.held_as[0], guest.begun_at)
         counts.fresh_until = now + max(FRESH_S, FRESH_S_EACH * (len(leases) + len(pulls)))
         self._counts = counts
         return now

@@ -656,7 +656,7 @@ class Engine:
             address=driver.control.address or "",
             life=self._life.state.value,
             uptime_s=max(now - self._started_at, 0.0),
-            planes=self._planes,
+            planes=self._planes | {f"offload.{k}": v for guest in self.guests for k, v in guest.describe().items()},
             counters=driver.counters(),
             lag=Lag(last_s=lag.last_s, most_s=lag.most_s, was_away=lag.num_away, counts=lag.counts()),
             retrying=tuple(map(retry_status, some)),

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -181,12 +181,19 @@ class Catalogue:
         """Gauges and counters, for metrics."""
         said = {f"{kind}_bytes_under_way": n for kind, n in self._in_flight.items()}
         said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(self._running)}
-        said["moves_in_doubt"] = sum(running.is_doubtful for running in self._running.values())
+        doubtful = [running.move for running in self._running.values() if running.is_doubtful]
+        said |= {"moves_in_doubt": len(doubtful), "blocks_in_doubt": sum(move.num_blocks for move in doubtful)}
         for tier in self._tiers():
             said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
             said[f"{tier.place}_leaving"] = len(tier.leaving)
             said[f"{tier.place}_evicted"] = tier.evicted
         return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts
+
+    def held(self) -> dict[str, int]:
+        """Return how many blocks each job and each pin holds, in any tier."""
+        return {name: len(job.holding) for name, job in self.jobs.items()} | {
+            name: len(entries) for name, entries in self.pins.items()
+        }
 
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
@@ -221,24 +228,29 @@ class Catalogue:
             LocalProtocolError: The job is known already, or an argument makes no sense; nothing was changed.
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
-        self._use(mine, where, is_whole=positions is None)
+        self._tick_on()
+        used = [self._used(self.host, mine, where, is_whole=positions is None)]
+        used += [self._used(self.file, mine, where, is_whole=positions is None)] if self.file else []
+        self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
         for g, wanted in enumerate(where):
-            new: dict[bytes, int] = {}
+            new: list[int] = []
             for position in wanted:
-                key = mine[g][position]
-                entry = self.host.index[g].get(key)
+                entry = self.host.index[g].get(mine[g][position])
                 if entry is None:
-                    new.setdefault(key, position)
+                    new.append(position)
                 elif entry.state is EntryState.READY:
                     job.known += 1
-                elif entry not in job.holding:
+                else:
                     self._wait(job, entry, position)
-            made = self.host.make(g, list(new), spare=self._tick)
-            for entry, position in zip(made, new.values(), strict=False):
+            made = self.host.make(g, [mine[g][position] for position in new], spare=self._tick)
+            for entry, position in zip(made, new, strict=False):
                 job.todo.append(Item(position, entry))
                 self._hold(job, entry)
-            job.missing += [(g, position) for position in list(new.values())[len(made) :]]
+            job.missing += [(g, position) for position in new[len(made) :]]
+        # After what is new, so that it stays longer than what goes on from it.
+        for tier, entries in zip(self._tiers(), used, strict=True):
+            tier.use(entries)
         self._settle(job)
 
     def load(
@@ -286,8 +298,6 @@ class Catalogue:
         self._use(mine, where, is_whole=positions is None)
         for position, entry, is_file in found:
             assert entry is not None
-            if entry in job.holding:
-                continue  # one key twice: the prompt's hashes repeat
             if is_file:
                 self._hold(job, entry)
                 job.absent.append(Item(position, entry))
@@ -312,7 +322,7 @@ class Catalogue:
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
         """Note that a prompt's blocks were used, so that they stay longer."""
-        mine, where = self._request("", hashes, tokens, 0, None)
+        mine, where = self._prefix(hashes, tokens, 0, None)
         self._use(mine, where, is_whole=True)
 
     def pin(
@@ -359,14 +369,14 @@ class Catalogue:
             tier.let_go(entry, name)
         return True
 
-    def evict(self, hashes: Sequence[str | bytes] | None = None) -> int:
+    def evict(self, hashes: Sequence[str | bytes] | None = None, place: Place | None = None) -> int:
         """Let nobody find a prompt's blocks any more, or any block; returns how many there were.
 
-        What is being read is read to its end.
+        What is being read is read to its end. With a `place` only what that tier has is evicted.
         """
         doomed: list[tuple[Tier, Entry]] = []
         keys = None if hashes is None else as_hashes(hashes)
-        for tier in self._tiers():
+        for tier in self._tiers() if place is None else (t for t in self._tiers() if t.place is place):
             for index, group in zip(tier.index, self.groups, strict=True):
                 if keys is None:
                     doomed += [(tier, entry) for entry in index.values()]
@@ -407,10 +417,9 @@ class Catalogue:
 
     def forgotten(self) -> list[tuple[int, int]]:
         """Return `(group, slot)` of the file tier that hold nothing any more, since the last call."""
-        self.host.freed.clear()
-        freed, tier = [], self.file
-        if tier is not None:
-            freed, tier.freed = tier.freed, []
+        if self.file is None:
+            return []
+        freed, self.file.freed = self.file.freed, []
         return freed
 
     def news(self) -> list[JobEnded | JobReturned]:
@@ -579,10 +588,17 @@ class Catalogue:
         positions: Positions | None,
     ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         """Check a call's arguments; returns the keys of every group's blocks, and which are meant."""
-        text("job_id", name, MAX_NAME)
+        text("name", name, MAX_NAME, 1)
         if name in self.jobs or name in self.pins:
             raise LocalProtocolError(f"{shown(name)} names a job or a pin already")
+        return self._prefix(hashes, tokens, first_token, positions)
+
+    def _prefix(
+        self, hashes: Sequence[str | bytes], tokens: int | None, first_token: int, positions: Positions | None
+    ) -> tuple[list[list[bytes]], list[Sequence[int]]]:
         keys = as_hashes(hashes)
+        if len(set(keys)) < len(keys):
+            raise LocalProtocolError("a hash is there twice: each must cover all tokens before as well")
         most = len(keys) * self.hash_tokens
         tokens = most if tokens is None else integer("tokens", tokens, 0, most)
         integer("first_token", first_token)
@@ -606,16 +622,26 @@ class Catalogue:
 
     def _use(self, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> None:
         """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
+        self._tick_on()
+        for tier in self._tiers():
+            tier.use(self._used(tier, mine, where, is_whole=is_whole))
+
+    def _tick_on(self) -> None:
         self._tick += 1
         for tier in self._tiers():
             tier.tick = self._tick
-            for g, group in enumerate(self.groups):
-                index, keys = tier.index[g], mine[g]
-                if is_whole and not (group.is_state or group.window):
-                    used = reversed(keys)
-                else:
-                    used = (keys[position] for position in reversed(where[g]))
-                tier.use(entry for key in used if (entry := index.get(key)) is not None)
+
+    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> list[Entry]:
+        """Return the blocks of a prompt that a tier has, each chain from its end."""
+        found: list[Entry] = []
+        for g, group in enumerate(self.groups):
+            index, keys = tier.index[g], mine[g]
+            if is_whole and not (group.is_state or group.window):
+                used = reversed(keys)
+            else:
+                used = (keys[position] for position in reversed(where[g]))
+            found += [entry for key in used if (entry := index.get(key)) is not None]
+        return found
 
     def _hold(self, job: Job, entry: Entry) -> None:
         entry.hold(job.job_id)
@@ -758,7 +784,7 @@ class Catalogue:
                 made = self.host.make(group, [item.entry.hash for item in items])
                 job.absent.extendleft(reversed(items[len(made) :]))
                 if not made:
-                    return
+                    break
                 sources = [item.entry for item in items[: len(made)]]
                 for item, entry in zip(items, made, strict=False):
                     self._wait(job, entry, item.position)
@@ -768,8 +794,6 @@ class Catalogue:
                 assert self.file is not None
                 for entry in sources:
                     self._let_go(job, self.file, entry)
-            if job.absent and not self._fits(MoveKind.PROMOTION, 0, 0):
-                return
 
     def _next_absent(self, job: Job) -> tuple[list[Item], int]:
         """Take blocks of one group that a load needs from the file tier, and that nobody is promoting."""
@@ -805,17 +829,23 @@ class Catalogue:
             self._allowed_at = now
             self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
         kind, onward = MoveKind.WRITE_BACK, self.host.onward
-        while onward and self._fits(kind, 0, 1):
+        while onward and self._fits(kind, 0, self._size(next(iter(onward)))):
             if rate < math.inf and self._allowance <= 0:
                 self.wake_at = min(self.wake_at, now + (1 - self._allowance) / rate)
                 return
-            by_group: dict[int, list[Entry]] = {}
+            chosen: list[Entry] = []
             num_bytes = 0
-            for entry in list_until(onward, lambda e, n: not self._fits(kind, n, self._size(e)), self._size):
+            for entry in onward:
+                if not self._fits(kind, num_bytes, self._size(entry)):
+                    break
+                chosen.append(entry)
+                num_bytes += self._size(entry)
+            by_group: dict[int, list[Entry]] = {}
+            for entry in chosen:
                 del onward[entry]
                 if entry.hash not in self.file.index[entry.group]:
                     by_group.setdefault(entry.group, []).append(entry)
-            items, sources = [], []
+            items, sources, num_bytes = [], [], 0
             for g, entries in by_group.items():
                 made = self.file.make(g, [entry.hash for entry in entries])
                 self.counts["write_backs_without_room"] += len(entries) - len(made)
@@ -836,6 +866,7 @@ class Catalogue:
         """Recount everything; a list of what does not add up."""
         wrong = [text for tier in self._tiers() for text in tier.audit()]
         touched: dict[Entry, set[int]] = {}
+        to_write = {item.entry for job in self.jobs.values() if job.kind is JobKind.STORE for item in job.todo}
         flight = dict.fromkeys(MoveKind, 0)
         for move_id, running in self._running.items():
             for entry in [*(item.entry for item in running.items), *running.sources]:
@@ -858,24 +889,11 @@ class Catalogue:
                 wrong.append(f"{name}: moves {set(entry.moves)} are noted, and {touched.get(entry)} run")
             if entry.holders != holders.get(entry, set()):
                 wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
-            if entry.state is EntryState.WRITING and not entry.moves and not entry.holders:
+            if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
                 wrong.append(f"{name}: nobody writes it")
         if flight != self._in_flight:
             wrong.append(f"{self._in_flight} bytes are counted under way, and {flight} are")
         return wrong
-
-
-def list_until(
-    entries: Iterable[Entry], is_full: Callable[[Entry, int], bool], size: Callable[[Entry], int]
-) -> list[Entry]:
-    """Return the first entries that fit together."""
-    found, total = [], 0
-    for entry in entries:
-        if is_full(entry, total):
-            break
-        found.append(entry)
-        total += size(entry)
-    return found
 
 
 def _piece(
