@@ -30,7 +30,7 @@ from asynckv.edges.leftovers import left_in
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
-from asynckv.testing.tiers import SimDisk
+from asynckv.testing.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio
@@ -600,6 +600,30 @@ async def test_closing_does_not_wait_for_ever() -> None:
         with pytest.raises((EngineClosed, PullCancelled)):
             await storing
         assert not rank.engine.holds()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    rank = Rank(layout_of())
+    async with rank.engine:
+        rank.copies.start = None  # type: ignore[assignment, method-assign]
+        with pytest.raises(TypeError):
+            await rank.offload.start()
+        assert rank.engine.guests == ()
+        with pytest.raises(EngineClosed):
+            await rank.offload.store("a", [(0, [1])], chain("p", 1))
+        async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:
+            assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
+
+
+async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:
+    rank = Rank(layout_of())
+    await rank.engine.start()
+    starting = asyncio.create_task(rank.offload.start())
+    await asyncio.sleep(0)
+    await rank.engine.aclose()
+    with pytest.raises(EngineClosed, match="ended while its offload started"):
+        await starting
+    assert not rank.copies.is_open
 
 
 async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:
