@@ -30,7 +30,7 @@ from asynckv.edges.leftovers import left_in
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
-from asynckv.testing.tiers import SimCopies, SimDisk
+from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio

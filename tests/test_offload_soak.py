@@ -11,7 +11,7 @@ import pytest
 
 from asynckv import EngineConfig, PullError
 from asynckv.errors import LocalProtocolError
-from asynckv.testing.tiers import SimDisk
+from asynckv.testing import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 
 pytestmark = pytest.mark.anyio
