@@ -6,7 +6,7 @@ told, the oldest first; who asks the same at the same moment hears the same, so 
 than one.
 
 Nothing is sorted for that: leases and pulls are kept in the order in which they began. Where a page ended is said by
-the last request on it, so that nothing is kept for whoever asks, and none is left out or told twice while others come
+the last request on it, so that no page is kept for whoever asks, and none is left out or told twice while others come
 and go (but for requests that began at the very same moment as one that has ended since; those may be told again).
 
 How much may be asked is bounded for each connection and for all together. Whoever asks too often, or where it is
