@@ -309,6 +309,8 @@ def test_lines_that_wait_take_no_more_memory_than_they_may(monkeypatch: pytest.M
             for i in range(60):  # failures with their history, some 5 MB in all
                 history = [[n / 7, f"{i} {n} " + "x" * 500] for n in range(128)]
                 sink.put("info", "x", {}, {"history": history, "readers": {f"{i}-{n}": "lost" for n in range(64)}})
+                if i == 0:
+                    until(lambda: sink._lines._num_taken)  # the thread waits for the pipe with this one
             assert sink.num_dropped > 40
             assert tracemalloc.get_traced_memory()[0] < 1.5 * 2**20
     finally:
