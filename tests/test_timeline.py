@@ -19,6 +19,7 @@ from asynckv.diagnose import timeline_cli, timeline_text
 from asynckv.diagnose.axis import Axis, make_axis, shown_offset, shown_seconds
 from asynckv.diagnose.clocks import Offset
 from asynckv.diagnose.join import join
+from asynckv.diagnose.leaks_values import moment
 from asynckv.diagnose.perfetto import trace
 from asynckv.diagnose.records import read_logs
 from asynckv.diagnose.timeline_json import report
@@ -234,6 +235,8 @@ def test_a_log_that_only_ends_early_is_no_death(tmp_path: Path) -> None:
     early = gone[D[1]]
     assert early is not None
     assert (early.how, early.is_death) == ("silent", False)
+    # By the axis's clock: its own is five seconds ahead.
+    assert early.text.startswith(f"its log ends at {moment(BEGIN + 2.011)[:-1]}"), early.text
     assert "it may live and have nothing to say" in early.text
     check_outputs(axis, stories(axis))
     assert 'role="note"' not in make(axis, stories(axis), ground(axis), ["x.log"])

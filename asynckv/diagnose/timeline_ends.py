@@ -17,6 +17,7 @@ from asynckv.diagnose.axis import Axis, counted, shown_seconds
 from asynckv.diagnose.join import Process
 from asynckv.diagnose.leaks_clocks import aligned
 from asynckv.diagnose.leaks_processes import Fate, Processes, early_ends
+from asynckv.diagnose.leaks_values import moment
 from asynckv.observe.events import EVENT
 
 __all__ = ["MAX_NOTICED", "End", "Notice", "ends"]
@@ -72,11 +73,20 @@ def ends(axis: Axis) -> dict[str, End]:
         is_early = fate.kind == "silent" and process.rank in early
         if fate.kind != "died" and not is_early:
             continue
-        said = fate.why
+        said = _by_the_axis(axis, process, fate.why)
         if is_early:
             said += f" ({shown_seconds(early[process.rank])} before the last line of all)"
         out[process.incarnation] = _end(axis, process, fate, said, noticed[process.incarnation])
     return out
+
+
+def _by_the_axis(axis: Axis, process: Process, said: str) -> str:
+    """Put the times of a sentence, which are of each process's own clock, on the axis."""
+    told = [(process, process.last_at)]
+    told += [(x, x.first_at) for x in (process.successor,) if x is not None]
+    for whose, at in told:
+        said = said.replace(f" at {moment(at)}", f" at {moment(axis.at(whose, at))}", 1)
+    return said
 
 
 def _end(axis: Axis, process: Process, fate: Fate, said: str, noticed: list[Notice]) -> End:
