@@ -25,6 +25,9 @@ __all__ = ["MAX_NOTICED", "End", "Notice", "ends"]
 MAX_NOTICED = 8
 """Of one process; of a prefill rank with a thousand readers the first will do."""
 
+MAX_TEXT = 400
+"""Letters of what others say; it comes from logs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -86,7 +89,7 @@ def _by_the_axis(axis: Axis, process: Process, said: str) -> str:
     told += [(x, x.first_at) for x in (process.successor,) if x is not None]
     for whose, at in told:
         said = said.replace(f" at {moment(at)}", f" at {moment(axis.at(whose, at))}", 1)
-    return said
+    return said[: 2 * MAX_TEXT]
 
 
 def _end(axis: Axis, process: Process, fate: Fate, said: str, noticed: list[Notice]) -> End:
@@ -123,7 +126,7 @@ def _lost(axis: Axis) -> Iterator[tuple[str, Notice]]:
     for process in axis.service.processes.values():
         for record in process.of(EVENT.PEER_CHANGED):
             if record.text("state") == "gone" and record.text("cause") in ("peer_lost", "restarted"):
-                said = f"lost it: {record.text('detail') or record.text('cause')}"
+                said = f"lost it: {record.text('detail') or record.text('cause')}"[:MAX_TEXT]
                 yield record.text("peer_incarnation"), Notice(axis.at(process, record.at), process, said)
 
 
@@ -136,5 +139,5 @@ def _lapsed(axis: Axis) -> Iterator[tuple[str, Notice]]:
             for name in lease.owed:
                 reader = axis.service.process_named(name)
                 if reader is not None:
-                    said = f"the lease of {request.name or '?'} expired, owed by it"
+                    said = f"the lease of {(request.name or '?')[:MAX_TEXT]} expired, owed by it"
                     yield reader.incarnation, Notice(axis.at(lease.process, lease.ended.at), lease.process, said)
