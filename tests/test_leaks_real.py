@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from asynckv.diagnose.ask import ask_all
+from asynckv.diagnose.axis import make_axis
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import join
 from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.leaks_live import records_of
 from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import read_logs
+from asynckv.diagnose.timeline_model import ground
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
 from asynckv.testing.fleet import Fleet, Process
@@ -224,6 +226,9 @@ def judge(folder: Path) -> None:
     mine = [x for x in logs if x.name.startswith(PREFILL)]
     theirs = [x for x in logs if x not in mine]
     assert named(find_leaks(join(read_logs(logs)))) == {k: v.value for k, v in EXPECTED.items()}
+    # A timeline marks those that were killed, and nobody else.
+    gone = [(x.process.engine_id, x.gone.is_death) for x in ground(make_axis(join(read_logs(logs)))) if x.gone]
+    assert sorted(gone) == [("doomed", True), ("other", True), ("reading", True)]
     alone = named(find_leaks(join(read_logs(mine))))
     assert alone.pop("announced", "reader_silent") == "reader_silent"
     assert alone == {k: v.value for k, v in PREFILL_ONLY.items()}
