@@ -127,6 +127,8 @@ def arrows(path: Path) -> set[str]:
                 found |= {alias.name for alias in names}
             case ast.ImportFrom(module=str(module), names=names):
                 found |= {name if (name := f"{module}.{alias.name}") in MODULES else module for alias in names}
+            case ast.ImportFrom():
+                raise AssertionError(f"relative import in {path}")
     return found & MODULES.keys()
 
 
