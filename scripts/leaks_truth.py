@@ -34,7 +34,8 @@ from typing import TextIO
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import find_leaks
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import read_logs
 from asynckv.observe.console import without_control
 from asynckv.testing.leaky import make_leaky

@@ -26,8 +26,11 @@ from asynckv.diagnose import causes, leaks_page
 from asynckv.diagnose.ask import Answer
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, aligned, early_ends, find_leaks
+from asynckv.diagnose.leaks import find_leaks
+from asynckv.diagnose.leaks_clocks import aligned
 from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_processes import early_ends
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import Logs, Record, read_logs
 from asynckv.errors import ConfigError
 from asynckv.observe.events import EVENT

@@ -16,8 +16,9 @@ import pytest
 from asynckv.diagnose.ask import ask_all
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import join
-from asynckv.diagnose.leaks import Leak, find_leaks
+from asynckv.diagnose.leaks import find_leaks
 from asynckv.diagnose.leaks_live import records_of
+from asynckv.diagnose.leaks_values import Leak
 from asynckv.diagnose.records import read_logs
 from asynckv.edges.zmq import make_pair
 from asynckv.keys import write_pair
