@@ -120,7 +120,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "{reader} asked at an address where somebody else answers: {why}",
         "expired, and this reader is owed without a claim",
         "its pull failed with `wrong_target`",
-        _SAID_BY_PREFILL,
+        f"{_SAID_BY_PREFILL}; the same without the prefill side's",
         "The endpoints in the params are another engine's or rank's: mend the PrefillGroup, or the advertised address.",
     ),
     C.STALE_PARAMS: Entry(
@@ -224,7 +224,8 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
     C.MAX_LEASE: Entry(
         "max_lease_s was reached",
         "{reader} renewed it until max_lease_s was reached: {why}",
-        "expired; a renewal was refused because of `max_lease_s`",
+        "expired at `max_lease_s` (`engine_started` names it), and this reader had renewed it until then; or a renewal "
+        "was refused because of it",
         "",
         "the same",
         "Find out why the reader needs so long (announced and never pulled?), or raise `lease.max_lease_s`.",
