@@ -137,7 +137,7 @@ CATALOGUE: Mapping[CAUSE, Entry] = {
         "expired, and this reader is owed without a claim",
         "its process ended without a goodbye while the request was lent (by aligned clocks it may have lived then; one "
         "that only fell silent wrote a line not long before), no other speaks of it, and it can have been for no "
-        "other decode engine (else it is `never_claimed`)",
+        "other decode engine, nor did it live on for longer than claims take (else it is `never_claimed`)",
         _SAID_BY_PREFILL,
         "Find out why the process died. Its blocks came back as the lease ran out: lease_s is what a death costs.",
     ),
