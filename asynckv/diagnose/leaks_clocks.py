@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from asynckv.diagnose.axis import make_axis
+from asynckv.diagnose.axis import Axis, make_axis
 from asynckv.diagnose.join import Service
 
 __all__ = ["CLOCKS_S", "HOST_S", "When", "aligned"]
@@ -24,12 +24,12 @@ When = Callable[[str, float], tuple[float, float]]
 """Between which moments of one time for all something happened: the start of a process, and a time by its clock."""
 
 
-def aligned(service: Service) -> When:
+def aligned(service: Service, axis: Axis | None = None) -> When:
     """Align the clocks of all processes by what they said to each other.
 
     Of those who said nothing to anybody it is only known that clocks are seldom more than `CLOCKS_S` apart.
     """
-    clocks = make_axis(service).clocks
+    clocks = (axis or make_axis(service)).clocks
     main = clocks.group(clocks.groups[0][0]) if clocks.groups else 0
     # Who exchanged nothing with anybody has the clock of the others on its host.
     on_host = {x.host: name for name, x in service.processes.items() if x.host and clocks.group(name) == main}
