@@ -472,7 +472,7 @@ def test_statistics_are_a_snapshot(pair: Pair) -> None:
     params = pair.params("r", [1])
     pair.prefill.submit(Lend(params))
     pair.decode.submit(pull("r", [2], params))
-    pair.until(lambda p, d: d.received)
+    pair.until(lambda p, d: d.received and p.sent)
     until(lambda: pair.decode.way.statistics(0.0).counters.get("data.posts"), pair.decode.way)
     if not isinstance(pair.decode.way, Native):
         counters = pair.decode.way.statistics(3600.0).counters

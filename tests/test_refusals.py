@@ -14,10 +14,17 @@ import pytest
 
 from asynckv import KeysConfig, PeerUnreachable, PrefillGroup, PullConfig
 from asynckv.edges.zmq import make_pair
+from asynckv.engine import ending
 from asynckv.keys import write_pair
 from tests.engines import Bench, Side
 
 pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+
+
+@pytest.fixture(autouse=True)
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is refused is not answered: a closing engine need not wait for it."""
+    monkeypatch.setattr(ending, "GRACE_S", 0.1)
 
 
 @contextlib.asynccontextmanager

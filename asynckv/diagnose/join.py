@@ -173,10 +173,11 @@ class Lease:
     @property
     def lent_at(self) -> float:
         """When it was lent, by its process's clock."""
+        said = self.lent.at if self.lent is not None else math.inf
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            return self.ended.at - seconds
+            return min(self.ended.at - seconds, said)  # a line may be late
         if self.lent is not None:
-            return self.lent.at
+            return said
         for record, entry in self.held:
             if not math.isnan(seconds := number(entry.get("lent_s"))):
                 return record.at - seconds

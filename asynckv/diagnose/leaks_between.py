@@ -102,11 +102,13 @@ def excuse(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
 
 
 def would_be_given_up(processes: Processes, pull: Pull) -> bool:
-    """Logs go on for long enough that a release which nobody answered would have been told of."""
+    """Its reader lived for long enough that a release which nobody answered would have been told of."""
     if pull.ended is None:
         return False
-    ended_at = processes.when(pull.process.incarnation, pull.ended.at)[0]
-    return processes.last >= ended_at + pull.process.durations.get("release_timeout_s", 0.0)
+    given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 0.0)
+    if processes.fate(pull.process).kind == "died":
+        return pull.process.last_at >= given_up_at
+    return processes.last >= processes.when(pull.process.incarnation, given_up_at)[0]
 
 
 def is_stranger(processes: Processes, who: str, name: str) -> bool:
@@ -156,6 +158,8 @@ def turned_away(process: Process, since: float, until: float) -> str:
 
 def stale_at(lease: Lease, pull: Pull) -> str:
     """How the rank that lends turned its reader away, for it asked for an earlier start."""
+    if lease.process.start in map(start_of, pull.peer_ranks):
+        return ""  # then it was for another request
     for record in lease.process.of(EVENT.READER_REFUSED):
         if record.text("reader") == pull.process.rank and record.text("cause") in STALE:
             return f"{record.text('cause')}, {record.text('detail')}"
@@ -178,19 +182,22 @@ def how_unanswered(pull: Pull) -> str:
     return f"the pull ended as {pull.cause}{f', {pull.detail}' if pull.detail else ''}"
 
 
-def last_lost(lease: Lease, pulls: Sequence[Pull]) -> Pull | None:
-    """The attempt that said that it was the last, and was never heard."""
+def last_lost(processes: Processes, lease: Lease, pulls: Sequence[Pull]) -> Pull | None:
+    """The attempt that said that it was the last, while it was lent, and was never heard."""
+    ended_at = processes.span(lease)[1]
     for pull in reversed(pulls):
-        outcomes = {x.text("outcome") for x in pull.unanswered if lease.process.rank in x.texts("ranks")}
-        if outcomes - {"", "retry"}:
-            return pull
+        for record in pull.unanswered:
+            said_at = processes.when(pull.process.incarnation, record.at - record.number("seconds", 0.0))[0]
+            is_last = record.text("outcome") not in ("", "retry")
+            if is_last and said_at <= ended_at and lease.process.rank in record.texts("ranks"):
+                return pull
     return None
 
 
 def retries(pull: Pull, pulls: Sequence[Pull]) -> bool:
-    """Its release said that another attempt would follow, and none did."""
+    """It said that another attempt would follow, and none did."""
     said = [x.text("outcome") for x in (*pull.unanswered, *pull.refused)]
-    return "retry" in said and pulls[-1] is pull
+    return ("retry" in said or bool(pull.retried)) and pulls[-1] is pull
 
 
 def is_only_released(pull: Pull, lease: Lease) -> bool:

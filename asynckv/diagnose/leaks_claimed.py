@@ -11,15 +11,15 @@ from asynckv.diagnose.join import Lease, Process, Pull, base_name
 from asynckv.diagnose.leaks_between import excuse, how_unanswered, is_unanswered, last_lost, retries
 from asynckv.diagnose.leaks_clocks import CLOCKS_S
 from asynckv.diagnose.leaks_late import is_forgotten
-from asynckv.diagnose.leaks_processes import SILENCE_S, Processes
+from asynckv.diagnose.leaks_processes import SILENCE_S, UNDER_WAY_S, Processes
 from asynckv.diagnose.leaks_values import Story, in_seconds, moment
 
 __all__ = ["claimed"]
 
 C = CAUSE
 
-UNDER_WAY_S = 0.25
-"""No message is on its way for longer."""
+AT_ONCE_S = 0.01
+"""Promises are of whole milliseconds, so that the last may end so much before `max_lease_s`."""
 
 
 def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]) -> Story:
@@ -29,6 +29,8 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
     pull_id = claim.pull_id if claim is not None else ""
     process = processes.service.process_named(name) or processes.service.process_of(pull_id)
     pull = next((x for x in pulls if x.pull_id == pull_id), pulls[-1] if pulls else None)
+    if pull is not None and pull.retried:
+        pull = pulls[-1]  # a later attempt, of which nothing came here
     names: dict[str, Any] = {
         "reader": name,
         "holder": lease.process.rank,
@@ -40,6 +42,10 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
     grant_s = lease.process.durations.get("grant_s", 10.0)
     if process is None and lease.ended is None and lease.seconds - heard_s < grant_s / 2:
         return Story(C.STILL_HELD, names | {"why": f"claimed and renewed by {name}"}, heard_s, (name,))
+    is_pulled = pull is None or not is_forgotten(processes, pull)
+    if is_pulled and _was_renewed_for_as_long_as_may_be(lease, heard_s):
+        most = in_seconds(lease.process.durations["max_lease_s"])
+        return Story(C.MAX_LEASE, names | {"why": f"lent for {in_seconds(lease.seconds)} s, of {most} s"}, heard_s)
     if process is None:
         # That a claim of it was turned down since is another attempt, and no claim that was on its way.
         theirs = (x for x in lease.refused if x.message == "claim" and base_name(x.who) == base_name(name))
@@ -65,9 +71,9 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
         return away
     if process.stopped is not None and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
         return Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
-    if (last := last_lost(lease, pulls)) is not None and last is not pull:
+    if (last := last_lost(processes, lease, pulls)) is not None and last is not pull:
         return Story(C.RELEASE_LOST, names | {"why": how_unanswered(last)}, heard_s)
-    if name in lease.retrying or (pull.ended is not None and retries(pull, pulls)):
+    if name in lease.retrying or retries(pull, pulls):
         if fate.kind == "died":
             return Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         return Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
@@ -84,10 +90,17 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
     if fate.kind == "stopped":
         return Story(C.READER_CLOSED, names | {"why": f"{said}; {fate.why}"}, heard_s)
     waits_s = process.durations.get("release_timeout_s", 30.0)
-    if processes.last < processes.when(process.incarnation, pull.ended.at)[0] + waits_s:
+    if processes.last < processes.when(process.incarnation, pull.ended.at)[1] + waits_s:
         return Story(C.READER_SILENT, names, heard_s)  # it would not have said yet that nobody answers
     # Whatever it said was answered, so it came as the lease was over.
     return Story(C.LEASE_TOO_SHORT, names, heard_s)
+
+
+def _was_renewed_for_as_long_as_may_be(lease: Lease, heard_s: float) -> bool:
+    """It expired at `max_lease_s`, and this reader had asked for as much as was left: its last promise was cut."""
+    most = lease.process.durations.get("max_lease_s", math.inf)
+    grant_s = lease.process.durations.get("grant_s", 0.0)
+    return lease.state == "expired" and lease.seconds >= most - AT_ONCE_S and heard_s + grant_s >= lease.seconds
 
 
 def _without_outcome(

@@ -84,7 +84,7 @@ def _is_open(lease: Lease) -> bool:
 
 def is_kept(pull: Pull) -> bool:
     """Its blocks were not free when it had its outcome."""
-    if pull.ended is None and pull.state in ("quarantined", "draining"):
+    if pull.ended is None and pull.state == "quarantined":
         return _is_last_word(pull)
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 

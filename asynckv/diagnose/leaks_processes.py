@@ -27,7 +27,18 @@ LATE_S = 1.0
 """That a lease has expired is logged so much later than it is due, at most, where no loop is away."""
 
 SILENCE_S = 5.0
-"""A loop is seldom away for longer: who is lost, while logs of others go on for so long, is dead or hangs for good."""
+"""Who lives writes a line again, where others go on for so long: whoever is lost is dead or hangs for good."""
+
+AWAY_S = 10.0
+"""A loop is seldom away for longer: of who is lost for its silence alone, logs of others must go on for so long.
+
+Or for as long as it lends, and `LAPSE_S`: what it had lent has run out by then, and it would have said so.
+"""
+
+LAPSE_S = 3.0
+
+UNDER_WAY_S = 0.25
+"""No message is on its way for longer."""
 
 QUIET = 10.0
 """A process that only seems to have died wrote its last line so many times its usual pause before that, at most."""
@@ -98,9 +109,12 @@ class Processes:
         self.asked = {start_of(name) for x in leases for name in (*x.claims, *x.released)}
         """Starts of readers that have claimed or released anything."""
         self.asked |= {x.process.start for request in service.requests for x in request.all_pulls}
-        self._is_ahead = any(x.claimed_s <= 0.0 for x in claims)
-        """Params leave before their requests are lent: claims wait for them."""
-        self._unknown: dict[str, tuple[str, ...]] = {}
+        self.claims_take_s = max((x.claimed_s for x in claims if x.claimed_s > UNDER_WAY_S), default=UNDER_WAY_S)
+        """For how long after it was lent a request was claimed, at most."""
+        self._unclaimed = [x for x in leases if not x.claims and not x.released]
+        self._ahead_s = max(map(self._came_ahead_s, service.requests), default=0.0)
+        """For how long before their requests were lent params have come, at most."""
+        self._unknown: dict[str, list[tuple[float, str]]] = {}
 
     def fate(self, process: Process) -> Fate:
         """Say what became of a process."""
@@ -129,7 +143,10 @@ class Processes:
             at, detail = self.when(other.incarnation, record.at), record.text("detail")
             if detail == "failed" and at[0] <= low:
                 continue  # a transfer has failed, and the process may have said more since
-            if at[1] > low and not detail.startswith("forgotten") and self.last >= low + SILENCE_S:
+            waits_s = SILENCE_S
+            if "was silent" in detail:
+                waits_s = min(process.durations.get("lease_s", DEFAULT_LEASE_S) + LAPSE_S, AWAY_S)
+            if at[1] > low and not detail.startswith("forgotten") and self.last >= high + waits_s:
                 return Fate("died", f"{ends}, and {other.rank} lost it: {record.text('detail')}", low, at[1])
         if not process.says_info:
             why = f"its log has warnings only, the last of {moment(process.last_at)}"
@@ -137,9 +154,13 @@ class Processes:
         gone_by = self._lapsed.get(process.incarnation, -math.inf)
         if gone_by >= low and self.last >= gone_by + SILENCE_S / 2:
             return Fate("died", f"{ends}, and it let its promises run out", low, gone_by, False)
-        for other in self._would_be_told_of(process):
-            if other.stopped is not None and self.when(other.incarnation, other.stopped.at)[0] > high:
-                return Fate("died", f"{ends}, and {other.rank} went on to its end", low, math.inf, False)
+        others = list(self._would_be_told_of(process))
+        ended = [(self.when(x.incarnation, x.stopped.at)[0], x.rank) for x in others if x.stopped is not None]
+        ended = [x for x in ended if x[0] > high]
+        # Where others of them are without a goodbye as well, the logs may be of a service that is being closed.
+        open_ = [x for x in others if x.stopped is None and self.when(x.incarnation, x.last_at)[0] > high]
+        if ended and (not open_ or self.last >= min(ended)[0] + SILENCE_S):
+            return Fate("died", f"{ends}, and {min(ended)[1]} went on to its end", low, math.inf, False)
         return Fate("silent", f"{ends}; it may live and have nothing to say", low, math.inf, False)
 
     def tells(self, process: Process, pull: Pull, record: Record | None = None) -> bool:
@@ -197,14 +218,14 @@ class Processes:
         found = (x for x in others if x in known or not (x.lends or x.engine_id in self._lenders))
         return sorted(found, key=lambda x: x.first_at)
 
-    def unknown_readers(self, process: Process) -> tuple[str, ...]:
-        """Readers that shook hands with a prefill rank, and whose logs are not there."""
+    def unknown_readers(self, process: Process, until: float) -> tuple[str, ...]:
+        """Readers that shook hands with a prefill rank by a moment of its clock, and whose logs are not there."""
         known = self._unknown.get(process.incarnation)
         if known is None:
-            names = dict.fromkeys(x.text("reader") for x in process.of(EVENT.READER_MET))
-            known = tuple(x for x in names if x and self.service.process_named(x) is None)
+            met = ((x.at, x.text("reader")) for x in process.of(EVENT.READER_MET))
+            known = [(at, name) for at, name in met if name and self.service.process_named(name) is None]
             self._unknown[process.incarnation] = known
-        return known
+        return tuple(dict.fromkeys(name for at, name in known if at <= until))
 
     def away_s(self, process: Process, since: float, until: float) -> float:
         """For how long a process's loop was away between two moments of its own clock, at most at once."""
@@ -215,6 +236,12 @@ class Processes:
                 break
             out = max(out, seconds)
         return out
+
+    def num_unclaimed(self, holder: Process, reader: Process) -> int:
+        """Count what a rank lent while a reader lived, and what nobody claimed."""
+        low, high = self.when(reader.incarnation, reader.first_at)[0], self.gone_by(reader)
+        spans = (self.span(x) for x in self._unclaimed if x.process is holder)
+        return sum(since <= high and until >= low for since, until in spans)
 
     def span(self, lease: Lease) -> tuple[float, float]:
         """From when to when a lease was lent, in everybody's time, generously."""
@@ -231,13 +258,20 @@ class Processes:
                 gone_by = self.when(lease.process.incarnation, lease.lent_at + lease.seconds)[1]
                 self._lapsed[process.incarnation] = min(gone_by, self._lapsed.get(process.incarnation, math.inf))
 
+    def _came_ahead_s(self, request: Request) -> float:
+        if not any(x.claimed_s <= 0.0 for lease in request.leases.values() for x in lease.claims.values()):
+            return 0.0
+        asked = (self.when(x.process.incarnation, x.begun_at)[0] for x in request.pulls.values())
+        lent = (self.when(x.process.incarnation, x.lent_at)[1] for x in request.leases.values())
+        return max(lent) - min(asked, default=math.inf)
+
     def died_about(self, readers: Sequence[Process], since: float, until: float) -> list[Process]:
         """Who died about when a request was lent, and may have known of it: params arrive early, and late."""
         out = []
         for reader in readers:
             fate, waits_s = self.fate(reader), reader.durations.get("timeout_s", CLOCKS_S)
             began = self.when(reader.incarnation, reader.first_at)[0]
-            early_s = waits_s if self._is_ahead else -HOST_S
+            early_s = min(self._ahead_s, waits_s) - HOST_S
             if fate.kind == "died" and self.gone_by(reader) >= since - early_s and fate.after <= until + waits_s:
                 out += [reader] if began <= until + waits_s else []
         return out

@@ -45,8 +45,9 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
     elif spoke:
         engines = {x.engine_id for x in spoke}
         readers = [x for x in readers if x.engine_id in engines and x not in spoke]
-    unknown = processes.unknown_readers(lease.process)
+    unknown = processes.unknown_readers(lease.process, lease.lent_at + lease.seconds)
     died, silent = [], []
+    all_readers = readers
     gone = [x for x in readers if processes.gone_by(x) < since]
     readers = [x for x in readers if x not in gone] or gone
     for reader in readers:
@@ -65,10 +66,17 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
     met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
     died = [x for x in died if x.start in met] or died
     if name == "*" and not spoke and lease.state != "lent" and not unknown:
-        lost = processes.died_about(readers, since, until)
-        is_meant = len({x.engine_id for x in readers}) == 1
-        # Who shook hands here, and never came to speak of anything else, did so for this request.
-        is_meant = is_meant or any(x.start in met - processes.asked for x in died)
+        lost = processes.died_about([x for x in all_readers if engine_of(x.rank) not in bound], since, until)
+        # There is one only, and it died no later than a claim may take.
+        is_meant = len({x.engine_id for x in readers}) == 1 and any(
+            processes.fate(x).after
+            <= processes.when(lease.process.incarnation, lease.lent_at)[1] + processes.claims_take_s
+            for x in died
+        )
+        # Or who shook hands here, and never came to speak of anything, did so for this request.
+        is_meant = is_meant or any(
+            x.start in met - processes.asked and processes.num_unclaimed(lease.process, x) == 1 for x in died
+        )
         if lost and not (died and is_meant):
             # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
             lost = died or lost
@@ -88,7 +96,8 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
         why = f"{listed(others)}{reserve}" if others else f"nobody did yet{reserve}"
         named = name if name != "*" else listed(x.rank for x in readers) or "a rank"
         return Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
-    is_cut = len(silent) == len(readers) and processes.last < until + SILENCE_S
+    # Where logs end before readers do, and soon after the lease, it may be asked for yet.
+    is_cut = any(processes.fate(x).kind == "silent" for x in readers) and processes.last < until + SILENCE_S
     if readers and not unknown and lease.state != "lent" and not is_cut:
         gone_too = listed(x.rank for x in silent)
         reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
@@ -159,10 +168,13 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return Story(C.EXPIRED_WHILE_QUEUED if waited else C.CAME_TOO_LATE, names)
     if keys := refused_keys(processes, pull, lease):
         return Story(C.KEYS_REFUSED, names | {"why": keys})
-    if is_only_released(pull, lease) and not is_unanswered(pull, lease):
-        # Nothing is said to a rank that nothing is read of, before the pull is done.
-        is_told = would_be_given_up(processes, pull)
-        return excuse(processes, lease, pull) or Story(C.CAME_TOO_LATE if is_told else C.EXPIRED_WHILE_QUEUED, names)
+    if is_only_released(pull, lease):
+        # Nothing is said to a rank that nothing is read of, before the pull is done: nobody has to meet.
+        if (away := excuse(processes, lease, pull)) is not None:
+            return away
+        if is_unanswered(pull, lease):
+            return Story(C.RELEASE_LOST, names | {"why": how_unanswered(pull)})
+        return Story(C.CAME_TOO_LATE if would_be_given_up(processes, pull) else C.EXPIRED_WHILE_QUEUED, names)
     if (stale := stale_at(lease, pull)) and pull.failed_in == "handshake":
         return Story(C.STALE_PARAMS, names | {"why": stale})
     if pull.ended is None and any(
@@ -171,6 +183,8 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         for x, state in (entry["ranks"].items() if isinstance(entry.get("ranks"), dict) else ())
     ):
         return Story(C.EXPIRED_WHILE_QUEUED, names)  # it says nothing to this rank before it is done
+    if cause in ("cancelled", "engine_closed") and any(x.text("cause") == "engine_closed" for x in pull.unanswered):
+        return Story(C.READER_CLOSED, names | {"why": how_unanswered(pull)})
     if cause == "peer_unreachable" or not shook_hands(processes, pull.process, lease):
         others = turned_away(lease.process, -math.inf, lease.lent_at + lease.seconds)
         return Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))

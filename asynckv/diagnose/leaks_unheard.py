@@ -95,6 +95,8 @@ def _unheard(processes: Processes, request: Request, pull: Pull, rank: str) -> S
             keys = turned_away_at(pull, rank)
             cause = C.KEYS_REFUSED if keys else C.NEVER_SHOOK_HANDS
             return Story(cause, names | {"why": keys or pull.detail}, missing=(rank,))
+        if pull.cause == "wrong_target":
+            return Story(C.WRONG_TARGET, names | {"why": pull.detail}, missing=(rank,))
         return Story(C.RELEASE_UNANSWERED, names, missing=(rank,))
     return None
 

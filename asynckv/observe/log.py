@@ -115,6 +115,7 @@ def started(config: EngineConfig) -> dict[str, Any]:
         "version": release(),
         "lease_s": lease.lease_s,
         "grant_s": lease.grant_s,
+        "max_lease_s": lease.max_lease_s,
         "timeout_s": pull.timeout_s,
         "announce_s": pull.announce_s,
         "held_s": pull.held_s,
