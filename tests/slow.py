@@ -19,9 +19,9 @@ PATIENT = [
         # These only compute.
         *("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "simulation"),
         # These have engines and processes as well, and wait for events within many seconds.
-        *("bench_compare", "bench_sweep", "bench_vs_vllm", "conformance", "docs", "doctor", "embed", "embed_examples"),
-        *("events", "families", "leaks", "leaks_join", "log_sink", "models", "report_page", "simulated_logs"),
-        *("timeline_real",),
+        *("bench_compare", "bench_sweep", "bench_vs_vllm", "conformance", "docs", "doctor", "doctor_peer", "embed"),
+        *("embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join", "log_sink", "models"),
+        *("pd_proxy", "report_page", "simulated_logs", "timeline_real"),
     )
 ]
 NOTHING_FOUND = 5

@@ -92,7 +92,9 @@ async def test_a_reader_that_is_not_listed_there_is_named_by_both(
 ) -> None:
     caplog.set_level(logging.WARNING, "asynckv")
     async with pair(tmp_path, there=False) as (prefill, decode):
-        with pytest.raises(PeerUnreachable, match="did not answer within 1.5 s; it seems to turn our connection away"):
+        with pytest.raises(
+            PeerUnreachable, match=r"did not answer within 1\.5 s; it seems to turn our connection away"
+        ):
             await decode.engine.pull("d", [(0, [6])], params(prefill), timeout_s=12.0)
         key = decode.engine.endpoint.address.partition("#")[2]
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("refused")]
