@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asynckv.diagnose.causes import CAUSE
 from asynckv.diagnose.join import Lease, Process, Pull, Request, base_name, start_of
@@ -30,14 +31,58 @@ __all__ = ["unclaimed"]
 C = CAUSE
 
 
+@dataclass(slots=True)
+class _Readers:
+    """Who may have been meant by a request that nobody asked one prefill rank for.
+
+    Attributes:
+        spoke: Other ranks of the engine that was meant: they have spoken of it, to this rank or another.
+        alive: Of those that may have been meant, who lived then; who had died before, if there is nobody else.
+        gone: Who had died before it was lent.
+        died: Who died while it was lent.
+        silent: Whose logs end before its lease did.
+        unknown: Who shook hands, and of whom no log was given.
+        lost: Who died about then, and may have had its params for some time, or was to have them.
+    """
+
+    spoke: list[Process]
+    alive: list[Process]
+    gone: list[Process]
+    died: list[Process]
+    silent: list[Process]
+    unknown: tuple[str, ...]
+    lost: list[Process]
+
+
 def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, pulls: Sequence[Pull]) -> Story:
     """Say why a reader never spoke up."""
     if pulls:
         return _never_got_through(processes, lease, pulls[-1])
-    holder = lease.process.rank
+    readers = _find_readers(processes, request, lease, name)
+    is_nobody = name == "*" and not readers.spoke
+    is_over = lease.state != "lent"
+    if is_nobody and is_over and not readers.unknown and readers.lost:
+        if not (readers.died and _is_meant(processes, lease, readers)):
+            # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
+            lost = readers.died or readers.lost
+            why = (
+                "; no log of the decode side speaks of it: its params never arrived, or whoever had them died, as "
+                f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
+            )
+            return Story(C.NEVER_CLAIMED, {"why": why})
+    if readers.died and is_over:
+        fate = processes.fate(readers.died[0])
+        who = listed(x.rank for x in readers.died)
+        names = {"reader": who, "why": fate.why, "gone": fate.gone, "holder": lease.process.rank}
+        return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
+    if not is_nobody:
+        return _silent_rank(lease, name, readers)
+    return _unheard_of(processes, lease, readers)
+
+
+def _find_readers(processes: Processes, request: Request, lease: Lease, name: str) -> _Readers:
     since, until = processes.span(lease)
     readers = processes.decoders(lease.process.engine_id)
-    # Others of an engine have spoken of it, to this rank or another: then it is one of theirs that did not.
     bound = {engine_of(x) for x in (*lease.owed, *lease.claims, *lease.released)}
     spoke = [x for x in dict.fromkeys(x.process for x in request.all_pulls) if engine_of(x.rank) not in bound]
     if name != "*":
@@ -45,12 +90,10 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
     elif spoke:
         engines = {x.engine_id for x in spoke}
         readers = [x for x in readers if x.engine_id in engines and x not in spoke]
-    unknown = processes.unknown_readers(lease.process, lease.lent_at + lease.seconds)
-    died, silent = [], []
-    all_readers = readers
     gone = [x for x in readers if processes.gone_by(x) < since]
-    readers = [x for x in readers if x not in gone] or gone
-    for reader in readers:
+    alive = [x for x in readers if x not in gone] or gone
+    died, silent = [], []
+    for reader in alive:
         fate = processes.fate(reader)
         if processes.gone_by(reader) < since or processes.when(reader.incarnation, reader.first_at)[0] > until:
             continue
@@ -61,59 +104,58 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
     if not spoke and name == "*":
         # Other ranks of the same engine live: they would have spoken of a request that it had.
         ranks = {x.base for x in died} | {x.base for x in silent}
-        whole = {x.engine_id for x in died} - {x.engine_id for x in readers if x.base not in ranks}
+        whole = {x.engine_id for x in died} - {x.engine_id for x in alive if x.base not in ranks}
         died = [x for x in died if x.engine_id in whole]
-    met = {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
+    met = _met(lease)
     died = [x for x in died if x.start in met] or died
-    if name == "*" and not spoke and lease.state != "lent" and not unknown:
-        lost = processes.died_about([x for x in all_readers if engine_of(x.rank) not in bound], since, until)
-        # There is one only, and it died no later than a claim may take.
-        is_meant = len({x.engine_id for x in readers}) == 1 and any(
-            processes.fate(x).after
-            <= processes.when(lease.process.incarnation, lease.lent_at)[1] + processes.claims_take_s
-            for x in died
-        )
-        # Or who shook hands here, and never came to speak of anything, did so for this request.
-        is_meant = is_meant or any(
-            x.start in met - processes.asked and processes.num_unclaimed(lease.process, x) == 1 for x in died
-        )
-        if lost and not (died and is_meant):
-            # Its params never arrived, or arrived at somebody who died: nothing tells for whom it was.
-            lost = died or lost
-            why = (
-                "; no log of the decode side speaks of it: its params never arrived, or whoever had them died, as "
-                f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
-            )
-            return Story(C.NEVER_CLAIMED, {"why": why})
-    if died and lease.state != "lent":
-        gone_as = processes.fate(died[0])
-        who = listed(x.rank for x in died)
-        names = {"reader": who, "why": gone_as.why, "gone": gone_as.gone, "holder": holder}
-        return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
-    if name != "*" or spoke:
-        others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in spoke)) if x != name]
-        reserve = "; it may have died" if silent or not readers else ""
-        why = f"{listed(others)}{reserve}" if others else f"nobody did yet{reserve}"
-        named = name if name != "*" else listed(x.rank for x in readers) or "a rank"
-        return Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers else (named,))
+    unknown = processes.unknown_readers(lease.process, lease.lent_at + lease.seconds)
+    lost = processes.died_about([x for x in readers if engine_of(x.rank) not in bound], since, until)
+    return _Readers(spoke, alive, gone, died, silent, unknown, lost)
+
+
+def _met(lease: Lease) -> set[str]:
+    """Starts of readers that shook hands with the rank that lends."""
+    return {start_of(x.text("reader")) for x in lease.process.of(EVENT.READER_MET)}
+
+
+def _is_meant(processes: Processes, lease: Lease, readers: _Readers) -> bool:
+    """A request that nobody speaks of was for the reader that died."""
+    claimed_by = processes.when(lease.process.incarnation, lease.lent_at)[1] + processes.claims_take_s
+    if len({x.engine_id for x in readers.alive}) == 1:
+        if any(processes.fate(x).after <= claimed_by for x in readers.died):
+            return True  # it is the only one, and died no later than a claim may take
+    # Who shook hands here, and never came to speak of anything, did so for this request.
+    first = _met(lease) - processes.asked
+    return any(x.start in first and processes.num_unclaimed(lease.process, x) == 1 for x in readers.died)
+
+
+def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
+    """Say that others of its engine have spoken of a request, and one rank has not."""
+    others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in readers.spoke)) if x != name]
+    reserve = "; it may have died" if readers.silent or not readers.alive else ""
+    why = f"{listed(others)}{reserve}" if others else f"nobody did yet{reserve}"
+    named = name if name != "*" else listed(x.rank for x in readers.alive) or "a rank"
+    return Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers.alive else (named,))
+
+
+def _unheard_of(processes: Processes, lease: Lease, readers: _Readers) -> Story:
+    """Say that no log speaks of a request, and why that may be."""
+    until = processes.span(lease)[1]
     # Where logs end before readers do, and soon after the lease, it may be asked for yet.
-    is_cut = any(processes.fate(x).kind == "silent" for x in readers) and processes.last < until + SILENCE_S
-    if readers and not unknown and lease.state != "lent" and not is_cut:
-        gone_too = listed(x.rank for x in silent)
-        reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if silent else ""
-        if readers == gone:
-            reserve = f"; {listed(x.rank for x in gone)} had died before it was lent"
-        return Story(C.NEVER_HEARD_OF, {"why": listed(x.rank for x in readers), "died": reserve})
-    return Story(
-        C.NEVER_CLAIMED,
-        {"why": _circumstances(lease, readers, silent, unknown)},
-        missing=unknown or (("the decode side",) if not readers else tuple(x.rank for x in silent)),
-    )
+    is_cut = any(processes.fate(x).kind == "silent" for x in readers.alive) and processes.last < until + SILENCE_S
+    if readers.alive and not readers.unknown and lease.state != "lent" and not is_cut:
+        gone_too = listed(x.rank for x in readers.silent)
+        reserve = f"; or {gone_too} died with them, for there a log ends before the lease did" if gone_too else ""
+        if readers.alive == readers.gone:
+            reserve = f"; {listed(x.rank for x in readers.gone)} had died before it was lent"
+        return Story(C.NEVER_HEARD_OF, {"why": listed(x.rank for x in readers.alive), "died": reserve})
+    silent = tuple(x.rank for x in readers.silent) if readers.alive else ("the decode side",)
+    return Story(C.NEVER_CLAIMED, {"why": _circumstances(lease, readers)}, missing=readers.unknown or silent)
 
 
-def _circumstances(lease: Lease, readers: Sequence[Process], silent: Sequence[Process], unknown: Sequence[str]) -> str:
+def _circumstances(lease: Lease, found: _Readers) -> str:
     """What else one side's logs say of a request that nobody claimed."""
-    out = []
+    readers, silent, unknown, out = found.alive, found.silent, found.unknown, list[str]()
     if silent:
         out.append(f"no log of the decode side speaks of it, and {listed(x.rank for x in silent)} may have died")
     elif readers and all(x.answers for x in readers):
