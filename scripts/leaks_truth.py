@@ -70,7 +70,7 @@ OF_A_LEASE: Mapping[CAUSE, Callable[[Whys], bool]] = {
     C.DIED_AFTER_CLAIM: _has("died_after_claim"),
     C.READER_CLOSED: _has("reader_closed"),
     C.NO_ATTEMPT_FOLLOWED: _has("retry_never"),
-    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late"}),
+    C.LEASE_TOO_SHORT: lambda whys: "claimed" in whys and bool(whys & {"still_pulling", "release_late", "lapsed"}),
     C.MAX_LEASE: _has("max_lease"),
     C.DECODE_LOOP_AWAY: _has("reader_away"),
     C.READER_SILENT: _has("claimed"),

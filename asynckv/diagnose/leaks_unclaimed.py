@@ -70,9 +70,10 @@ def unclaimed(processes: Processes, request: Request, lease: Lease, name: str, p
                 f"{listed(x.rank for x in lost)} did about then ({processes.fate(lost[0]).why})"
             )
             return Story(C.NEVER_CLAIMED, {"why": why})
-    if readers.died and is_over:
-        fate = processes.fate(readers.died[0])
-        who = listed(x.rank for x in readers.died)
+    died = readers.died if is_nobody else [x for x in readers.died if _died_in_time(processes, lease, x)]
+    if died and is_over:
+        fate = processes.fate(died[0])
+        who = listed(x.rank for x in died)
         names = {"reader": who, "why": fate.why, "gone": fate.gone, "holder": lease.process.rank}
         return Story(C.DIED_BEFORE_CLAIM, names, lease.seconds)
     if not is_nobody:
@@ -120,19 +121,25 @@ def _met(lease: Lease) -> set[str]:
 
 def _is_meant(processes: Processes, lease: Lease, readers: _Readers) -> bool:
     """A request that nobody speaks of was for the reader that died."""
-    claimed_by = processes.when(lease.process.incarnation, lease.lent_at)[1] + processes.claims_take_s
     if len({x.engine_id for x in readers.alive}) == 1:
-        if any(processes.fate(x).after <= claimed_by for x in readers.died):
-            return True  # it is the only one, and died no later than a claim may take
+        if any(_died_in_time(processes, lease, x) for x in readers.died):
+            return True  # it is the only one
     # Who shook hands here, and never came to speak of anything, did so for this request.
     first = _met(lease) - processes.asked
     return any(x.start in first and processes.num_unclaimed(lease.process, x) == 1 for x in readers.died)
+
+
+def _died_in_time(processes: Processes, lease: Lease, reader: Process) -> bool:
+    """It may have died before it would have claimed, which takes no longer than it took others."""
+    lent_at = processes.when(lease.process.incarnation, lease.lent_at)[1]
+    return processes.fate(reader).after <= lent_at + processes.claims_take_s
 
 
 def _silent_rank(lease: Lease, name: str, readers: _Readers) -> Story:
     """Say that others of its engine have spoken of a request, and one rank has not."""
     others = [x for x in (*lease.claims, *lease.released, *(x.rank for x in readers.spoke)) if x != name]
     reserve = "; it may have died" if readers.silent or not readers.alive else ""
+    reserve = "; it died later" if readers.died else reserve
     why = f"{listed(others)}{reserve}" if others else f"nobody did yet{reserve}"
     named = name if name != "*" else listed(x.rank for x in readers.alive) or "a rank"
     return Story(C.RANK_NEVER_SPOKE, {"reader": named, "why": why}, missing=() if readers.alive else (named,))

@@ -88,6 +88,7 @@ WHY = {
     "silent": "nothing of its reader had arrived",
     "spoke": "something of its reader had arrived",
     "claimed": "a claim of its reader had arrived",
+    "lapsed": "and the owner refused what it said later, for its promise had ended",
     "siblings_spoke": "other ranks of the same decode engine had spoken of it, to whomever",
     "untold": "some process of the decode side died or fell silent, or somebody without a log shook hands, and no log "
     "tells that it was not the one",
@@ -562,6 +563,8 @@ class Witness:
         whys.add("spoke" if spoke else "silent")
         if any("granted to " in text and found.reader in text for _, text in holder.handle._lease.history):
             whys.add("claimed")
+            if "expired" in found.reasons:
+                whys.add("lapsed")
         if any(_is_last(s.message) and s.at < lent_at for s in arrived):
             whys.add("released_early")
         siblings = {f"d{reader.engine_number}.{r}" for r in range(self.service.script.decode)} - {reader.name}
