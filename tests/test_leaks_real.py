@@ -98,7 +98,7 @@ async def leak(fleet: Fleet, folder: Path, keys: dict[str, str]) -> None:
 
     async def lend(name: str, engine: str = "prefill") -> dict[str, Any]:
         owner = other if engine == "other" else prefill
-        params: dict[str, Any] = await owner.ask("lend", engine=engine, request_id=name)
+        params: dict[str, Any] = await owner.ask("lend", 60.0, engine=engine, request_id=name)  # once it has started
         return params
 
     prefill, other, alive, doomed, reading, away = await asyncio.gather(
