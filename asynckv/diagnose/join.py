@@ -45,7 +45,16 @@ __all__ = [
 PULL_PREFIX = 16
 """Letters of the reader's incarnation in a pull id."""
 
-DURATIONS = ("lease_s", "grant_s", "max_lease_s", "timeout_s", "announce_s", "held_s", "release_timeout_s")
+DURATIONS = (
+    "lease_s",
+    "grant_s",
+    "max_lease_s",
+    "parked_s",
+    "timeout_s",
+    "announce_s",
+    "held_s",
+    "release_timeout_s",
+)
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
 

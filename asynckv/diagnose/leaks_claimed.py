@@ -77,7 +77,8 @@ def claimed(processes: Processes, lease: Lease, name: str, pulls: Sequence[Pull]
         if fate.kind == "died":
             return Story(C.DIED_AFTER_CLAIM, names | {"why": fate.why, "gone": fate.gone}, heard_s)
         return Story(C.NO_ATTEMPT_FOLLOWED, names, heard_s)
-    if pull.cause in ("lease_lost", "expired"):
+    is_over = processes.when(process.incarnation, pull.ended.at)[0] > processes.span(lease)[1]
+    if pull.cause in ("lease_lost", "expired") or is_over:
         return Story(C.LEASE_TOO_SHORT, names, heard_s)
     if is_unanswered(pull, lease):
         return Story(C.RELEASE_LOST, names | {"why": how_unanswered(pull)}, heard_s)

@@ -21,8 +21,8 @@ from asynckv.diagnose.leaks_between import (
     turned_away,
     would_be_given_up,
 )
-from asynckv.diagnose.leaks_late import is_forgotten
-from asynckv.diagnose.leaks_processes import SILENCE_S, Processes
+from asynckv.diagnose.leaks_late import is_forgotten, is_overdue
+from asynckv.diagnose.leaks_processes import LATE_S, SILENCE_S, Processes
 from asynckv.diagnose.leaks_values import Story, engine_of, in_seconds, listed, other_id
 from asynckv.observe.events import EVENT
 
@@ -197,7 +197,7 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
     } | other_id(pull.prefill_request_id)
     if pull.prefill_request_id and lease.request_id and pull.prefill_request_id != lease.request_id:
         return Story(C.OTHER_REQUEST_ID, names)
-    if is_forgotten(processes, pull) and not failed_to_meet(processes, pull.process, lease):
+    if is_forgotten(processes, pull) and is_overdue(pull) and not failed_to_meet(processes, pull.process, lease):
         return Story(C.ANNOUNCED_AND_FORGOTTEN, names)
     if pull.ended is None and fate.kind == "died":
         return Story(C.DIED_BEFORE_CLAIM, names | {"why": fate.why, "gone": fate.gone})
@@ -256,4 +256,5 @@ def _was_forgotten(processes: Processes, lease: Lease, pull: Pull) -> bool:
     if not would_be_given_up(processes, pull):
         return False
     ended_at = processes.when(pull.process.incarnation, pull.ended.at)
-    return ended_at[1] < processes.when(lease.process.incarnation, lease.lent_at)[0]
+    parked_s = lease.process.durations.get("parked_s", LATE_S)
+    return ended_at[0] + parked_s < processes.when(lease.process.incarnation, lease.lent_at)[1]

@@ -116,6 +116,7 @@ def started(config: EngineConfig) -> dict[str, Any]:
         "lease_s": lease.lease_s,
         "grant_s": lease.grant_s,
         "max_lease_s": lease.max_lease_s,
+        "parked_s": lease.parked_s,
         "timeout_s": pull.timeout_s,
         "announce_s": pull.announce_s,
         "held_s": pull.held_s,

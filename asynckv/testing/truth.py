@@ -643,8 +643,11 @@ class Witness:
         came = [s for s in theirs if _is_last(s.message)]
         if any(s.at <= end for s in final) and not any(s.at <= end for s in came):
             whys.add("release_lost")
+        said = [s.at for s in theirs if isinstance(s.message, Release)]
         if any(s.at > end - AT_ONCE_S for s in came) or any(s.at > end for s in final):
             whys.add("release_late")
+        elif said and min(said) > end - AT_ONCE_S:
+            whys.add("release_late")  # that of an attempt which another was to follow
         retried = [s for s in theirs if isinstance(s.message, Release) and not _is_last(s.message) and s.at <= end]
         given_up = {s.message.pull_id for s in retried}  # a claim of these came late, and is no other attempt
         last = max((s.at for s in retried), default=math.inf)
