@@ -39,6 +39,9 @@ __all__ = [
 
 C = CAUSE
 
+AT_ONCE_S = 0.01
+"""Lines of one moment are written within this time."""
+
 STALE = frozenset({"restarted", "stale_memory"})
 """Reasons for which who asks for an earlier start is turned down."""
 
@@ -92,7 +95,8 @@ def excuse(processes: Processes, lease: Lease, pull: Pull) -> Story | None:
     long = 0.5 * min(x for x in (grant_s, lease.lease_s, 10.0) if not math.isnan(x))
     ends = [x.at for x in (pull.ended, *pull.unanswered) if x is not None]
     here = processes.away_s(pull.process, pull.begun_at, max(ends, default=pull.last_at))
-    there = processes.away_s(lease.process, lease.lent_at, lease.lent_at + lease.seconds + 1.0)
+    # What it came back from as it lent this was before.
+    there = processes.away_s(lease.process, lease.lent_at + AT_ONCE_S, lease.lent_at + lease.seconds)
     there = max(there, lease.ended.number("late_s", 0.0) if lease.ended is not None else 0.0)
     if max(here, there) < long:
         return None

@@ -111,7 +111,7 @@ class Processes:
         self.asked |= {x.process.start for request in service.requests for x in request.all_pulls}
         self.claims_take_s = max((x.claimed_s for x in claims if x.claimed_s > UNDER_WAY_S), default=UNDER_WAY_S)
         """For how long after it was lent a request was claimed, at most."""
-        self._unclaimed = [x for x in leases if not x.claims and not x.released]
+        self._unclaimed = [x for x in leases if any(name not in x.claims for name in x.owed or ("*",))]
         self._ahead_s = max(map(self._came_ahead_s, service.requests), default=0.0)
         """For how long before their requests were lent params have come, at most."""
         self._unknown: dict[str, list[tuple[float, str]]] = {}

@@ -22,7 +22,7 @@ from asynckv.diagnose.leaks_between import (
     would_be_given_up,
 )
 from asynckv.diagnose.leaks_late import is_forgotten, is_overdue
-from asynckv.diagnose.leaks_processes import LATE_S, SILENCE_S, Processes
+from asynckv.diagnose.leaks_processes import LATE_S, SILENCE_S, UNDER_WAY_S, Processes
 from asynckv.diagnose.leaks_values import Story, engine_of, in_seconds, listed, other_id
 from asynckv.observe.events import EVENT
 
@@ -239,6 +239,8 @@ def _never_got_through(processes: Processes, lease: Lease, pull: Pull) -> Story:
         return Story(C.NEVER_SHOOK_HANDS, names | ({"why": f"{why}; {others}"} if others else {}))
     if away := excuse(processes, lease, pull):
         return away
+    if waited_s < UNDER_WAY_S and not is_unanswered(pull, lease):
+        return Story(C.CAME_TOO_LATE, names)  # it failed at once, and its release came when the lease was over
     if pull.ended is None or pull.failed_in in ("queue", "handshake", "plan", "announced"):
         return Story(C.EXPIRED_WHILE_QUEUED, names)
     if is_unanswered(pull, lease):
@@ -257,4 +259,4 @@ def _was_forgotten(processes: Processes, lease: Lease, pull: Pull) -> bool:
         return False
     ended_at = processes.when(pull.process.incarnation, pull.ended.at)
     parked_s = lease.process.durations.get("parked_s", LATE_S)
-    return ended_at[0] + parked_s < processes.when(lease.process.incarnation, lease.lent_at)[1]
+    return ended_at[1] + parked_s < processes.when(lease.process.incarnation, lease.lent_at)[0]
