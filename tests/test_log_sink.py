@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import asynckv
 from asynckv import ConfigError, EngineConfig, LogConfig
 from asynckv.integrations.vllm.options import Options
 from asynckv.observe import sink as sinks
+from asynckv.observe.release import release
 from asynckv.observe.sink import FileSink, file_name
 from tests.engines import Bench, memory
 from tests.ways import WAYS
@@ -131,6 +133,21 @@ async def test_the_file_has_a_level_of_its_own(sim: Bench, tmp_path: Path, caplo
     assert {e["engine_id"] for e in said} == {"prefill", "decode"}
     assert {e["level"] for e in said} == {"debug", "info", "warning"}
     assert {r.levelno for r in caplog.records} == {logging.WARNING}
+
+
+@pytest.mark.anyio
+async def test_an_engine_starts_where_its_package_is_not_installed(
+    sim: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder on PYTHONPATH, of which `importlib.metadata` finds nothing."""
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
+    release.cache_clear()
+    try:
+        async with sim.pair(log=LogConfig(file=tmp_path / "all.jsonl")):
+            assert asynckv.__version__ == "unknown"
+    finally:
+        release.cache_clear()
+    assert {e["version"] for e in lines(tmp_path / "all.jsonl") if e["event"] == "engine_started"} == {"unknown"}
 
 
 @pytest.mark.anyio

@@ -181,6 +181,8 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(TEXT, "version", "Of asynckv."),
             always(SECONDS, "lease_s", "How long an unclaimed request stays lent."),
             always(SECONDS, "grant_s", "Length of one promise to a reader."),
+            always(SECONDS, "max_lease_s", "Longest that renewals keep a request lent."),
+            always(SECONDS, "parked_s", "How long what is said of a request that is not lent yet is remembered."),
             always(SECONDS, "timeout_s", "Default deadline of a pull."),
             always(SECONDS, "announce_s", "How long an announced request may wait to be pulled."),
             always(SECONDS, "held_s", "When blocks that a transfer may still write are given up."),
