@@ -628,7 +628,10 @@ class Witness:
             for s in self._welcomed
             if s.process == process.name and s.target in self._starts[owner.name] and s.at <= end
         ]
-        if greeted and not any(isinstance(s.message, Welcome) for s in welcomes):
+        met = [s.at for s in welcomes if isinstance(s.message, Welcome)]
+        # Or it met that rank at another time, and not when it asked for this.
+        tries = [s.at for s in greeted if attempt.handed_at <= s.at <= end - HANDSHAKE_S]
+        if (greeted and not met) or any(not any(at <= x <= at + HANDSHAKE_S for x in met) for at in tries):
             whys.add("unmet")
         if has_claimed and not claims:
             whys.add("claim_lost")
