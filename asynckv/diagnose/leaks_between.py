@@ -110,9 +110,13 @@ def would_be_given_up(processes: Processes, pull: Pull) -> bool:
     if pull.ended is None:
         return False
     given_up_at = pull.ended.at + pull.process.durations.get("release_timeout_s", 0.0)
-    if processes.fate(pull.process).kind == "died":
-        return pull.process.last_at >= given_up_at
-    return processes.last >= processes.when(pull.process.incarnation, given_up_at)[0]
+    match processes.fate(pull.process).kind:
+        case "stopped":  # which gives up all releases, and says so
+            return True
+        case "died":
+            return pull.process.last_at >= given_up_at
+        case _:
+            return processes.last >= processes.when(pull.process.incarnation, given_up_at)[1]
 
 
 def is_stranger(processes: Processes, who: str, name: str) -> bool:
