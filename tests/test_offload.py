@@ -331,6 +331,19 @@ async def test_what_was_written_back_is_promoted_and_loaded() -> None:
         assert rank.block(5, 6) == before
 
 
+async def test_what_is_written_over_what_was_given_up_is_kept() -> None:
+    """A file tier that is full gives up a block for each that it takes: the old one is forgotten, not the new one."""
+    disk = SimDisk(4 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        for name in "pqr":
+            written = offload.statistics().counters["blocks.write_back"]
+            await offload.store(name, [(0, [1, 2, 3, 4])], chain(name, 4))
+            await until(lambda n=written: offload.statistics().counters["blocks.write_back"] == n + 4)
+            await asyncio.sleep(0)
+            assert {r.key[16:] for r, _ in disk.records.values()} == {h.encode() for h in chain(name, 4)}
+
+
 async def test_files_are_found_again_by_the_next_process() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(), disk=disk)
