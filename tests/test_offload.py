@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -337,9 +339,8 @@ async def test_what_is_written_over_what_was_given_up_is_kept() -> None:
     rank = Rank(layout_of(), disk=disk, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
         for name in "pqr":
-            written = offload.statistics().counters["blocks.write_back"]
             await offload.store(name, [(0, [1, 2, 3, 4])], chain(name, 4))
-            await until(lambda n=written: offload.statistics().counters["blocks.write_back"] == n + 4)
+            await until(lambda: not offload.statistics().gauges["to_write_back"] and not offload._mover.posted)
             await asyncio.sleep(0)
             assert {r.key[16:] for r, _ in disk.records.values()} == {h.encode() for h in chain(name, 4)}
 
@@ -657,6 +658,30 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
             await rank.offload.store("a", [(0, [1])], chain("p", 1))
         async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:
             assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
+
+
+async def test_the_loop_goes_on_while_files_are_opened() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
+    records, go = rank.records, threading.Event()
+    assert records is not None
+    begin = records.start
+
+    def wait_and_begin(*args: Any) -> Any:
+        assert go.wait(5.0), "the loop waits for the files"
+        return begin(*args)
+
+    records.start = wait_and_begin  # type: ignore[assignment, method-assign]
+    async with rank.engine:
+        starting = asyncio.create_task(rank.offload.start())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        with pytest.raises(EngineClosed):
+            await starting
+        await closing
+        assert not records.is_open
 
 
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:

@@ -112,13 +112,15 @@ class FileTier:
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Stored]:
+    def start(
+        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> list[Stored]:
         """Take the directory, take space for the files, read the index, and start the thread."""
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
             raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
-        self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
+        self._loop, self._on_ready = loop or asyncio.get_running_loop(), on_ready
         self._starts += 1
         self.found.clear()
         self._news.clear()
@@ -272,7 +274,7 @@ class FileTier:
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
-        found = {f"found_{name}": number for name, number in self.found.items()}
+        found = {f"found_{name}": number for name, number in tuple(self.found.items())}
         return found | (self._worker.statistics() if self._worker is not None else {})
 
     def describe(self) -> dict[str, str]:

@@ -59,6 +59,7 @@ class Mover:
         shelves: Those that blocks are on, the rank's own first.
         copies: What copies; set when the device's memory is taken.
         is_copying: It may be used.
+        is_open: Shelves were opened, and are the loop's.
         cause: Why nothing is begun; empty while something is.
         jobs: Those that have not ended, or whose blocks something may still touch.
         posted: Moves that have not ended, those in doubt as well.
@@ -71,7 +72,7 @@ class Mover:
     def __init__(self, driver: Driver, held_s: float) -> None:
         self._driver, self._held_s = driver, held_s
         self.shelves: tuple[Shelf, ...] = ()
-        self.is_copying = False
+        self.is_copying = self.is_open = False
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
         self.posted: dict[TransferId, _Posted] = {}
@@ -195,8 +196,10 @@ class Mover:
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        """A shelf's files have news."""
+        """A shelf's files have news; none is taken before all are open."""
         assert shelf.records is not None
+        if not self.is_open:
+            return
         for news in shelf.records.poll():
             if isinstance(news, RecordsEnded):
                 self._ended(news.move_id, news.ending, news.cause, news.lost)

@@ -156,6 +156,8 @@ class Offload:
         self._driver: Driver | None = None
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._leases: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
+        """Held while another thread takes memory and opens files."""
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -183,9 +185,8 @@ class Offload:
         self._mover, began = Mover(driver, config.held_s), driver.clock.now()
         self._mover.shelves = (self._own,)
         try:
-            # It is taken page by page, which takes seconds where there is much of it.
-            await asyncio.get_running_loop().run_in_executor(None, self._own.take_memory)
-            found = await self._open_files()
+            async with self._opening:
+                found = await self._open()
             if config.network is not None:
                 self.network = self._serve(config.network, Registration(self._own.layout, (self._own.memory,)))
                 await self.network.start()
@@ -233,27 +234,50 @@ class Offload:
         layout = self._layout
         return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
-    async def _open_files(self) -> int:
-        """Open the files, this rank's own and what others have left; returns how many blocks they have."""
-        own, config, layout = self._own, self.config, self._layout
+    async def _open(self) -> int:
+        """Take the memory, and open the files, away from the loop; returns how many blocks these have."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, self._open_all, loop)
+        try:
+            found, left_out = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):  # nobody may close what is still being opened
+                await asyncio.wait([work])
+            raise
+        shelves = self._mover.shelves
+        self._mover.shelves = (self._own, *self._others)
+        if left_out:
+            assert self._driver is not None
+            self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=left_out)
+        for shelf in shelves:
+            if shelf not in self._mover.shelves:
+                await shelf.close()
+        self._mover.is_open = True
+        for shelf in self._mover.shelves:
+            if shelf.records is not None:
+                self._mover.on_records(shelf)  # what was not heard meanwhile
+        return found
+
+    def _open_all(self, loop: asyncio.AbstractEventLoop) -> tuple[int, str]:
+        """Take memory page by page, take space on disks, and read what is there: each takes seconds if there is much.
+
+        Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
+        """
+        own, config, mover = self._own, self.config, self._mover
+        own.take_memory()
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
-        found = own.open_files(partial(self._mover.on_records, own))
-        opened: list[Shelf] = []
+        found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
-                opened.append(shelf)
+                mover.shelves = (*mover.shelves, shelf)
                 shelf.take_memory()
-                found += shelf.open_files(partial(self._mover.on_records, shelf))
-            self._others = reading(layout, opened) if opened else []
-            self._mover.shelves = (own, *self._others)
+                found += shelf.open_files(partial(mover.on_records, shelf), loop)
+            opened = mover.shelves[1:]
+            self._others = reading(self._layout, opened) if opened else []
         except (BackendError, ConfigError) as exc:
-            assert self._driver is not None
-            self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=str(exc))
-        for shelf in opened:
-            if shelf not in self._others:
-                await shelf.close()
-        return found
+            return found, str(exc)
+        return found, ""
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
@@ -296,6 +320,8 @@ class Offload:
 
     async def _let_go_of_planes(self, timeout_s: float | None) -> None:
         """End all planes; nothing touches any memory afterwards."""
+        async with self._opening:
+            pass
         if self.network is not None:
             await self.network.aclose(timeout_s)
         await self._mover.let_go_of_device()
