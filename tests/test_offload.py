@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -765,3 +767,7 @@ def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> Non
     keep(four[3])
     assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
     assert left_in(tmp_path / "nothing", two[0]) == ()
+    turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
+    assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
+    os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)
+    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order

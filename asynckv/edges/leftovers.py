@@ -41,16 +41,20 @@ class Left(NamedTuple):
 def left_in(directory: Path, own: Layout) -> Sequence[Left]:
     """Return the directories that a rank needs of another engine's; of several engines those of the one that ran last.
 
-    Those of its own siblings are never among them: they are to open them themselves.
+    Those of its own siblings are never among them: they are to open them themselves. What an engine of its own size has
+    left in another order of memory is each rank's own.
     """
+    mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[tuple[float, Left]]] = defaultdict(list)
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             if (folder / INDEX).is_file():
                 with suppress(OSError, sqlite3.Error, ValueError, AsyncKVError):
                     left = _read(folder)
+                    if _engine(left.form) == mine:
+                        if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
+                            continue
                     engines[_engine(left.form)].append(((folder / INDEX).stat().st_mtime, left))
-    engines.pop(_engine(own), None)
     if not engines:
         return ()
     newest = max(engines.values(), key=lambda ranks: max(at for at, _ in ranks))
