@@ -173,6 +173,19 @@ async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: s
     assert (await tier.load(elsewhere)).ending is DONE
 
 
+async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    await tier.store(records(0))
+    (index,) = tmp_path.rglob("index.sqlite")
+    assert not any(path.stat().st_mode & 0o077 for path in index.parent.iterdir())
+    tier.plane.close()
+    index.rename(tmp_path / "elsewhere")
+    index.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BackendError, match="a link"):
+        tier.start()
+
+
 async def test_a_place_holds_what_was_put_there_last(make: Make) -> None:
     tier = make()
     tier.start()
