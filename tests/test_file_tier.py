@@ -177,7 +177,7 @@ async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_pat
     tier = make()
     tier.start()
     await tier.store(records(0))
-    (index,) = tmp_path.rglob("index.sqlite")
+    (index,) = tmp_path.rglob("index.sqlite")  # noqa: ASYNC240
     assert not any(path.stat().st_mode & 0o077 for path in index.parent.iterdir())
     tier.plane.close()
     index.rename(tmp_path / "elsewhere")
