@@ -519,6 +519,37 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
         assert offload.lookup(chain("p", 9)).tokens == 5 * SIZE // size * size
 
 
+async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() -> None:
+    """A window of 40 tokens ends in the middle of a block of 64: its other tokens are not the load's to write."""
+
+    def windowed(block_size: int) -> Layout:
+        layout = layout_of(block_size=block_size)
+        (group,) = layout.groups
+        return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, window=40),))
+
+    disk = SimDisk(64 * RECORD)
+    async with Rank(windowed(64), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 8))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    rank = Rank(windowed(16), seed=4, left=[disk], host_bytes=1 << 20)
+    before = [rank.block(i) for i in range(BLOCKS)]
+    async with rank.running() as offload:
+        assert (await offload.load("b", [(0, list(range(10, 18)))], chain("p", 8), num_tokens=128)).num_tokens == 128
+        assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
+
+
+async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
+    disk = SimDisk(64 * RECORD)
+    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 4))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
+    async with rank.running() as offload:
+        assert offload.lookup(chain("p", 4)).tokens == 64
+        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
+            await offload.lend("b", chain("p", 4), num_tokens=64)
+
+
 async def test_what_does_not_fit_is_left_alone() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(0, 2), disk=disk)

@@ -494,7 +494,7 @@ class Offload:
             raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
         if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._mover.jobs.values()):
             raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
-        blocks = check_block_ids(self.engine.registration.layout, groups, tokens)
+        blocks = list(check_block_ids(self.engine.registration.layout, groups, tokens))
         wanted = []
         for group, index in zip(self._groups, self._kept, strict=True):
             first, ids = blocks[index]
@@ -506,6 +506,11 @@ class Offload:
                 )
             start, places = first // group.block_size, needed(group, first, tokens)
             wanted.append([j for j in places if 0 <= j - start < len(ids) and ids[j - start] != NULL])
+            # Larger blocks of another geometry hold more than is wanted: the rest is nowhere to be written.
+            only = np.full_like(ids, NULL)
+            at = np.asarray(wanted[-1], np.int64) - start
+            only[at] = ids[at]
+            blocks[index] = first, only
         job = self._begin(JobKind.LOAD, request_id, blocks, chain, tokens, wanted, timeout)
         ended = await self._outcome(job)
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
@@ -649,7 +654,7 @@ class Offload:
             self._catalogue.store(job.job_id, chain, tokens, positions=wanted)
             job.parts[self._own.far] = None
         else:
-            for shelf in self._sources(chain, tokens):
+            for shelf in self._sources(chain, tokens, blocks):
                 where = wanted if shelf is self._own else _by_their_blocks(shelf, self._own, blocks, tokens)
                 shelf.catalogue.load(job.job_id, chain, tokens, positions=where, until=until)
                 job.parts[shelf.far] = None
@@ -659,10 +664,10 @@ class Offload:
         self._mover.pump()
         return job
 
-    def _sources(self, chain: list[bytes], tokens: int) -> Sequence[Shelf]:
-        """Say of which shelves a prefix is loaded."""
+    def _sources(self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList]) -> Sequence[Shelf]:
+        """Say of which shelves a prefix is loaded; what is only to be in the host tier is not there on others'."""
         found = self._catalogue.lookup(chain[: tokens // self.config.hash_tokens])
-        if found.tokens < tokens and all(tokens % shelf.align == 0 for shelf in self._others):
+        if blocks and found.tokens < tokens and all(tokens % shelf.align == 0 for shelf in self._others):
             if self._others and self._found(chain[: tokens // self.config.hash_tokens]).tokens >= tokens:
                 return self._others
         return (self._own,)
