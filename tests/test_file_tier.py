@@ -173,6 +173,16 @@ async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: s
     assert (await tier.load(elsewhere)).ending is DONE
 
 
+async def test_a_range_that_a_disk_has_no_room_for_takes_none_of_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it begins to fill the disk"))
+    tier = make(num_bytes=1 << 50, segment_bytes=1 << 36)
+    with pytest.raises(BackendError, match=f"no room for {1 << 50} bytes"):
+        tier.start()
+    assert not list(tmp_path.rglob("segment-*"))  # noqa: ASYNC240
+
+
 async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_path: Path) -> None:
     tier = make()
     tier.start()

@@ -783,7 +783,8 @@ def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> Non
         folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
         folder.mkdir()
         index = FileIndex(folder)
-        index.put_meta(num_bytes=1 << 20)
+        index.put_meta(num_bytes=1 << 50, segment_bytes=1 << 20)
+        (folder / "segment-00003.kv").write_bytes(bytes(4096))
         index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
         index.close()
 
@@ -798,6 +799,7 @@ def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> Non
     keep(four[3])
     assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
     assert left_in(tmp_path / "nothing", two[0]) == ()
+    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # nothing more is made
     turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
     assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
     os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)

@@ -49,7 +49,7 @@ def left_in(directory: Path, own: Layout) -> Sequence[Left]:
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             if (folder / INDEX).is_file():
-                with suppress(OSError, sqlite3.Error, ValueError, AsyncKVError):
+                with suppress(OSError, sqlite3.Error, ValueError, LookupError, AsyncKVError):
                     left = _read(folder)
                     if _engine(left.form) == mine:
                         if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
@@ -79,11 +79,17 @@ def _read(folder: Path) -> Left:
         AsyncKVError: It makes no sense.
     """
     with closing(open_index(folder / INDEX, mode="ro")) as index:
-        ((num_bytes,),) = index.execute("SELECT value FROM meta WHERE name = 'num_bytes'").fetchall()
+        meta = dict(index.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'").fetchall())
         layouts = index.execute("SELECT fingerprint, body FROM layouts").fetchall()
     for name, body in layouts:
         form = decode_layout(bytes(body))
         check_layout(form)
         if fingerprint(form) == name and folder.name.endswith(name):
-            return Left(folder, int(num_bytes), form)
+            return Left(folder, min(meta["num_bytes"], _end(folder, meta["segment_bytes"])), form)
     raise AsyncKVError(f"{folder} does not say what its records are")
+
+
+def _end(folder: Path, segment_bytes: int) -> int:
+    """Say where the last of its files ends: whatever the index says, nothing is to be made that is not there."""
+    last = max(folder.glob("segment-*.kv"))
+    return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size
