@@ -380,6 +380,22 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         assert not any(r.key.endswith(b"p-1") for r, _ in disk.records.values())
 
 
+async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
+    """It is full of blocks: none is given up for one that could not be written."""
+    rank = Rank(layout_of(), disk=SimDisk(4 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        await offload.store("p", [(0, [1, 2, 3, 4])], chain("p", 4))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 4)
+        assert rank.records is not None
+        rank.records.lose("no space left", reads=False)
+        await offload.store("q", [(0, list(range(10, 26)))], chain("q", 16))
+        await until(lambda: not offload._mover.posted)
+        assert offload.statistics().gauges["file_blocks"] == 4
+        assert not offload.statistics().gauges["to_write_back"]
+        found = offload.lookup(chain("p", 4))
+        assert (found.tokens, found.ready_tokens) == (64, 0)
+
+
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
     async with rank.running() as offload:

@@ -236,8 +236,7 @@ class Mover:
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
-        if news.reads:
-            shelf.catalogue.switch_off()
+        shelf.catalogue.switch_off(reads=news.reads)
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:

@@ -380,12 +380,14 @@ class Catalogue:
             raise LocalProtocolError("only an empty file tier takes in what was recovered")
         return self.file.recover((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups))
 
-    def switch_off(self) -> None:
-        """Use the file tier no more: what it has is not found, and nothing is written to it."""
+    def switch_off(self, *, reads: bool = True) -> None:
+        """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""
         if self.file is None or self.file.is_off:
             return
-        self.file.is_off = True
+        self.file.takes_more, self.file.is_off = False, reads
         self.host.onward.clear()
+        if not reads:
+            return
         for entry in [entry for index in self.file.index for entry in index.values()]:
             self.file.drop(entry)
         for job in [job for job in self.jobs.values() if job.absent]:
@@ -525,7 +527,7 @@ class Catalogue:
             self.host.failed(entry, EntryEvent.FAILED)
         elif self.host.written(entry):
             file = self.file
-            if file is not None and not file.is_off and entry.hash not in file.index[entry.group]:
+            if file is not None and file.takes_more and entry.hash not in file.index[entry.group]:
                 self.host.onward[entry] = None
             for job in self._waiting(entry):
                 position = job.waits.pop(entry)
@@ -766,7 +768,7 @@ class Catalogue:
 
     def _write_back(self, now: float) -> Iterator[Move]:
         """Copy to the file tier what has been in host memory for longest and is not there."""
-        if self.file is None or self.file.is_off:
+        if self.file is None or not self.file.takes_more:
             return
         kind, onward = MoveKind.WRITE_BACK, self.host.onward
         while onward and self.traffic.fits(kind, 0, self._size(next(iter(onward)))):
