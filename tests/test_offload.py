@@ -31,6 +31,7 @@ from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.file_index import FileIndex
 from asynckv.edges.leftovers import left_in
+from asynckv.embed import EngineDesk, Store
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
@@ -208,6 +209,23 @@ async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
         assert (await second).num_blocks == 1
         await offload.returned("a")
         assert offload.lookup(chain("p", 1)).tokens == SIZE
+
+
+async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blocks() -> None:
+    rank = Rank(layout_of())
+    async with rank.running():
+        rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
+        await until(lambda: rank.copies.moves)
+        for task in desk._tasks:
+            task.cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not desk.has_news
+        assert rank.engine.holds()
+        rank.copies.finish()
+        await until(lambda: desk.has_news)
+        assert isinstance(desk.take_finished().refused[0].error, PullCancelled)
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
