@@ -349,7 +349,8 @@ class RecordPlane(Protocol):
     def start(
         self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> Sequence[Stored]:
-        """Open what is there, register the memory that records come from and go to, and say what was found.
+        """Open what is there, register the memory that records come from and go to, and say what was found: the oldest
+        first.
 
         It may take seconds, so it may be called on another thread, with the loop that everything else is called on.
 

@@ -196,6 +196,17 @@ async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_pat
         tier.start()
 
 
+async def test_what_was_stored_first_is_told_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is given up first."""
+    tier, clock = make(), itertools.count(1)
+    monkeypatch.setattr(file_worker, "now", lambda: next(clock))
+    tier.start()
+    for i in (2, 0, 3, 1):
+        await tier.store(records(i))
+    tier.plane.close()
+    assert [stored.key for stored in tier.start()] == [r.key for i in (2, 0, 3, 1) for r in records(i)]
+
+
 async def test_a_place_holds_what_was_put_there_last(make: Make) -> None:
     tier = make()
     tier.start()
@@ -404,7 +415,7 @@ async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None
         child = os.fork()
     if not child:
         while True:
-            os.write(said, b"+")
+            os.write(said, b"-" if file_worker._started else b"+")  # it waits for no thread in its end
             signal.pause()
     try:
         assert os.read(heard, 1) == b"+"

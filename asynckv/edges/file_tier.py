@@ -153,7 +153,8 @@ class FileTier:
             raise
         self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
         with _no_collection():
-            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
+            oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
+            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
     def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
         """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
