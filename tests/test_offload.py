@@ -398,6 +398,21 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         assert not any(r.key.endswith(b"p-1") for r, _ in disk.records.values())
 
 
+async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2])
+        records = rank.records
+        assert records is not None
+        records.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32))
+        await until(lambda: records.moves)
+        records.fail(*records.moves)
+        assert (await loading).num_tokens == 0
+        records.deferred = False
+        assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
+
+
 async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
     """It is full of blocks: none is given up for one that could not be written."""
     rank = Rank(layout_of(), disk=SimDisk(4 * RECORD), policy="lru")

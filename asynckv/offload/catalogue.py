@@ -445,6 +445,11 @@ class Catalogue:
             MoveKind.PROMOTION: self._promotion_ended,
             MoveKind.WRITE_BACK: self._write_back_ended,
         }[running.move.kind]
+        if is_done and running.move.kind is MoveKind.PROMOTION:
+            for i in lost:  # of a move that failed as a whole, being late for one, nothing is known: they may be good
+                assert self.file is not None
+                self.counts["corrupt_or_unread"] += 1
+                self.file.drop(running.sources[i])
         for i in range(len(running.items)):
             end(running, i, is_done and i not in lost, cause)
         job = running.job
@@ -483,9 +488,6 @@ class Catalogue:
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         assert self.file is not None
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
-        if not is_good and not running.is_doubtful:
-            self.counts["corrupt_or_unread"] += 1
-            self.file.drop(source)
         self._written_or_lost(entry, is_good, cause or "the file tier has it no more, or it was corrupt")
         self.file.end(source, move_id)
         self.host.end(entry, move_id)
