@@ -602,8 +602,7 @@ class Offload:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
         jobs = [job for job in self._mover.jobs.values() if job.request_id == request_id and job.ended is None]
-        for job in jobs:
-            self._mover.give_up(job)
+        self._mover.give_up(jobs)
         return bool(jobs)
 
     async def returned(self, request_id: str) -> None:
@@ -677,7 +676,7 @@ class Offload:
             return await job.outcome
         except asyncio.CancelledError:
             if job.ended is None:
-                self._mover.give_up(job)
+                self._mover.give_up([job])
             raise
 
     def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:
