@@ -59,7 +59,7 @@ def _read_owner(fd: int) -> Owner | None:
 def owner_of(folder: Path) -> tuple[Owner | None, bool]:
     """Say who has, or had, a directory, and whether it has it now; takes nothing."""
     try:
-        fd = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None, False
     try:
