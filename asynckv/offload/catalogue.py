@@ -106,6 +106,8 @@ class Catalogue:
         self.traffic = Traffic(budgets)
         self._news: list[JobEnded | JobReturned] = []
         self._tick = 0
+        self._deadline = math.inf
+        """Of some job the first, or before: jobs are looked at then, and not in every turn."""
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -209,6 +211,7 @@ class Catalogue:
         used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
+        self._deadline = min(self._deadline, until)
         for g, wanted in enumerate(where):
             new: list[int] = []
             for position in wanted:
@@ -256,6 +259,7 @@ class Catalogue:
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         job = self.jobs[job_id] = Job(job_id, JobKind.LOAD, until)
+        self._deadline = min(self._deadline, until)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
             file = self.file.index[g] if self.file else {}
@@ -671,12 +675,17 @@ class Catalogue:
             self.jobs.pop(job.job_id, None)
 
     def _time_out(self, now: float) -> None:
-        for job in list(self.jobs.values()):
-            if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
-                if now >= job.until:
-                    self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
-                else:
-                    self.wake_at = min(self.wake_at, job.until)
+        if not self.jobs:
+            self._deadline = math.inf
+        if now >= self._deadline:
+            self._deadline = math.inf
+            for job in list(self.jobs.values()):
+                if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
+                    if now >= job.until:
+                        self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
+                    else:
+                        self._deadline = min(self._deadline, job.until)
+        self.wake_at = min(self.wake_at, self._deadline)
 
     def _why_no_room(self) -> str:
         held = sum(bool(entry.holders) for entry in self.host.entries())
