@@ -80,7 +80,12 @@ def test_what_cannot_be_pinned_is_said_if_it_was_asked_for() -> None:
 def test_other_threads_run_while_it_is_taken_from_the_system() -> None:
     """It takes seconds, and an engine's loop has promises to keep meanwhile."""
     go, ran = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: (go.wait(), ran.set()))
+
+    def follow() -> None:
+        go.wait()
+        ran.set()
+
+    thread = threading.Thread(target=follow)
     thread.start()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100.0)  # others run when this thread lets them, and not before
