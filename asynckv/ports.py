@@ -27,6 +27,7 @@ find comes back through `on_ready` and `poll`, on the loop.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -345,8 +346,13 @@ class RecordPlane(Protocol):
     def num_bytes(self) -> int:
         """Length of its range."""
 
-    def start(self, memory: Memory, on_ready: Callable[[], None]) -> Sequence[Stored]:
-        """Open what is there, register the memory that records come from and go to, and say what was found.
+    def start(
+        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> Sequence[Stored]:
+        """Open what is there, register the memory that records come from and go to, and say what was found: the oldest
+        first.
+
+        It may take seconds, so it may be called on another thread, with the loop that everything else is called on.
 
         Raises:
             BackendError: It cannot be opened, has no room, or belongs to a process that lives; says what to do.

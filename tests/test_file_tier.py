@@ -173,6 +173,40 @@ async def test_what_is_stored_is_found_by_the_next_start(make: Make, back_end: s
     assert (await tier.load(elsewhere)).ending is DONE
 
 
+async def test_a_range_that_a_disk_has_no_room_for_takes_none_of_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("it begins to fill the disk"))
+    tier = make(num_bytes=1 << 50, segment_bytes=1 << 36)
+    with pytest.raises(BackendError, match=f"no room for {1 << 50} bytes"):
+        tier.start()
+    assert not list(tmp_path.rglob("segment-*"))  # noqa: ASYNC240
+
+
+async def test_others_cannot_read_it_and_it_follows_no_links(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    tier.start()
+    await tier.store(records(0))
+    (index,) = tmp_path.rglob("index.sqlite")  # noqa: ASYNC240
+    assert not any(path.stat().st_mode & 0o077 for path in index.parent.iterdir())
+    tier.plane.close()
+    index.rename(tmp_path / "elsewhere")
+    index.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BackendError, match="a link"):
+        tier.start()
+
+
+async def test_what_was_stored_first_is_told_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is given up first."""
+    tier, clock = make(), itertools.count(1)
+    monkeypatch.setattr(file_worker, "now", lambda: next(clock))
+    tier.start()
+    for i in (2, 0, 3, 1):
+        await tier.store(records(i))
+    tier.plane.close()
+    assert [stored.key for stored in tier.start()] == [r.key for i in (2, 0, 3, 1) for r in records(i)]
+
+
 async def test_a_place_holds_what_was_put_there_last(make: Make) -> None:
     tier = make()
     tier.start()
@@ -381,7 +415,7 @@ async def test_a_child_of_a_fork_does_not_keep_the_directory(make: Make) -> None
         child = os.fork()
     if not child:
         while True:
-            os.write(said, b"+")
+            os.write(said, b"-" if file_worker._started else b"+")  # it waits for no thread in its end
             signal.pause()
     try:
         assert os.read(heard, 1) == b"+"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -73,3 +75,26 @@ def test_what_cannot_be_pinned_is_said_if_it_was_asked_for() -> None:
     pool = HostPool(mmap.PAGESIZE)
     assert not pool.is_pinned
     pool.close()
+
+
+def test_other_threads_run_while_it_is_taken_from_the_system() -> None:
+    """It takes seconds, and an engine's loop has promises to keep meanwhile."""
+    go, ran = threading.Event(), threading.Event()
+
+    def follow() -> None:
+        go.wait()
+        ran.set()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # others run when this thread lets them, and not before
+    try:
+        go.set()
+        pool = HostPool(64 << 20, populate=True)
+        has_run = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    pool.close()
+    assert has_run

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
@@ -27,6 +31,7 @@ from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.file_index import FileIndex
 from asynckv.edges.leftovers import left_in
+from asynckv.embed import EngineDesk, Store
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
@@ -206,6 +211,23 @@ async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
         assert offload.lookup(chain("p", 1)).tokens == SIZE
 
 
+async def test_a_store_whose_task_is_cancelled_is_told_when_nobody_reads_its_blocks() -> None:
+    rank = Rank(layout_of())
+    async with rank.running():
+        rank.copies.deferred, desk = True, EngineDesk(rank.engine)
+        desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
+        await until(lambda: rank.copies.moves)
+        for task in desk._tasks:
+            task.cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert not desk.has_news
+        assert rank.engine.holds()
+        rank.copies.finish()
+        await until(lambda: desk.has_news)
+        assert isinstance(desk.take_finished().refused[0].error, PullCancelled)
+
+
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
     rank = Rank(layout_of())
     async with rank.running() as offload:
@@ -331,6 +353,18 @@ async def test_what_was_written_back_is_promoted_and_loaded() -> None:
         assert rank.block(5, 6) == before
 
 
+async def test_what_is_written_over_what_was_given_up_is_kept() -> None:
+    """A file tier that is full gives up a block for each that it takes: the old one is forgotten, not the new one."""
+    disk = SimDisk(4 * RECORD)
+    rank = Rank(layout_of(), disk=disk, policy="lru", max_bytes=RECORD)
+    async with rank.running() as offload:
+        for name in "pqr":
+            await offload.store(name, [(0, [1, 2, 3, 4])], chain(name, 4))
+            await until(lambda: not offload.statistics().gauges["to_write_back"] and not offload._mover.posted)
+            await asyncio.sleep(0)
+            assert {r.key[16:] for r, _ in disk.records.values()} == {h.encode() for h in chain(name, 4)}
+
+
 async def test_files_are_found_again_by_the_next_process() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(), disk=disk)
@@ -362,6 +396,37 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
         assert offload.lookup(chain("p", 3)).tokens == SIZE
         assert offload.statistics().counters["records_lost"] == 1
         assert not any(r.key.endswith(b"p-1") for r, _ in disk.records.values())
+
+
+async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        await store_in_files(rank, offload, "p", [1, 2])
+        records = rank.records
+        assert records is not None
+        records.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32))
+        await until(lambda: records.moves)
+        records.fail(*records.moves)
+        assert (await loading).num_tokens == 0
+        records.deferred = False
+        assert (await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)).num_tokens == 32
+
+
+async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
+    """It is full of blocks: none is given up for one that could not be written."""
+    rank = Rank(layout_of(), disk=SimDisk(4 * RECORD), policy="lru")
+    async with rank.running() as offload:
+        await offload.store("p", [(0, [1, 2, 3, 4])], chain("p", 4))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 4)
+        assert rank.records is not None
+        rank.records.lose("no space left", reads=False)
+        await offload.store("q", [(0, list(range(10, 26)))], chain("q", 16))
+        await until(lambda: not offload._mover.posted)
+        assert offload.statistics().gauges["file_blocks"] == 4
+        assert not offload.statistics().gauges["to_write_back"]
+        found = offload.lookup(chain("p", 4))
+        assert (found.tokens, found.ready_tokens) == (64, 0)
 
 
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
@@ -501,6 +566,37 @@ async def test_what_two_ranks_stored_is_loaded_by_one(size: int, order: tuple[st
         loaded = await offload.load("b", [(0, blocks)], chain("p", 8), num_tokens=128)
         assert loaded.num_tokens <= 5 * SIZE // size * size
         assert offload.lookup(chain("p", 9)).tokens == 5 * SIZE // size * size
+
+
+async def test_larger_blocks_of_others_are_written_only_where_it_was_wanted() -> None:
+    """A window of 40 tokens ends in the middle of a block of 64: its other tokens are not the load's to write."""
+
+    def windowed(block_size: int) -> Layout:
+        layout = layout_of(block_size=block_size)
+        (group,) = layout.groups
+        return msgspec.structs.replace(layout, groups=(msgspec.structs.replace(group, window=40),))
+
+    disk = SimDisk(64 * RECORD)
+    async with Rank(windowed(64), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 8))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    rank = Rank(windowed(16), seed=4, left=[disk], host_bytes=1 << 20)
+    before = [rank.block(i) for i in range(BLOCKS)]
+    async with rank.running() as offload:
+        assert (await offload.load("b", [(0, list(range(10, 18)))], chain("p", 8), num_tokens=128)).num_tokens == 128
+        assert [i for i in range(BLOCKS) if rank.block(i) != before[i]] == [15, 16, 17]
+
+
+async def test_what_others_have_left_is_lent_once_it_is_ones_own() -> None:
+    disk = SimDisk(64 * RECORD)
+    async with Rank(layout_of(block_size=32), disk=disk, hash_tokens=16, host_bytes=64 * RECORD).running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 4))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+    rank = Rank(layout_of(), left=[disk], host_bytes=1 << 20, network_=EngineConfig(engine_id="host"))
+    async with rank.running() as offload:
+        assert offload.lookup(chain("p", 4)).tokens == 64
+        with pytest.raises(LocalProtocolError, match="not all of its 64 tokens are kept"):
+            await offload.lend("b", chain("p", 4), num_tokens=64)
 
 
 async def test_what_does_not_fit_is_left_alone() -> None:
@@ -646,6 +742,30 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
             assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
 
 
+async def test_the_loop_goes_on_while_files_are_opened() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
+    records, go = rank.records, threading.Event()
+    assert records is not None
+    begin = records.start
+
+    def wait_and_begin(*args: Any) -> Any:
+        assert go.wait(5.0), "the loop waits for the files"
+        return begin(*args)
+
+    records.start = wait_and_begin  # type: ignore[assignment, method-assign]
+    async with rank.engine:
+        starting = asyncio.create_task(rank.offload.start())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        with pytest.raises(EngineClosed):
+            await starting
+        await closing
+        assert not records.is_open
+
+
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:
     rank = Rank(layout_of())
     await rank.engine.start()
@@ -712,7 +832,8 @@ def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> Non
         folder = tmp_path / f"{form.tp_rank}-{fingerprint(form)}"
         folder.mkdir()
         index = FileIndex(folder)
-        index.put_meta(num_bytes=1 << 20)
+        index.put_meta(num_bytes=1 << 50, segment_bytes=1 << 20)
+        (folder / "segment-00003.kv").write_bytes(bytes(4096))
         index.put_layout(fingerprint(form), msgspec.msgpack.encode(form))
         index.close()
 
@@ -727,3 +848,8 @@ def test_a_rank_never_takes_what_its_siblings_are_to_open(tmp_path: Path) -> Non
     keep(four[3])
     assert [left.form.tp_rank for left in left_in(tmp_path, two[1])] == [2, 3]
     assert left_in(tmp_path / "nothing", two[0]) == ()
+    assert {left.num_bytes for left in left_in(tmp_path, two[1])} == {(3 << 20) + 4096}  # nothing more is made
+    turned = record_form(layout_of(1, 2, order=("kv", "block", "head", "token", "dim")))
+    assert [left.form.tp_rank for left in left_in(tmp_path, turned)] == [2, 3]  # the newest
+    os.utime(tmp_path / f"1-{fingerprint(two[1])}" / "index.sqlite", (time.time() + 9,) * 2)
+    assert [left.form for left in left_in(tmp_path, turned)] == [two[1]]  # its own, in another order

@@ -93,8 +93,8 @@ PLANTED = {
     ),
     "a corrupt block stays in the file tier": Bug(
         C,
-        "_promotion_ended",
-        "self.file.drop(source)",
+        "ended",
+        "self.file.drop(running.sources[i])",
         "pass",
         example.test_a_corrupt_block_fails_its_load_and_is_found_no_more,
     ),

@@ -8,6 +8,7 @@ that it was stored under, whatever the index says: an index that is old, torn or
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -100,6 +101,11 @@ def open_index(path: Path, *, mode: str = "rwc", immutable: bool = False) -> sql
         BackendError: It is of another format, of another application, or cannot be opened.
         sqlite3.DatabaseError: It is damaged.
     """
+    if mode == "rwc":
+        if path.is_symlink():
+            raise BackendError(f"{path} is a link to another file; name another directory")
+        with suppress(OSError):  # sqlite would let everybody read it; what is there is not opened: that ends its locks
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     uri = f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if immutable else ''}"
     try:
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=1.0)

@@ -59,7 +59,7 @@ def _read_owner(fd: int) -> Owner | None:
 def owner_of(folder: Path) -> tuple[Owner | None, bool]:
     """Say who has, or had, a directory, and whether it has it now; takes nothing."""
     try:
-        fd = os.open(folder / OWNER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(folder / OWNER, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None, False
     try:
@@ -168,6 +168,7 @@ class Segments:
         self.is_direct = direct and _takes_direct(folder)
         created: list[Path] = []
         try:
+            self._check_room()
             for number, start in enumerate(range(0, num_bytes, segment_bytes)):
                 path, length = self.path(number), min(segment_bytes, num_bytes - start)
                 if not path.exists():
@@ -184,6 +185,13 @@ class Segments:
     def path(self, number: int) -> Path:
         """Where one segment is."""
         return segment_path(self._folder, number)
+
+    def _check_room(self) -> None:
+        """Take nothing if not all can be had: a disk that is full for a moment is full for everybody on it."""
+        there = sum(path.lstat().st_blocks * 512 for path in self._folder.glob("segment-*.kv"))
+        found = os.statvfs(self._folder)
+        if found.f_blocks and self.num_bytes - there > found.f_bavail * found.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open(self, path: Path, length: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if self.is_direct else 0)

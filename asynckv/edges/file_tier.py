@@ -112,13 +112,15 @@ class FileTier:
 
     # -- life ----------------------------------------------------------------------------------------
 
-    def start(self, memory: Memory, on_ready: Callable[[], None]) -> list[Stored]:
+    def start(
+        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> list[Stored]:
         """Take the directory, take space for the files, read the index, and start the thread."""
         if self._worker is not None:
             raise BackendError(f"the file tier in {self._folder} has not ended; `close()` first")
         if memory.kind != "cpu" or memory.base % ALIGN:
             raise BackendError(f"records go to and from host memory that begins at a multiple of {ALIGN}")
-        self._loop, self._on_ready = asyncio.get_running_loop(), on_ready
+        self._loop, self._on_ready = loop or asyncio.get_running_loop(), on_ready
         self._starts += 1
         self.found.clear()
         self._news.clear()
@@ -151,7 +153,8 @@ class FileTier:
             raise
         self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
         with _no_collection():
-            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
+            oldest_first = sorted(entries.values(), key=lambda entry: entry.stored_at)
+            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in oldest_first]
 
     def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
         """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
@@ -272,7 +275,7 @@ class FileTier:
 
     def statistics(self) -> dict[str, int]:
         """Count moves, records and troubles."""
-        found = {f"found_{name}": number for name, number in self.found.items()}
+        found = {f"found_{name}": number for name, number in tuple(self.found.items())}
         return found | (self._worker.statistics() if self._worker is not None else {})
 
     def describe(self) -> dict[str, str]:

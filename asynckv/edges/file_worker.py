@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import sqlite3
 import threading
 import time
@@ -541,6 +542,8 @@ class Worker:
 
 
 _started: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+os.register_at_fork(after_in_child=_started.clear)  # its threads are not there, and may have left the lock taken
 
 
 @atexit.register

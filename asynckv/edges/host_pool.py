@@ -7,7 +7,10 @@ business, and who uses which slot the catalogue's.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
+import os
 import sys
 from contextlib import suppress
 
@@ -24,6 +27,9 @@ __all__ = ["HUGE_PAGE", "HostPool"]
 HUGE_PAGE = 2 << 20
 POPULATE_WRITE = 23
 """`MADV_POPULATE_WRITE`, which Python does not name: since Linux 5.14."""
+
+PIECE = 64 << 20
+"""What is taken at a time."""
 
 
 class HostPool:
@@ -66,20 +72,29 @@ class HostPool:
         self.is_pinned = False
         try:
             if populate:
-                self._populate(start)
+                self._populate()
             if pinned or (pinned is None and "torch" in sys.modules):
                 self._pin(is_needed=bool(pinned))
         except BaseException:
             self.close()
             raise
 
-    def _populate(self, start: int) -> None:
-        try:
-            self._map.madvise(POPULATE_WRITE, start, self.num_bytes)
-        except OSError as exc:
-            raise BackendError(
-                f"{self.num_bytes} bytes of host memory are not to be had ({exc}); give the host pool fewer"
-            ) from None
+    def _populate(self) -> None:
+        # Not `mmap.madvise`, which keeps the interpreter's lock, and with it every thread, for seconds; and in pieces,
+        # because who maps memory meanwhile waits for the end of one.
+        assert self.array is not None
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        for start in range(0, self.num_bytes, PIECE):
+            address, length = self.memory.base + start, min(PIECE, self.num_bytes - start)
+            if not madvise(address, length, POPULATE_WRITE):
+                continue
+            if (number := ctypes.get_errno()) != errno.EINVAL:
+                raise BackendError(
+                    f"{self.num_bytes} bytes of host memory are not to be had ({os.strerror(number)}); give the host "
+                    f"pool fewer"
+                )
+            ctypes.memset(address, 0, length)  # the kernel is too old
 
     def _pin(self, *, is_needed: bool) -> None:
         from asynckv.edges.torch import pin

@@ -41,16 +41,20 @@ class Left(NamedTuple):
 def left_in(directory: Path, own: Layout) -> Sequence[Left]:
     """Return the directories that a rank needs of another engine's; of several engines those of the one that ran last.
 
-    Those of its own siblings are never among them: they are to open them themselves.
+    Those of its own siblings are never among them: they are to open them themselves. What an engine of its own size has
+    left in another order of memory is each rank's own.
     """
+    mine, place = _engine(own), (own.tp_rank, own.pp_stage)
     engines: dict[tuple[object, ...], list[tuple[float, Left]]] = defaultdict(list)
     with suppress(OSError):
         for folder in sorted(directory.iterdir())[:MAX_FOLDERS]:
             if (folder / INDEX).is_file():
-                with suppress(OSError, sqlite3.Error, ValueError, AsyncKVError):
+                with suppress(OSError, sqlite3.Error, ValueError, LookupError, AsyncKVError):
                     left = _read(folder)
+                    if _engine(left.form) == mine:
+                        if (left.form.tp_rank, left.form.pp_stage) != place or left.form == own:
+                            continue
                     engines[_engine(left.form)].append(((folder / INDEX).stat().st_mtime, left))
-    engines.pop(_engine(own), None)
     if not engines:
         return ()
     newest = max(engines.values(), key=lambda ranks: max(at for at, _ in ranks))
@@ -75,11 +79,17 @@ def _read(folder: Path) -> Left:
         AsyncKVError: It makes no sense.
     """
     with closing(open_index(folder / INDEX, mode="ro")) as index:
-        ((num_bytes,),) = index.execute("SELECT value FROM meta WHERE name = 'num_bytes'").fetchall()
+        meta = dict(index.execute("SELECT name, value FROM meta WHERE typeof(value) = 'integer'").fetchall())
         layouts = index.execute("SELECT fingerprint, body FROM layouts").fetchall()
     for name, body in layouts:
         form = decode_layout(bytes(body))
         check_layout(form)
         if fingerprint(form) == name and folder.name.endswith(name):
-            return Left(folder, int(num_bytes), form)
+            return Left(folder, min(meta["num_bytes"], _end(folder, meta["segment_bytes"])), form)
     raise AsyncKVError(f"{folder} does not say what its records are")
+
+
+def _end(folder: Path, segment_bytes: int) -> int:
+    """Say where the last of its files ends: whatever the index says, nothing is to be made that is not there."""
+    last = max(folder.glob("segment-*.kv"))
+    return int(last.stem.removeprefix("segment-")) * segment_bytes + last.stat().st_size

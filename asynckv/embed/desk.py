@@ -304,7 +304,9 @@ class EngineDesk:
             stored = await offload.store(order.request_id, order.groups, order.hashes)
         except Exception as exc:
             self._report("refused", Refused(order, exc))
-        except asyncio.CancelledError as exc:  # somebody cancels every task of the loop
+        except asyncio.CancelledError as exc:  # somebody cancels every task of the loop, and the blocks are read still
+            with suppress(BlocksRetired):
+                await offload.returned(order.request_id)
             self._report("refused", Refused(order, PullCancelled(f"request {order.request_id!r}: {exc!r}")))
             raise
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -59,6 +59,7 @@ class Mover:
         shelves: Those that blocks are on, the rank's own first.
         copies: What copies; set when the device's memory is taken.
         is_copying: It may be used.
+        is_open: Shelves were opened, and are the loop's.
         cause: Why nothing is begun; empty while something is.
         jobs: Those that have not ended, or whose blocks something may still touch.
         posted: Moves that have not ended, those in doubt as well.
@@ -71,10 +72,12 @@ class Mover:
     def __init__(self, driver: Driver, held_s: float) -> None:
         self._driver, self._held_s = driver, held_s
         self.shelves: tuple[Shelf, ...] = ()
-        self.is_copying = False
+        self.is_copying = self.is_open = False
         self.cause = "it has not started yet"
         self.jobs: dict[str, OffloadJob] = {}
         self.posted: dict[TransferId, _Posted] = {}
+        self._held: dict[str, OffloadJob] = {}
+        """Those of the jobs that have ended, and whose blocks a copy in doubt may still touch."""
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._timer: TimerHandle | None = None
@@ -82,15 +85,17 @@ class Mover:
         self._idle = asyncio.Event()
         self._failures = Rate(1.0, MAX_FAILURES)
 
-    def give_up(self, job: OffloadJob) -> None:
-        """Begin nothing more of a job, and wait for what runs."""
-        for shelf in self.shelves:
-            shelf.catalogue.cancel(job.job_id)
-        if job.kind is JobKind.LOAD:
-            # A store's copies go on: others may wait for them.
-            for transfer_id, posted in self.posted.items():
-                if posted.move.job_id == job.job_id and posted.move.kind is MoveKind.LOAD:
-                    self.copies.cancel(transfer_id)
+    def give_up(self, jobs: Iterable[OffloadJob]) -> None:
+        """Begin nothing more of some jobs, and wait for what runs."""
+        loads = set()
+        for job in jobs:
+            for shelf in self.shelves:
+                shelf.catalogue.cancel(job.job_id)
+            if job.kind is JobKind.LOAD:  # a store's copies go on: others may wait for them
+                loads.add(job.job_id)
+        for transfer_id, posted in self.posted.items():
+            if posted.move.job_id in loads and posted.move.kind is MoveKind.LOAD:
+                self.copies.cancel(transfer_id)
         self.pump()
 
     # -- between the catalogue and the planes --------------------------------------------------------
@@ -109,10 +114,10 @@ class Mover:
         """Do what the catalogue wants, and tell what became of jobs."""
         now = self._driver.clock.now()
         for shelf in self.shelves:
-            shelf.forget()
-            if not self.cause:
-                for move in shelf.catalogue.moves(now):
-                    self._post(shelf, move)
+            moves = [] if self.cause else shelf.catalogue.moves(now)
+            shelf.forget()  # before what is written there anew is posted, or that would be forgotten
+            for move in moves:
+                self._post(shelf, move)
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
             for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
@@ -136,6 +141,8 @@ class Mover:
                     other.catalogue.cancel(job.job_id)
         if job.ended is None and all(part is not None for part in job.parts.values()):
             ended = job.end(now, self._held_s)
+            if ended.is_held:
+                self._held[job.job_id] = job
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
                 self._log_failed(job, ended)
@@ -144,7 +151,7 @@ class Mover:
 
     def _retire(self, now: float) -> None:
         """Give up blocks that something may have been touching for too long."""
-        for job in self.jobs.values():
+        for job in self._held.values():
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
                 self.counts["jobs_retired"] += 1
@@ -154,7 +161,7 @@ class Mover:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        held = [job.retired_at for job in self.jobs.values() if not job.is_retired]
+        held = [job.retired_at for job in self._held.values() if not job.is_retired]
         when = min([*(shelf.catalogue.wake_at for shelf in self.shelves), *held])
         if when < math.inf and self.is_copying:
             self._timer = self._driver.clock.call_at(max(when, now), self.soon)
@@ -165,6 +172,7 @@ class Mover:
         core.ledger.drop(job.job_id)
         core.inspect.guests.pop(job.job_id, None)
         self.jobs.pop(job.job_id, None)
+        self._held.pop(job.job_id, None)
         job.is_free = True
         job.is_returned.set()
         self._driver.soon()  # somebody may wait until nothing is held
@@ -195,8 +203,10 @@ class Mover:
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        """A shelf's files have news."""
+        """A shelf's files have news; none is taken before all are open."""
         assert shelf.records is not None
+        if not self.is_open:
+            return
         for news in shelf.records.poll():
             if isinstance(news, RecordsEnded):
                 self._ended(news.move_id, news.ending, news.cause, news.lost)
@@ -233,8 +243,7 @@ class Mover:
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
-        if news.reads:
-            shelf.catalogue.switch_off()
+        shelf.catalogue.switch_off(reads=news.reads)
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
@@ -268,8 +277,7 @@ class Mover:
     async def end_work(self, timeout_s: float) -> tuple[HeldBlocks, ...]:
         """Cancel what is asked for, and wait for what runs; returns who holds blocks still."""
         driver = self._driver
-        for job in list(self.jobs.values()):
-            self.give_up(job)
+        self.give_up(self.jobs.values())
         until = driver.clock.now() + timeout_s
         handle = driver.clock.call_at(until, self._idle.set)
         try:

@@ -156,6 +156,8 @@ class Offload:
         self._driver: Driver | None = None
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._leases: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
+        """Held while another thread takes memory and opens files."""
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -183,9 +185,8 @@ class Offload:
         self._mover, began = Mover(driver, config.held_s), driver.clock.now()
         self._mover.shelves = (self._own,)
         try:
-            # It is taken page by page, which takes seconds where there is much of it.
-            await asyncio.get_running_loop().run_in_executor(None, self._own.take_memory)
-            found = await self._open_files()
+            async with self._opening:
+                found = await self._open()
             if config.network is not None:
                 self.network = self._serve(config.network, Registration(self._own.layout, (self._own.memory,)))
                 await self.network.start()
@@ -233,27 +234,50 @@ class Offload:
         layout = self._layout
         return f"{self.engine.config.engine_id}-tp{layout.tp_rank}-pp{layout.pp_stage}-{self.engine.incarnation[:16]}"
 
-    async def _open_files(self) -> int:
-        """Open the files, this rank's own and what others have left; returns how many blocks they have."""
-        own, config, layout = self._own, self.config, self._layout
+    async def _open(self) -> int:
+        """Take the memory, and open the files, away from the loop; returns how many blocks these have."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, self._open_all, loop)
+        try:
+            found, left_out = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):  # nobody may close what is still being opened
+                await asyncio.wait([work])
+            raise
+        shelves = self._mover.shelves
+        self._mover.shelves = (self._own, *self._others)
+        if left_out:
+            assert self._driver is not None
+            self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=left_out)
+        for shelf in shelves:
+            if shelf not in self._mover.shelves:
+                await shelf.close()
+        self._mover.is_open = True
+        for shelf in self._mover.shelves:
+            if shelf.records is not None:
+                self._mover.on_records(shelf)  # what was not heard meanwhile
+        return found
+
+    def _open_all(self, loop: asyncio.AbstractEventLoop) -> tuple[int, str]:
+        """Take memory page by page, take space on disks, and read what is there: each takes seconds if there is much.
+
+        Runs on a thread of its own. Says how many blocks there are, and why what others have left is not used.
+        """
+        own, config, mover = self._own, self.config, self._mover
+        own.take_memory()
         if own.records is None and config.directory:
             own.records = _files(config, own, self._name)
-        found = own.open_files(partial(self._mover.on_records, own))
-        opened: list[Shelf] = []
+        found = own.open_files(partial(mover.on_records, own), loop)
         try:
             for shelf in self._leftovers(config, own, self._name):
-                opened.append(shelf)
+                mover.shelves = (*mover.shelves, shelf)
                 shelf.take_memory()
-                found += shelf.open_files(partial(self._mover.on_records, shelf))
-            self._others = reading(layout, opened) if opened else []
-            self._mover.shelves = (own, *self._others)
+                found += shelf.open_files(partial(mover.on_records, shelf), loop)
+            opened = mover.shelves[1:]
+            self._others = reading(self._layout, opened) if opened else []
         except (BackendError, ConfigError) as exc:
-            assert self._driver is not None
-            self._driver.recorder.event("info", EVENT.OFFLOAD_LEFT_OUT, cause=str(exc))
-        for shelf in opened:
-            if shelf not in self._others:
-                await shelf.close()
-        return found
+            return found, str(exc)
+        return found, ""
 
     async def aclose(self, timeout_s: float | None = None) -> tuple[HeldBlocks, ...]:
         """Take nothing new, cancel loads and stores, wait until nothing is copied any more, and let go. Idempotent.
@@ -296,6 +320,8 @@ class Offload:
 
     async def _let_go_of_planes(self, timeout_s: float | None) -> None:
         """End all planes; nothing touches any memory afterwards."""
+        async with self._opening:
+            pass
         if self.network is not None:
             await self.network.aclose(timeout_s)
         await self._mover.let_go_of_device()
@@ -468,7 +494,7 @@ class Offload:
             raise LocalProtocolError("two of the hashes are the same; each has to cover all tokens before it as well")
         if any(job.request_id == request_id and job.kind is JobKind.LOAD for job in self._mover.jobs.values()):
             raise LocalProtocolError(f"request {request_id[:200]!r} is being loaded already; cancel it first")
-        blocks = check_block_ids(self.engine.registration.layout, groups, tokens)
+        blocks = list(check_block_ids(self.engine.registration.layout, groups, tokens))
         wanted = []
         for group, index in zip(self._groups, self._kept, strict=True):
             first, ids = blocks[index]
@@ -480,6 +506,11 @@ class Offload:
                 )
             start, places = first // group.block_size, needed(group, first, tokens)
             wanted.append([j for j in places if 0 <= j - start < len(ids) and ids[j - start] != NULL])
+            # Larger blocks of another geometry hold more than is wanted: the rest is nowhere to be written.
+            only = np.full_like(ids, NULL)
+            at = np.asarray(wanted[-1], np.int64) - start
+            only[at] = ids[at]
+            blocks[index] = first, only
         job = self._begin(JobKind.LOAD, request_id, blocks, chain, tokens, wanted, timeout)
         ended = await self._outcome(job)
         if ended.is_held or ended.outcome is JobOutcome.CANCELLED:
@@ -571,8 +602,7 @@ class Offload:
         """Give up the stores and the load of a request; False if there are none."""
         self._here(self.cancel)
         jobs = [job for job in self._mover.jobs.values() if job.request_id == request_id and job.ended is None]
-        for job in jobs:
-            self._mover.give_up(job)
+        self._mover.give_up(jobs)
         return bool(jobs)
 
     async def returned(self, request_id: str) -> None:
@@ -623,7 +653,7 @@ class Offload:
             self._catalogue.store(job.job_id, chain, tokens, positions=wanted)
             job.parts[self._own.far] = None
         else:
-            for shelf in self._sources(chain, tokens):
+            for shelf in self._sources(chain, tokens, blocks):
                 where = wanted if shelf is self._own else _by_their_blocks(shelf, self._own, blocks, tokens)
                 shelf.catalogue.load(job.job_id, chain, tokens, positions=where, until=until)
                 job.parts[shelf.far] = None
@@ -633,10 +663,10 @@ class Offload:
         self._mover.pump()
         return job
 
-    def _sources(self, chain: list[bytes], tokens: int) -> Sequence[Shelf]:
-        """Say of which shelves a prefix is loaded."""
+    def _sources(self, chain: list[bytes], tokens: int, blocks: Sequence[BlockList]) -> Sequence[Shelf]:
+        """Say of which shelves a prefix is loaded; what is only to be in the host tier is not there on others'."""
         found = self._catalogue.lookup(chain[: tokens // self.config.hash_tokens])
-        if found.tokens < tokens and all(tokens % shelf.align == 0 for shelf in self._others):
+        if blocks and found.tokens < tokens and all(tokens % shelf.align == 0 for shelf in self._others):
             if self._others and self._found(chain[: tokens // self.config.hash_tokens]).tokens >= tokens:
                 return self._others
         return (self._own,)
@@ -646,7 +676,7 @@ class Offload:
             return await job.outcome
         except asyncio.CancelledError:
             if job.ended is None:
-                self._mover.give_up(job)
+                self._mover.give_up([job])
             raise
 
     def _loaded_tokens(self, job: OffloadJob, ended: JobEnded, tokens: int) -> int:

@@ -8,9 +8,10 @@ shelf decides as any other does: what is promoted, into which slots, and what ma
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -126,15 +127,17 @@ class Shelf:
         assert self.memory is not None
         return placed(self.form, self.memory.memory.base, self.memory.memory.length)
 
-    def open_files(self, on_ready: object) -> int:
-        """Take in what the files have; returns how many blocks. What has another form is dropped."""
+    def open_files(self, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop) -> int:
+        """Take in what the files have; returns how many blocks. What has another form is dropped.
+
+        It takes seconds where there is much, so it runs on another thread than the loop's.
+        """
         if self.records is None:
             return 0
         assert self.memory is not None
-        assert callable(on_ready)
         found, strange = [], []
         spaces = {space: at for at, space in enumerate(self._spaces)}
-        for stored in self.records.start(self.memory.memory, on_ready):
+        for stored in self.records.start(self.memory.memory, on_ready, loop):
             at = spaces.get(stored.key[:NAMESPACE], -1)
             size = self.groups[at].record_bytes
             if at < 0 or stored.layout != self.form_id or stored.size != size or stored.far % size:

@@ -5,8 +5,8 @@ carried out next, and `ended` tells how one ended; `news` says what became of jo
 and reads no clock. So it may live beside an engine or in a scheduler's process whose workers carry the moves out: the
 slots are the same on all of them.
 
-In which order: after calls and ends of moves, first `forgotten` (what an index on disk must no longer say of slots that
-will be written anew), then `moves`, then `news`.
+In which order: after calls and ends of moves, first `moves`, then `forgotten` (what an index on disk must no longer say
+of slots, some of which those moves write anew: tell it before they are begun), then `news`.
 
 What goes first
 ---------------
@@ -106,6 +106,8 @@ class Catalogue:
         self.traffic = Traffic(budgets)
         self._news: list[JobEnded | JobReturned] = []
         self._tick = 0
+        self._deadline = math.inf
+        """Of some job the first, or before: jobs are looked at then, and not in every turn."""
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -209,6 +211,7 @@ class Catalogue:
         used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
+        self._deadline = min(self._deadline, until)
         for g, wanted in enumerate(where):
             new: list[int] = []
             for position in wanted:
@@ -256,6 +259,7 @@ class Catalogue:
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         job = self.jobs[job_id] = Job(job_id, JobKind.LOAD, until)
+        self._deadline = min(self._deadline, until)
         found: list[tuple[int, Entry | None, bool]] = []
         for g, wanted in enumerate(where):
             file = self.file.index[g] if self.file else {}
@@ -380,12 +384,14 @@ class Catalogue:
             raise LocalProtocolError("only an empty file tier takes in what was recovered")
         return self.file.recover((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups))
 
-    def switch_off(self) -> None:
-        """Use the file tier no more: what it has is not found, and nothing is written to it."""
+    def switch_off(self, *, reads: bool = True) -> None:
+        """Write nothing to the file tier any more; unless it can still be read, what it has is not found, either."""
         if self.file is None or self.file.is_off:
             return
-        self.file.is_off = True
+        self.file.takes_more, self.file.is_off = False, reads
         self.host.onward.clear()
+        if not reads:
+            return
         for entry in [entry for index in self.file.index for entry in index.values()]:
             self.file.drop(entry)
         for job in [job for job in self.jobs.values() if job.absent]:
@@ -443,6 +449,11 @@ class Catalogue:
             MoveKind.PROMOTION: self._promotion_ended,
             MoveKind.WRITE_BACK: self._write_back_ended,
         }[running.move.kind]
+        if is_done and running.move.kind is MoveKind.PROMOTION:
+            for i in lost:  # of a move that failed as a whole, being late for one, nothing is known: they may be good
+                assert self.file is not None
+                self.counts["corrupt_or_unread"] += 1
+                self.file.drop(running.sources[i])
         for i in range(len(running.items)):
             end(running, i, is_done and i not in lost, cause)
         job = running.job
@@ -481,9 +492,6 @@ class Catalogue:
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
         assert self.file is not None
         entry, source, move_id = running.items[i].entry, running.sources[i], running.move.move_id
-        if not is_good and not running.is_doubtful:
-            self.counts["corrupt_or_unread"] += 1
-            self.file.drop(source)
         self._written_or_lost(entry, is_good, cause or "the file tier has it no more, or it was corrupt")
         self.file.end(source, move_id)
         self.host.end(entry, move_id)
@@ -525,7 +533,7 @@ class Catalogue:
             self.host.failed(entry, EntryEvent.FAILED)
         elif self.host.written(entry):
             file = self.file
-            if file is not None and not file.is_off and entry.hash not in file.index[entry.group]:
+            if file is not None and file.takes_more and entry.hash not in file.index[entry.group]:
                 self.host.onward[entry] = None
             for job in self._waiting(entry):
                 position = job.waits.pop(entry)
@@ -667,12 +675,17 @@ class Catalogue:
             self.jobs.pop(job.job_id, None)
 
     def _time_out(self, now: float) -> None:
-        for job in list(self.jobs.values()):
-            if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
-                if now >= job.until:
-                    self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
-                else:
-                    self.wake_at = min(self.wake_at, job.until)
+        if not self.jobs:
+            self._deadline = math.inf
+        if now >= self._deadline:
+            self._deadline = math.inf
+            for job in list(self.jobs.values()):
+                if job.until < math.inf and job.state is JobState.RUNNING and (job.todo or job.waits or job.absent):
+                    if now >= job.until:
+                        self._fail(job, JobOutcome.TIMEOUT, "it was not carried out in time")
+                    else:
+                        self._deadline = min(self._deadline, job.until)
+        self.wake_at = min(self.wake_at, self._deadline)
 
     def _why_no_room(self) -> str:
         held = sum(bool(entry.holders) for entry in self.host.entries())
@@ -766,7 +779,7 @@ class Catalogue:
 
     def _write_back(self, now: float) -> Iterator[Move]:
         """Copy to the file tier what has been in host memory for longest and is not there."""
-        if self.file is None or self.file.is_off:
+        if self.file is None or not self.file.takes_more:
             return
         kind, onward = MoveKind.WRITE_BACK, self.host.onward
         while onward and self.traffic.fits(kind, 0, self._size(next(iter(onward)))):

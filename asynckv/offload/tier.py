@@ -63,6 +63,8 @@ class Tier:
         """`(group, slot)` of files that nobody has any more: their index is to forget them."""
         self.tick = 0
         self.is_off = False
+        """Nothing is found in it."""
+        self.takes_more = True
         self.evicted = self.lost = 0
         """Blocks evicted, and those among them that the next tier should have got."""
         self._spared = -1
@@ -84,7 +86,7 @@ class Tier:
 
         What was used in the tick `spare` is not evicted.
         """
-        if self.is_off:
+        if not self.takes_more:
             return []
         kind = self.slots.kinds[group]
         if spare != self._spared:

@@ -204,7 +204,9 @@ class SimRecords:
         """Length of its range."""
         return self.disk.num_bytes
 
-    def start(self, memory: Memory, on_ready: Callable[[], None]) -> Sequence[Stored]:
+    def start(
+        self, memory: Memory, on_ready: Callable[[], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> Sequence[Stored]:
         """Say what is there."""
         assert not self.is_open
         self.is_open, self._on_ready, self._memory = True, on_ready, _bytes_at(memory)
