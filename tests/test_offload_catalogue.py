@@ -55,7 +55,7 @@ def with_file(blocks: int = 100, stored: int = 10, **more: Any) -> Catalogue:
     for i in range(0, stored, blocks):
         catalogue.store(f"warm {i}", prompt(stored), positions=[range(i, min(stored, i + blocks))])
         carry_out(catalogue)
-    catalogue.evict(place=Place.HOST)
+        catalogue.evict(place=Place.HOST)
     catalogue.news()
     return catalogue
 
@@ -105,6 +105,28 @@ def test_a_store_does_not_evict_the_prefix_that_it_goes_on_from() -> None:
     assert catalogue.lookup(prompt(20)).tokens == 160
 
 
+def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
+    catalogue = Catalogue([FULL], 16, 20 * KIB)
+    catalogue.store("a", prompt(10))
+    catalogue.store("b", prompt(10, "q"))
+    carry_out(catalogue)
+    catalogue.load("c", prompt(10), positions=[range(5, 10)])
+    carry_out(catalogue)
+    catalogue.store("d", prompt(10, "r"))
+    assert catalogue.lookup(prompt(10)).tokens == 160
+    assert catalogue.lookup(prompt(10, "q")).tokens == 0
+
+
+def test_who_stores_what_is_known_uses_it() -> None:
+    catalogue = Catalogue([FULL], 16, 20 * KIB)
+    for name, prefix in (("a", "p"), ("b", "q"), ("c", "p")):
+        catalogue.store(name, prompt(10, prefix))
+        carry_out(catalogue)
+    catalogue.store("d", prompt(10, "r"))
+    assert catalogue.lookup(prompt(10)).tokens == 160
+    assert catalogue.lookup(prompt(10, "q")).tokens == 0
+
+
 def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(10))
@@ -148,6 +170,19 @@ def test_who_waits_for_a_store_that_fails_fails() -> None:
     carry_out(catalogue, only(MoveKind.STORE, Ending.FAILED))
     assert outcomes(catalogue) == dict.fromkeys("abc", JobOutcome.FAILED)
     assert catalogue.lookup(prompt(5)).tokens == 0
+
+
+def test_who_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
+    catalogue = Catalogue([FULL], 16, 1 << 20)
+    catalogue.store("a", prompt(2))
+    [move] = catalogue.moves(0.0)
+    catalogue.store("b", prompt(4))  # waits for a, and has to store two more
+    catalogue.load("c", prompt(4))  # waits for both
+    catalogue.ended(move.move_id, Ending.FAILED)
+    told = {told.job_id: told for told in catalogue.news() if isinstance(told, JobEnded)}
+    assert [told[name].outcome for name in "abc"] == [JobOutcome.FAILED, JobOutcome.FAILED, JobOutcome.MISSING]
+    assert told["b"].missing == told["c"].missing == ((0, 1, 2, 3),)
+    assert catalogue.check_integrity() == []
 
 
 def test_a_cancelled_job_ends_when_what_was_posted_has_ended() -> None:
@@ -296,6 +331,18 @@ def test_a_corrupt_block_fails_its_load_and_is_found_no_more() -> None:
     assert (told.outcome, 3 in told.missing[0]) == (JobOutcome.FAILED, True)
     assert catalogue.lookup(prompt(10)).tokens == 48
     assert catalogue.forgotten() == [(0, 3)]
+
+
+def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
+    catalogue = Catalogue([FULL], 16, 10 * KIB)
+    catalogue.store("a", prompt(5))
+    carry_out(catalogue)
+    catalogue.load("b", prompt(5))
+    assert catalogue.evict() == 5
+    catalogue.store("c", prompt(10, "q"))
+    moves = {move.job_id: set(move.pieces[0].host_slots) for move in carry_out(catalogue)}
+    assert (len(moves["b"]), len(moves["c"]), moves["b"] & moves["c"]) == (5, 5, set())
+    assert set(outcomes(catalogue).values()) == {JobOutcome.DONE}
 
 
 def test_the_source_of_a_promotion_stays_until_it_has_ended() -> None:

@@ -25,7 +25,7 @@ from asynckv.core.events import Ending
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
-from asynckv.offload.keys import StoredGroup, block_hashes
+from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Place
 
 PAGE = 1024
@@ -114,6 +114,7 @@ class Machine(RuleBasedStateMachine):
                 keys = [block_hashes(hashes, group.block_size, 2) for group in model]
                 self.catalogue.store(f"warm{family}", hashes, positions=[range(len(mine)) for mine in keys])
                 self.wanted[f"warm{family}"] = JobKind.STORE, keys
+                self.size[f"warm{family}"] = sum(map(len, keys))
             self.end_all()
             self.now += 1e3
             self.end_all()
@@ -127,22 +128,27 @@ class Machine(RuleBasedStateMachine):
         self.posted: dict[int, Move] = {}
         self.doubtful: set[int] = set()
         self.wanted: dict[str, tuple[JobKind, list[list[bytes]]]] = {}
+        self.size: dict[str, int] = {}
         self.told: dict[str, JobEnded] = {}
         self.returned: set[str] = set()
         self.loaded: dict[str, set[tuple[int, int]]] = {}
 
     # -- callers -----------------------------------------------------------------------------------
 
-    def begin(self, kind: JobKind, hashes: list[bytes]) -> str:
+    def begin(self, kind: JobKind, hashes: list[bytes], tokens: int = 0, first: int = 0) -> str:
+        """Note what is asked for; of a load, the blocks that are needed."""
         self.count += 1
         name = f"{kind}{self.count}"
         self.wanted[name] = kind, [block_hashes(hashes, group.block_size, 2) for group in self.groups]
+        self.size[name] = sum(len(needed(group, first, tokens)) for group in self.groups)
         return name
 
     @rule(hashes=prompts, is_all=st.booleans(), patience=st.sampled_from([1.0, 1e9]), soon=st.booleans())
     def store(self, hashes: list[bytes], is_all: bool, patience: float, soon: bool) -> None:
-        name = self.begin(JobKind.STORE, hashes)
+        name = self.begin(JobKind.STORE, hashes, 2 * len(hashes))
         positions = [range(len(keys)) for keys in self.wanted[name][1]] if is_all else None
+        if positions is not None:
+            self.size[name] = sum(map(len, positions))
         self.catalogue.store(name, hashes, positions=positions, until=self.now + patience)
         if soon:
             self.post()
@@ -150,7 +156,7 @@ class Machine(RuleBasedStateMachine):
     @rule(hashes=prompts, patience=st.sampled_from([1.0, 1e9]), first=st.sampled_from([0, 0, 3]), soon=st.booleans())
     def load(self, hashes: list[bytes], patience: float, first: int, soon: bool) -> None:
         found = self.catalogue.lookup(hashes)
-        name = self.begin(JobKind.LOAD, hashes)
+        name = self.begin(JobKind.LOAD, hashes, found.tokens, first)
         self.catalogue.load(name, hashes, found.tokens, first_token=first, until=self.now + patience)
         ended = next((x for x in self.catalogue._news if isinstance(x, JobEnded) and x.job_id == name), None)
         assert ended is None or ended.outcome is not JobOutcome.MISSING, "a lookup promised too much"
@@ -161,7 +167,7 @@ class Machine(RuleBasedStateMachine):
     @rule(hashes=prompts, is_load=st.booleans())
     def touch(self, hashes: list[bytes], is_load: bool) -> None:
         if is_load:
-            self.catalogue.load(self.begin(JobKind.LOAD, hashes), hashes)
+            self.catalogue.load(self.begin(JobKind.LOAD, hashes, 2 * len(hashes)), hashes)
         else:
             self.catalogue.touch(hashes)
 
@@ -329,6 +335,9 @@ class Machine(RuleBasedStateMachine):
             mine = {m for m in mine if self.posted[m].kind in (MoveKind.LOAD, MoveKind.STORE)}
             assert mine <= self.doubtful, "a job has ended, and a transfer of it runs"
             assert bool(mine) == news.is_held
+            if news.outcome is not JobOutcome.MISSING or news.blocks:
+                said = news.blocks + news.known + sum(map(len, news.missing))
+                assert said == self.size[news.job_id], "a job has ended, and says nothing of some blocks"
             if news.kind is JobKind.LOAD and news.outcome is JobOutcome.DONE:
                 assert not any(news.missing)
                 assert len(self.loaded.get(news.job_id, ())) == news.blocks
@@ -353,7 +362,7 @@ class Machine(RuleBasedStateMachine):
                 by_kind.setdefault(move.kind, []).append(move.num_bytes)
             assert move.num_bytes <= self.budgets.move_bytes or move.num_blocks == 1
         for kind, sizes in by_kind.items():
-            assert len(sizes) == 1 or sum(sizes) <= self.catalogue._limits[kind]
+            assert len(sizes) == 1 or sum(sizes) <= self.catalogue.traffic.limits[kind]
 
     def teardown(self) -> None:
         if not hasattr(self, "catalogue"):

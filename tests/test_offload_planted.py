@@ -22,6 +22,7 @@ from asynckv.offload.entry import Entry
 from asynckv.offload.eviction import S3Fifo
 from asynckv.offload.slots import Runs, Slots
 from asynckv.offload.tier import Tier
+from asynckv.offload.traffic import Traffic
 from tests.test_offload_machine import play
 
 
@@ -70,8 +71,8 @@ PLANTED = {
     "a move in doubt lets go of what it writes": Bug(
         C,
         "_doubt",
-        "running.is_doubtful = True",
-        "running.is_doubtful = True; [self.host.end(i.entry, running.move.move_id) for i in running.items]",
+        "self.traffic.doubt(running)",
+        "self.traffic.doubt(running); [self.host.end(i.entry, running.move.move_id) for i in running.items]",
         any_order,
     ),
     "a move in doubt is taken for one that has ended": Bug(
@@ -98,15 +99,15 @@ PLANTED = {
         example.test_a_corrupt_block_fails_its_load_and_is_found_no_more,
     ),
     "the source of a promotion may be evicted": Bug(
-        C,
-        "_post",
+        Traffic,
+        "begin",
         "for entry in sources:",
         "for entry in sources if kind is MoveKind.WRITE_BACK else ():",
         example.test_the_source_of_a_promotion_stays_until_it_has_ended,
     ),
     "the source of a write-back may be evicted": Bug(
-        C,
-        "_post",
+        Traffic,
+        "begin",
         "for entry in sources:",
         "for entry in sources if kind is MoveKind.PROMOTION else ():",
         example.test_a_block_is_stored_again_while_its_old_slot_is_written_back,
@@ -128,7 +129,7 @@ PLANTED = {
         example.test_two_that_store_the_same_store_it_once,
     ),
     "a load waits for ever for a slot": Bug(
-        C, "moves", "if not moves and all", "if False and all", example.test_a_load_fails_that_could_only_wait_for_pins
+        C, "moves", "if not moves and", "if False and", example.test_a_load_fails_that_could_only_wait_for_pins
     ),
     "a job's time runs out and nobody notices": Bug(
         C, "_time_out", "now >= job.until", "False", example.test_a_job_that_is_not_carried_out_in_time_ends
@@ -143,10 +144,10 @@ PLANTED = {
     "a block is promoted twice": Bug(
         C, "_next_absent", "if entry is None:", "if True:", example.test_two_loads_promote_a_block_once
     ),
-    "budgets are not kept": Bug(C, "_fits", "under_way + more <= self._limits[kind]", "True", any_order),
+    "budgets are not kept": Bug(Traffic, "fits", "under_way + more <= self.limits[kind]", "True", any_order),
     "writing back keeps no rate": Bug(
-        C,
-        "_write_back",
+        Traffic,
+        "wrote_back",
         "self._allowance -= num_bytes",
         "pass",
         example.test_write_backs_keep_their_rate_and_say_when_they_go_on,

@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
-from msgspec import Struct
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
@@ -50,6 +49,7 @@ from asynckv.offload.job import (
 )
 from asynckv.offload.keys import StoredGroup, as_hashes, block_hashes, needed
 from asynckv.offload.tier import Place, Tier
+from asynckv.offload.traffic import Budgets, Running, Traffic
 
 __all__ = ["Budgets", "Catalogue"]
 
@@ -57,34 +57,6 @@ MAX_NAME = 16 * 1024
 """Characters of a job's id, and of a pin's name."""
 
 Positions = Sequence[Iterable[int]]
-
-
-class Budgets(Struct, frozen=True, kw_only=True):
-    """How much may be under way at once, and how fast.
-
-    Attributes:
-        move_bytes: The most that one move carries; one block at least.
-        load_bytes, store_bytes, promotion_bytes, write_back_bytes: The most that moves of a kind carry together; one
-            move at least.
-        write_back_bytes_per_s: How fast the file tier is written.
-    """
-
-    move_bytes: int = 64 << 20
-    load_bytes: int = 1 << 30
-    store_bytes: int = 1 << 30
-    promotion_bytes: int = 256 << 20
-    write_back_bytes: int = 256 << 20
-    write_back_bytes_per_s: float = math.inf
-
-
-class Running:
-    """A move that is posted: what it touches, block by block."""
-
-    __slots__ = ("is_doubtful", "items", "job", "move", "sources")
-
-    def __init__(self, move: Move, job: Job | None, items: list[Item], sources: list[Entry]) -> None:
-        self.move, self.job, self.items, self.sources = move, job, items, sources
-        self.is_doubtful = False
 
 
 class Catalogue:
@@ -127,19 +99,8 @@ class Catalogue:
         self.wake_at = math.inf
         """When to call `moves` again though nothing else happens."""
         self.counts = dict.fromkeys(("lookups", "hits", "write_backs_without_room", "corrupt_or_unread"), 0)
-        self._running: dict[int, Running] = {}
-        self._in_flight = dict.fromkeys(MoveKind, 0)
-        self._limits = {
-            MoveKind.LOAD: budgets.load_bytes,
-            MoveKind.STORE: budgets.store_bytes,
-            MoveKind.PROMOTION: budgets.promotion_bytes,
-            MoveKind.WRITE_BACK: budgets.write_back_bytes,
-        }
-        self._last_move = 0
+        self.traffic = Traffic(budgets)
         self._news: list[JobEnded | JobReturned] = []
-        self._allowance = 0.0
-        """Bytes that may be written back; below 0 after a move that was larger than what was left."""
-        self._allowed_at: float | None = None
         self._tick = 0
 
     # -- questions ---------------------------------------------------------------------------------
@@ -179,9 +140,10 @@ class Catalogue:
 
     def statistics(self) -> dict[str, int]:
         """Gauges and counters, for metrics."""
-        said = {f"{kind}_bytes_under_way": n for kind, n in self._in_flight.items()}
-        said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(self._running)}
-        doubtful = [running.move for running in self._running.values() if running.is_doubtful]
+        running = self.traffic.running.values()
+        said = {f"{kind}_bytes_under_way": n for kind, n in self.traffic.under_way.items()}
+        said |= {"jobs": len(self.jobs), "pins": len(self.pins), "moves": len(running)}
+        doubtful = [one.move for one in running if one.is_doubtful]
         said |= {"moves_in_doubt": len(doubtful), "blocks_in_doubt": sum(move.num_blocks for move in doubtful)}
         for tier in self._tiers():
             said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
@@ -229,8 +191,8 @@ class Catalogue:
         """
         mine, where = self._request(job_id, hashes, tokens, first_token, positions)
         self._tick_on()
-        used = [self._used(self.host, mine, where, is_whole=positions is None)]
-        used += [self._used(self.file, mine, where, is_whole=positions is None)] if self.file else []
+        used = [self._used(self.host, mine, where)]
+        used += [self._used(self.file, mine, where)] if self.file else []
         self.host.spare(used[0])
         job = self.jobs[job_id] = Job(job_id, JobKind.STORE, until)
         for g, wanted in enumerate(where):
@@ -295,7 +257,7 @@ class Catalogue:
         if job.missing:
             self._fail(job, JobOutcome.MISSING, f"{len(job.missing)} of {len(found)} blocks are not stored")
             return
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         for position, entry, is_file in found:
             assert entry is not None
             if is_file:
@@ -316,14 +278,14 @@ class Catalogue:
         was_running = job.state is JobState.RUNNING
         job.receive(JobEvent.CANCELLED, JobOutcome.CANCELLED)
         if was_running:
-            self._abandon(job, JobOutcome.CANCELLED, "the job that stored it was cancelled")
+            self._abandon(job, "the job that stored it was cancelled")
         self._settle(job)
         return True
 
     def touch(self, hashes: Sequence[str | bytes], tokens: int | None = None) -> None:
         """Note that a prompt's blocks were used, so that they stay longer."""
         mine, where = self._prefix(hashes, tokens, 0, None)
-        self._use(mine, where, is_whole=True)
+        self._use(mine, where)
 
     def pin(
         self,
@@ -342,7 +304,7 @@ class Catalogue:
             LocalProtocolError: There is a pin or a job of that name.
         """
         mine, where = self._request(name, hashes, tokens, first_token, positions)
-        self._use(mine, where, is_whole=positions is None)
+        self._use(mine, where)
         held = self.pins[name] = []
         pieces = []
         for g, wanted in enumerate(where):
@@ -357,7 +319,9 @@ class Catalogue:
                             here.append(Item(position, entry))
                         break
             if here:
-                pieces.append(_piece(g, here, [], with_positions=True))
+                slots = tuple(item.entry.slot for item in here)
+                positions_here = tuple(item.position for item in here)
+                pieces.append(Piece(g, tuple(item.entry.hash for item in here), positions_here, slots, ()))
         return tuple(pieces)
 
     def unpin(self, name: str) -> bool:
@@ -435,7 +399,7 @@ class Catalogue:
         moves = [*self._cut_all(MoveKind.LOAD, JobKind.LOAD), *self._cut_all(MoveKind.STORE, JobKind.STORE)]
         moves += promotions
         moves += self._write_back(now)
-        if not moves and all(running.is_doubtful for running in self._running.values()):
+        if not moves and self.traffic.is_idle():
             for job in [job for job in self.jobs.values() if job.absent]:
                 self._fail(job, JobOutcome.NO_ROOM, self._why_no_room())
         return moves
@@ -452,16 +416,12 @@ class Catalogue:
         Raises:
             LocalProtocolError: No such move is under way.
         """
-        running = self._running.get(move_id)
-        if running is None:
-            raise LocalProtocolError(f"move {move_id} is not under way")
+        running = self.traffic.get(move_id)
         if ending is Ending.IN_DOUBT:
             if not running.is_doubtful:
                 self._doubt(running, cause)
             return
-        del self._running[move_id]
-        if not running.is_doubtful:
-            self._in_flight[running.move.kind] -= running.move.num_bytes
+        self.traffic.end(running)
         is_done = ending is Ending.DONE
         end = {
             MoveKind.LOAD: self._load_ended,
@@ -526,9 +486,8 @@ class Catalogue:
 
     def _doubt(self, running: Running, cause: str) -> None:
         """Keep what a move touches, without counting on it any more."""
-        running.is_doubtful = True
+        self.traffic.doubt(running)
         move, job = running.move, running.job
-        self._in_flight[move.kind] -= move.num_bytes
         for position, entry in running.items:
             if move.kind is MoveKind.LOAD:
                 assert job is not None
@@ -569,9 +528,10 @@ class Catalogue:
     def _lost(self, entry: Entry, outcome: JobOutcome, cause: str) -> None:
         """Fail whoever waits for a block that will not be written."""
         for job in self._waiting(entry):
-            job.missing.append((entry.group, job.waits.pop(entry)))
-            self._let_go(job, self.host, entry)
-            self._fail(job, outcome, cause)
+            if entry in job.waits:  # or it failed with one of the others, for whose blocks it waited, too
+                job.missing.append((entry.group, job.waits.pop(entry)))
+                self._let_go(job, self.host, entry)
+                self._fail(job, outcome, cause)
 
     def _waiting(self, entry: Entry) -> list[Job]:
         jobs = (self.jobs.get(name) for name in sorted(entry.holders))
@@ -620,23 +580,23 @@ class Catalogue:
                     )
         return mine, list(where)
 
-    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> None:
+    def _use(self, mine: list[list[bytes]], where: list[Sequence[int]]) -> None:
         """Note that blocks were used, in all tiers, each chain from its end; those before the first are used, too."""
         self._tick_on()
         for tier in self._tiers():
-            tier.use(self._used(tier, mine, where, is_whole=is_whole))
+            tier.use(self._used(tier, mine, where))
 
     def _tick_on(self) -> None:
         self._tick += 1
         for tier in self._tiers():
             tier.tick = self._tick
 
-    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]], *, is_whole: bool) -> list[Entry]:
+    def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
         """Return the blocks of a prompt that a tier has, each chain from its end."""
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]
-            if is_whole and not (group.is_state or group.window):
+            if not (group.is_state or group.window):
                 used = reversed(keys)
             else:
                 used = (keys[position] for position in reversed(where[g]))
@@ -660,10 +620,10 @@ class Catalogue:
             was_running = job.state is JobState.RUNNING
             job.receive(JobEvent.FAILED, outcome, cause)
             if was_running:
-                self._abandon(job, outcome, f"the job that stored it failed: {cause}")
+                self._abandon(job, f"the job that stored it failed: {cause}")
         self._settle(job)
 
-    def _abandon(self, job: Job, outcome: JobOutcome, cause: str) -> None:
+    def _abandon(self, job: Job, cause: str) -> None:
         """Let go of all that was not posted; what others wait for is theirs to store, if they can."""
         todo, waits, absent = job.todo, job.waits, job.absent
         job.todo, job.waits, job.absent = deque(), {}, deque()
@@ -709,15 +669,6 @@ class Catalogue:
 
     # -- cutting moves -----------------------------------------------------------------------------
 
-    def _fits(self, kind: MoveKind, num_bytes: int, more: int) -> bool:
-        """Whether a move that has so many bytes may carry so many more; one block at least, if nothing else runs."""
-        under_way = self._in_flight[kind] + num_bytes
-        if under_way == 0:
-            return True
-        return under_way + more <= self._limits[kind] and (
-            num_bytes == 0 or num_bytes + more <= self.budgets.move_bytes
-        )
-
     def _cut_all(self, kind: MoveKind, of: JobKind) -> Iterator[Move]:
         """Cut moves from jobs of a kind, one of each job in turn."""
         jobs = [job for job in self.jobs.values() if job.kind is of and job.todo]
@@ -727,7 +678,7 @@ class Catalogue:
                 while job.todo:
                     entry = job.todo[0].entry
                     size = self.groups[entry.group].record_bytes
-                    if not self._fits(kind, num_bytes, size):
+                    if not self.traffic.fits(kind, num_bytes, size):
                         break
                     item = job.todo.popleft()
                     if of is JobKind.STORE and entry.state is not EntryState.WRITING:
@@ -737,40 +688,20 @@ class Catalogue:
                     items.append(item)
                     num_bytes += size
                 if items:
-                    yield self._post(kind, job, items, [], num_bytes)
+                    yield self._post(kind, job, items, num_bytes)
                 elif job.todo:
                     return
                 else:
                     self._settle(job)
             jobs = [job for job in jobs if job.todo]
 
-    def _post(self, kind: MoveKind, job: Job | None, items: list[Item], sources: list[Entry], num_bytes: int) -> Move:
-        self._last_move += 1
-        move_id = self._last_move
-        groups: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            groups.setdefault(item.entry.group, []).append(i)
-        order = [i for places in groups.values() for i in places]
-        items, sources = [items[i] for i in order], [sources[i] for i in order] if sources else []
-        is_device = kind in (MoveKind.LOAD, MoveKind.STORE)
-        pieces, start = [], 0
-        for g, places in groups.items():
-            stop = start + len(places)
-            here, there = items[start:stop], sources[start:stop]
-            pieces.append(_piece(g, here, there, is_device, kind is MoveKind.WRITE_BACK))
-            start = stop
-        move = Move(move_id, kind, job.job_id if job is not None else "", tuple(pieces), num_bytes)
-        for _, entry in items:
-            entry.begin(move_id)
-        for entry in sources:
-            entry.begin(move_id)
-        self._in_flight[kind] += num_bytes
-        if job is not None and is_device:
-            job.running.add(move_id)
-            if kind is MoveKind.STORE:
-                for _, entry in items:
-                    self._let_go(job, self.host, entry)
-        self._running[move_id] = Running(move, job if is_device else None, items, sources)
+    def _post(self, kind: MoveKind, job: Job, items: list[Item], num_bytes: int) -> Move:
+        """Hand out a move between the device and host memory."""
+        move = self.traffic.begin(kind, job, items, [], num_bytes)
+        job.running.add(move.move_id)
+        if kind is MoveKind.STORE:  # from now on the move keeps the slots
+            for _, entry in items:
+                self._let_go(job, self.host, entry)
         return move
 
     def _promote(self) -> Iterator[Move]:
@@ -790,7 +721,7 @@ class Catalogue:
                     self._wait(job, entry, item.position)
                 num_bytes = len(made) * self.groups[group].record_bytes
                 todo = [Item(item.position, entry) for item, entry in zip(items, made, strict=False)]
-                yield self._post(MoveKind.PROMOTION, job, todo, sources, num_bytes)
+                yield self.traffic.begin(MoveKind.PROMOTION, job, todo, sources, num_bytes)
                 assert self.file is not None
                 for entry in sources:
                     self._let_go(job, self.file, entry)
@@ -805,7 +736,7 @@ class Catalogue:
             size = self.groups[source.group].record_bytes
             entry = self.host.index[source.group].get(source.hash)
             if entry is None:
-                if not self._fits(MoveKind.PROMOTION, num_bytes, size):
+                if not self.traffic.fits(MoveKind.PROMOTION, num_bytes, size):
                     break
                 items.append(job.absent.popleft())
                 num_bytes += size
@@ -823,20 +754,15 @@ class Catalogue:
         """Copy to the file tier what has been in host memory for longest and is not there."""
         if self.file is None or self.file.is_off:
             return
-        rate = self.budgets.write_back_bytes_per_s
-        if rate < math.inf:
-            passed = 1.0 if self._allowed_at is None else now - self._allowed_at
-            self._allowed_at = now
-            self._allowance = min(max(rate, self.budgets.move_bytes), self._allowance + passed * rate)
         kind, onward = MoveKind.WRITE_BACK, self.host.onward
-        while onward and self._fits(kind, 0, self._size(next(iter(onward)))):
-            if rate < math.inf and self._allowance <= 0:
-                self.wake_at = min(self.wake_at, now + (1 - self._allowance) / rate)
+        while onward and self.traffic.fits(kind, 0, self._size(next(iter(onward)))):
+            if (when := self.traffic.write_back_at(now)) > now:
+                self.wake_at = min(self.wake_at, when)
                 return
             chosen: list[Entry] = []
             num_bytes = 0
             for entry in onward:
-                if not self._fits(kind, num_bytes, self._size(entry)):
+                if not self.traffic.fits(kind, num_bytes, self._size(entry)):
                     break
                 chosen.append(entry)
                 num_bytes += self._size(entry)
@@ -854,8 +780,8 @@ class Catalogue:
                 num_bytes += len(made) * self.groups[g].record_bytes
             if not items:
                 continue
-            self._allowance -= num_bytes
-            yield self._post(kind, None, items, sources, num_bytes)
+            self.traffic.wrote_back(num_bytes)
+            yield self.traffic.begin(kind, None, items, sources, num_bytes)
 
     def _size(self, entry: Entry) -> int:
         return self.groups[entry.group].record_bytes
@@ -864,19 +790,23 @@ class Catalogue:
 
     def check_integrity(self) -> list[str]:
         """Recount everything; a list of what does not add up."""
-        wrong = [text for tier in self._tiers() for text in tier.audit()]
+        wrong = [text for tier in self._tiers() for text in tier.audit()] + self.traffic.audit()
         touched: dict[Entry, set[int]] = {}
         to_write = {item.entry for job in self.jobs.values() if job.kind is JobKind.STORE for item in job.todo}
-        flight = dict.fromkeys(MoveKind, 0)
-        for move_id, running in self._running.items():
+        for move_id, running in self.traffic.running.items():
             for entry in [*(item.entry for item in running.items), *running.sources]:
                 touched.setdefault(entry, set()).add(move_id)
-            if not running.is_doubtful:
-                flight[running.move.kind] += running.move.num_bytes
         holders: dict[Entry, set[str]] = {}
         for job in self.jobs.values():
             for entry in job.holding:
                 holders.setdefault(entry, set()).add(job.job_id)
+            if job.holding != {item.entry for item in (*job.todo, *job.absent)} | set(job.waits) | {
+                item.entry
+                for running in self.traffic.running.values()
+                if running.job is job and running.move.kind is MoveKind.LOAD and not running.is_doubtful
+                for item in running.items
+            }:
+                wrong.append(f"job {job.job_id!r} holds what it does not need, or does not hold what it needs")
         for name, held in self.pins.items():
             for _, entry in held:
                 holders.setdefault(entry, set()).add(name)
@@ -891,20 +821,4 @@ class Catalogue:
                 wrong.append(f"{name}: {set(entry.holders)} are noted, and {holders.get(entry)} hold it")
             if entry.state is EntryState.WRITING and not entry.moves and entry not in to_write:
                 wrong.append(f"{name}: nobody writes it")
-        if flight != self._in_flight:
-            wrong.append(f"{self._in_flight} bytes are counted under way, and {flight} are")
         return wrong
-
-
-def _piece(
-    group: int, here: list[Item], there: list[Entry], with_positions: bool = False, is_write_back: bool = False
-) -> Piece:
-    own, others = tuple(item.entry.slot for item in here), tuple(entry.slot for entry in there)
-    host, file = (others, own) if is_write_back else (own, others)
-    return Piece(
-        group,
-        tuple(item.entry.hash for item in here),
-        tuple(item.position for item in here) if with_positions else (),
-        host,
-        file,
-    )
