@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from asynckv.observe.metrics import Metrics
     from asynckv.observe.observer import Observer, Reading
     from asynckv.observe.tracing import Tracing, trace_context
+    from asynckv.offload.found import Found
     from asynckv.results import LeaseEnd, Loaded, PullResult, Statistics, Stored
     from asynckv.scheduler import PrefillGroup
 
@@ -115,6 +116,7 @@ _HOMES = {
     "asynckv.observe.observer": "Observer Reading",
     "asynckv.observe.tracing": "Tracing trace_context",
     "asynckv.geometry.check": "Registration register_memory",
+    "asynckv.offload.found": "Found",
     "asynckv.results": "LeaseEnd Loaded PullResult Statistics Stored",
 }
 _RENAMED = {"configure_logging": "configure"}
@@ -139,6 +141,7 @@ __all__ = [
     "EngineThread",
     "Failed",
     "Finished",
+    "Found",
     "GeometryRefused",
     "Group",
     "HeldBlocks",

@@ -16,8 +16,7 @@ from asynckv import Engine, EngineConfig, Offload, OffloadConfig, Registration, 
 from asynckv.engine.shelf import Shelf
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
-from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
-from asynckv.testing.tiers import SimCopies, SimDisk, SimRecords
+from asynckv.testing import ManualClock, SimControl, SimCopies, SimData, SimDisk, SimNetwork, SimRecords
 from tests.engines import until
 from tests.world import make_layout
 

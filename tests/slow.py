@@ -14,7 +14,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 COMPUTES = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
-    for name in ("fuzz", "geometry", "leaks_simulated", "machine", "real_models", "simulation")
+    for name in ("fuzz", "geometry", "leaks_simulated", "machine", "offload_soak", "real_models", "simulation")
 ]
 NOTHING_FOUND = 5
 """Pytest's status where no test was selected."""

@@ -458,7 +458,8 @@ def test_requests_leave_no_garbage_that_only_the_collector_finds(pair: Pair) -> 
         pair.prefill.told, pair.decode.told = Finished(), Finished()
 
     some(0)
-    gc.collect()
+    while gc.collect():
+        pass  # what other tests left may take several rounds: simulated planes make types
     gc.disable()
     try:
         for i in range(1, 5):

@@ -25,7 +25,7 @@ import pytest
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
-from asynckv.edges import file_tier
+from asynckv.edges import file_tier, file_worker
 from asynckv.edges.file_index import INDEX, checksum
 from asynckv.edges.file_io import Extent, PlainFiles
 from asynckv.edges.file_tier import FileTier
@@ -410,6 +410,7 @@ def put_in_place(fd: int, path: str, flags: int) -> None:
     os.close(other)
 
 
+@pytest.mark.slow
 def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Path) -> None:
     # A limit on the size of files, because a file system of one's own needs root; Python ignores its signal.
     code = (
@@ -441,19 +442,20 @@ async def test_a_folder_that_cannot_be_written_is_refused(make: Make, tmp_path: 
             make(folder=folder).start()
 
 
-@both
-async def test_a_segment_that_is_cut_short_under_it_loses_what_was_in_it(
-    make: Make, tmp_path: Path, back_end: str
+@pytest.mark.parametrize("back_end", ["plain", pytest.param("nixl", marks=[pytest.mark.nixl, pytest.mark.slow])])
+async def test_segments_that_are_cut_short_under_it_lose_what_was_in_them(
+    make: Make, tmp_path: Path, back_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(file_worker, "BATCH_BYTES", SIZE)  # so that others are on their way
     tier, some = make(back_end=back_end, segment_bytes=4 * SIZE), records(*range(COUNT))
     tier.start()
     await tier.store(some)
-    os.truncate(tmp_path / "tier" / "segment-00007.kv", SIZE)
+    for number, size in ((7, SIZE), (9, 0), (10, 0)):
+        os.truncate(tmp_path / "tier" / f"segment-{number:05}.kv", size)
     ended = await tier.load(some)
-    lost = {some[i].far // SIZE for i in ended.lost}
-    assert lost == {29, 30, 31}
+    assert {some[i].far // SIZE for i in ended.lost} == {29, 30, 31, *range(36, 44)}
     assert "reading failed" in ended.cause
-    assert (tier.count("io_errors"), tier.count("is_off")) == (3, 0)
+    assert (tier.count("io_errors"), tier.count("is_off")) == (11, 0)
     assert (await tier.store(some)).ending is DONE
     assert (await tier.load(some)).ending is DONE
 
@@ -623,14 +625,17 @@ async def test_a_thread_that_breaks_switches_the_tier_off(make: Make, monkeypatc
 
 @both
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-async def test_what_is_served_is_what_a_dict_would_serve(make: Make, tmp_path: Path, back_end: str, seed: int) -> None:
+async def test_what_is_served_is_what_a_dict_would_serve(
+    make: Make, tmp_path: Path, back_end: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stores, loads, cancellations, restarts and damage, many at a time; a place is in one move at a time."""
+    monkeypatch.setattr(file_worker, "BATCH_BYTES", 2 * SIZE)
     chance, tier = random.Random(seed), make(back_end=back_end)
     tier.start()
     kept: dict[int, bytes] = {}
     damaged: set[int] = set()
     count = 0
-    for _ in range(40):
+    for _ in range(20 if seed == 1 else 60):
         free = chance.sample(range(COUNT), COUNT)  # of places, and of room in memory
         wanted: dict[TransferId, list[Record]] = {}
         stored: set[TransferId] = set()

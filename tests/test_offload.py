@@ -30,7 +30,7 @@ from asynckv.edges.leftovers import left_in
 from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.geometry.packed import record_form
 from asynckv.results import Loaded, Stored
-from asynckv.testing.tiers import SimDisk
+from asynckv.testing import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, until
 
 pytestmark = pytest.mark.anyio
@@ -413,6 +413,37 @@ async def test_windows_and_states_are_loaded_as_they_are_needed() -> None:
         assert loaded.num_tokens == 128
 
 
+async def test_a_stage_without_layers_of_a_group_keeps_nothing_of_it() -> None:
+    whole = hybrid()
+    views = tuple(view for view in whole.views if view.group != 1)
+    rank = Rank(msgspec.structs.replace(whole, views=views, pp_size=2), host_bytes=64 * 4096, disk=SimDisk(64 * 4096))
+    pages = [array.reshape(BLOCKS, -1) for array in rank.arrays]
+    async with rank.running() as offload:
+        before = [page.copy() for page in pages]
+        groups = [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [9, 10])]
+        assert (await offload.store("a", groups, chain("p", 4))).num_blocks == 6
+        assert offload.lookup(chain("p", 4)).tokens == 64
+        others = [(0, [21, 22, 23, 24]), (0, [25, 26, 27, 28]), (0, [29, 30])]
+        assert (await offload.load("b", others, chain("p", 4), num_tokens=64)).num_tokens == 64
+        assert (pages[0][21:25] == before[0][1:5]).all()
+        assert (pages[2][30] == before[2][10]).all()
+        assert (pages[1] == before[1]).all()
+
+
+async def test_a_hybrid_models_blocks_are_lent_and_pulled() -> None:
+    rank = Rank(hybrid(), host_bytes=64 * 4096, network_=EngineConfig(engine_id="worker-host"))
+    decode = Rank(hybrid(), seed=50, network=rank.network, engine={"engine_id": "decode"})
+    pages, there = ([array.reshape(BLOCKS, -1) for array in each.arrays] for each in (rank, decode))
+    async with rank.running() as offload, decode.engine:
+        await offload.store("a", [(0, [1, 2, 3, 4]), (0, [5, 6, 7, 8]), (0, [None, 10])], chain("p", 4))
+        params = await offload.lend("a", chain("p", 4), num_tokens=64)
+        await decode.engine.pull("d", [(0, [21, 22, 23, 24]), (0, [None, 26, 27, 28]), (0, [None, 30])], params)
+        assert (there[0][21:25] == pages[0][1:5]).all()
+        assert (there[1][26:29] == pages[1][6:9]).all()
+        assert (there[2][30] == pages[2][10]).all()
+        await until(lambda: not offload.statistics().gauges["pins"])
+
+
 async def test_several_groups_share_a_disk_and_come_back() -> None:
     disk = SimDisk(64 * 4096)
     rank = Rank(hybrid(), host_bytes=64 * 4096, disk=disk)
@@ -600,6 +631,30 @@ async def test_closing_does_not_wait_for_ever() -> None:
         with pytest.raises((EngineClosed, PullCancelled)):
             await storing
         assert not rank.engine.holds()
+
+
+async def test_a_start_that_fails_leaves_nothing_behind() -> None:
+    rank = Rank(layout_of())
+    async with rank.engine:
+        rank.copies.start = None  # type: ignore[assignment, method-assign]
+        with pytest.raises(TypeError):
+            await rank.offload.start()
+        assert rank.engine.guests == ()
+        with pytest.raises(EngineClosed):
+            await rank.offload.store("a", [(0, [1])], chain("p", 1))
+        async with Offload(rank.offload.config, rank.engine, copies=SimCopies()) as offload:
+            assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
+
+
+async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:
+    rank = Rank(layout_of())
+    await rank.engine.start()
+    starting = asyncio.create_task(rank.offload.start())
+    await asyncio.sleep(0)
+    await rank.engine.aclose()
+    with pytest.raises(EngineClosed, match="ended while its offload started"):
+        await starting
+    assert not rank.copies.is_open
 
 
 async def test_what_was_kept_survives_a_sleep_of_the_engine() -> None:

@@ -31,11 +31,11 @@ async def written_back(offload: Offload, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-def finished(thread: EngineThread, *kinds: str) -> Finished:
-    """Take what has ended until there is something of each kind."""
+def finished(thread: EngineThread, number: int) -> Finished:
+    """Take what has ended until that are so many things."""
     found, until = Finished(), time.monotonic() + GIVE_UP_S
-    while not all(getattr(found, kind) for kind in kinds):
-        assert thread.wait(max(until - time.monotonic(), 0.0)), f"no {kinds} within {GIVE_UP_S:g} s: {found}"
+    while sum(len(getattr(found, name)) for name in Finished.__slots__) < number:
+        assert thread.wait(max(until - time.monotonic(), 0.0)), f"not {number} within {GIVE_UP_S:g} s: {found}"
         news = thread.take_finished()
         for name in Finished.__slots__:
             getattr(found, name).extend(getattr(news, name))
@@ -48,14 +48,14 @@ def test_a_step_stores_and_loads_by_orders() -> None:
     registration = register_memory(rank.layout, tuple(rank.arrays))
     with EngineThread(EngineConfig(engine_id="worker"), registration) as thread:
         thread.submit([Store(request_id="x", groups=[(0, [1])], hashes=chain("p", 1))])
-        (refused,) = finished(thread, "refused").refused
+        (refused,) = finished(thread, 1).refused
         assert isinstance(refused.error, LocalProtocolError)
         assert "has no offload" in str(refused.error)
         offload = Offload(OffloadConfig(model="toy", hash_tokens=SIZE, host_bytes=64 * RECORD), thread.engine)
         thread.call(offload.start(), GIVE_UP_S)
         before = rank.block(3, 4, 9)
         thread.submit([Store(request_id="a", groups=[(0, [3, 4, 9])], hashes=chain("p", 3))])
-        (stored,) = finished(thread, "stored").stored
+        (stored,) = finished(thread, 1).stored
         assert (stored.request_id, stored.num_blocks) == ("a", 3)
         rank.scribble([3, 4, 9])
         thread.submit(
@@ -66,11 +66,7 @@ def test_a_step_stores_and_loads_by_orders() -> None:
                 Cancel("d"),
             ]
         )
-        told = finished(thread, "loaded", "failed")
-        while len(told.loaded) + len(told.failed) < 3:
-            more = finished(thread)
-            told.loaded += more.loaded
-            told.failed += more.failed
+        told = finished(thread, 3)
         assert [x.num_tokens for x in told.loaded if x.request_id == "b"] == [48]
         assert "block id 99" in str(next(x.error for x in told.failed if x.request_id == "c"))
         assert all(isinstance(x.error, PullCancelled) for x in told.failed if x.request_id == "d")

@@ -17,12 +17,13 @@ posted from then on fails at once. A move that waits for longer than `slow_s` is
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -44,6 +45,18 @@ __all__ = ["FileTier"]
 
 SLOW_S = 10.0
 CLOSE_S = 10.0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make many tuples at once: Python's collector would look through all of them again and again, half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class FileTier:
@@ -137,12 +150,14 @@ class FileTier:
                 raise BackendError(f"the index of {self._folder} cannot be written: {exc}; free some space") from None
             raise
         self._worker = Worker(self._name, memory, segments, index, io, entries, self._slow_s, self._wake)
-        return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
+        with _no_collection():
+            return [Stored(e.key, e.far, e.size, e.layout, e.tag) for e in entries.values()]
 
     def _recover(self, index: FileIndex, segments: Segments) -> dict[int, Entry]:
         """Return what can still be there; the newest of what overlaps. All else is dropped, and counted."""
         malformed: list[int] = []
-        entries = list(index.entries(malformed))
+        with _no_collection():
+            entries = list(index.entries(malformed))
         self.found["malformed"] = len(malformed)
         self.found["index_damaged"] = int(bool(index.dropped))
         kept = [entry for entry in entries if segments.has_kept(entry.far, entry.size)]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.file_index import ALIGN, MAX_KEY, Entry, FileIndex, checksum, now
-from asynckv.edges.file_io import Extent, FileIO, transfer, view_of
+from asynckv.edges.file_io import Extent, FileIO, FileTooShort, transfer, view_of
 from asynckv.edges.file_store import Segments
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
@@ -27,10 +27,11 @@ from asynckv.ports import Record, RecordNews, RecordsEnded, RecordsLost
 
 __all__ = ["Worker"]
 
-BATCH_BYTES = 2 << 20
-"""What is moved at a time, unless one record is larger: little enough to be in the caches when it is checked."""
+BATCH_BYTES = 8 << 20
+"""What is moved at a time, unless one record is larger: enough to pay for a post, and little enough to be in the caches
+when it is checked."""
 
-IN_FLIGHT = 8
+IN_FLIGHT = 4
 """Batches at a time, where the back end queues them."""
 
 MAX_PENDING = 256
@@ -489,7 +490,7 @@ class Worker:
         """The system refuses to move a record."""
         word = exc.strerror or str(exc)
         self._lose(move, i, f"{'writing' if move.is_write else 'reading'} failed: {word}", "io_errors")
-        self._errors += 1
+        self._errors += not isinstance(exc, FileTooShort)
         folder = self._segments.path(0).parent
         if move.is_write and exc.errno in FULL:
             with self._gate:

@@ -116,6 +116,8 @@ class Mover:
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
             for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
+            if not self.cause:
+                self.soon()  # there may be room for what has waited for it
         self._retire(now)
         self._arm(now)
 
@@ -187,11 +189,13 @@ class Mover:
         self.pump()
 
     def on_copies(self) -> None:
+        """The copy plane has news."""
         for news in self.copies.poll():
             self._ended(news.transfer_id, news.ending, news.cause)
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
+        """A shelf's files have news."""
         assert shelf.records is not None
         for news in shelf.records.poll():
             if isinstance(news, RecordsEnded):
