@@ -537,6 +537,17 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("r", 3)).tokens == 0
 
 
+async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
+    disk = SimDisk(8 * RECORD)
+    rank = Rank(layout_of(), host_bytes=8 * RECORD, disk=disk)
+    async with rank.running() as offload:
+        for i in range(12):
+            await offload.store("a", [(0, [1, 2, 3])], chain(f"p{i}", 3))
+            await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        assert offload.statistics().counters["evicted.file"] > 8
+        assert len(disk.records) == offload.statistics().gauges["file_blocks"] == 8
+
+
 async def test_what_is_evicted_under_a_load_still_arrives() -> None:
     rank = Rank(layout_of(), host_bytes=4 * RECORD)
     async with rank.running() as offload:

@@ -109,10 +109,11 @@ class Mover:
         """Do what the catalogue wants, and tell what became of jobs."""
         now = self._driver.clock.now()
         for shelf in self.shelves:
+            moves = [] if self.cause else shelf.catalogue.moves(now)
+            # A place in the files that was given up for one of these moves is forgotten before it is written anew.
             shelf.forget()
-            if not self.cause:
-                for move in shelf.catalogue.moves(now):
-                    self._post(shelf, move)
+            for move in moves:
+                self._post(shelf, move)
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
             for shelf, news in told:  # of which others may follow
                 self._take_news(shelf, news, now)
