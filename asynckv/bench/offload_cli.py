@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
+import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -59,6 +61,8 @@ TAKEN = (
 
 MiB = 1 << 20
 SPARE = 512 * MiB
+COPIED = 64 * MiB
+"""In one round of copies beside raw ones."""
 MOST_MB = 1 << 34
 MOST_RUNS = 256
 TIERS, RUN, OUT = "Tiers", "Run", "Output"
@@ -92,7 +96,7 @@ def offload(
     state_tokens: Annotated[
         int,
         typer.Option(help="Tokens between states that are kept, in models that have some.", rich_help_panel="Geometry"),
-    ] = 1024,
+    ] = 512,
     device_tokens: Annotated[
         int,
         typer.Option(
@@ -143,6 +147,8 @@ def offload(
     _bounded("--device-tokens", device_tokens, 0, 1 << 40)
     _bounded("--concurrency", concurrency, 1, 1024)
     _bounded("--rounds", rounds, 0, 10_000)
+    if rounds in (1, 2):
+        raise ConfigError(f"--rounds {rounds} says nothing of noise; give 3 or more, or 0 to measure no copies alone")
     if directory and not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {directory}: no folder in which files can be made")
     experiment = Experiment(_sharing(options_given(given | {"tp": tp})))
@@ -169,7 +175,10 @@ def offload(
         if no_bytes:
             done = [_told(tiers) | offload_replay.replay(prompts, groups, tiers, step) for tiers in runs]
         else:
-            pool = Pool(_sized(experiment, prompts, state_tokens, concurrency, runs), experiment.options.seed)
+            sized = _sized(experiment, prompts, state_tokens, concurrency, runs)
+            if rounds:
+                copies = _copies(experiment, tp, rounds, directory, with_files=any(t.file_bytes for t in runs))
+            pool = Pool(sized, experiment.options.seed)
             serve = partial(
                 offload_run.run,
                 prompts,
@@ -208,6 +217,42 @@ def _sized(experiment: Experiment, prompts: Prompts, state_tokens: int, concurre
             f"--concurrency, or only decide with --no-bytes"
         )
     return kept_layout(layout, state_tokens)
+
+
+def _copies(experiment: Experiment, tp: int, rounds: int, directory: str, *, with_files: bool) -> dict[str, Any]:
+    """Measure copies of blocks of the group that has most layers, beside raw ones."""
+    from asynckv.bench import offload_floor
+    from asynckv.geometry.packed import record_form, record_sizes
+    from asynckv.tools.layouts import model_groups, model_layout
+    from asynckv.tools.models import Model, State
+
+    model, options = experiment.model, experiment.options
+    kinds = [(len(of), layer) for layer, of in model_groups(model) if not isinstance(layer, State)]
+    if not kinds:
+        return {}
+    most, layer = max(kinds, key=lambda kind: kind[0])
+    model = Model(model.name, (layer,) * most, model.dtype)
+    shape: dict[str, Any] = {"block_size": options.block_size, "order": options.order, "tp_size": tp}
+    [record] = record_sizes(record_form(model_layout(model, **shape)))
+    rig = offload_floor.Rig(model, blocks=min(max(4, COPIED // record.stride), 1024), **shape)
+    with tempfile.TemporaryDirectory("", "akv-", directory or None) as folder:
+        found = asyncio.run(
+            offload_floor.measured(
+                rig,
+                rounds,
+                1,
+                folder if with_files else "",
+                is_run=options.block_order == "runs",
+                is_direct=True,
+            )
+        )
+    return {
+        "layers": most,
+        "blocks": rig.blocks,
+        "block_bytes": rig.record.num_bytes,
+        "descriptors_per_block": round(rig.num_descriptors / rig.blocks, 3),
+        "ways": offload_floor.figures(found, rig.num_bytes),
+    }
 
 
 def _told(tiers: Tiers) -> dict[str, Any]:

@@ -126,8 +126,8 @@ class Tally:
         self.tokens["device"] += prompt.cached
         self.tokens["computed"] += prompt.tokens - at_hand
         self.tokens["best"] += max(prompt.most, prompt.cached)
-        for alone, group in enumerate(found.groups):
-            self._alone[alone] += group.tokens
+        for at, told in enumerate(found.groups):
+            self._alone[at] += told.tokens
         if loaded <= prompt.cached:
             return
         bytes_of = {"host": 0, "file": 0}

@@ -72,9 +72,16 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         f"{workload['requests']:,} requests, {workload['prompt_tokens']:,} tokens",
         highlight=False,
     )
+    if copies := report["copies"]:
+        from asynckv.bench.offload_floor import table_of
+
+        console.print(table_of(copies["ways"]))
     console.print(_hits(report["runs"]))
     best = report["runs"][0]["hit_rate"]["best"]
     console.print(f"share of all prompts' tokens; a cache that forgets nothing would find {best:.1%}", highlight=False)
+    if report["mode"] == "bytes":
+        console.print(_speeds(report["runs"]))
+        _faults(report["runs"], console)
 
 
 def _hits(runs: Sequence[Mapping[str, Any]]) -> Table:
@@ -93,6 +100,34 @@ def _hits(runs: Sequence[Mapping[str, Any]]) -> Table:
             f"{run['requests_per_s']:,.0f}",
         )
     return table
+
+
+def _speeds(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """How fast, in the order of the runs above."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("policy")
+    for name in ("load GB/s", "from host", "store GB/s", "load ms p50", "p99", "from files", "p99", "lookup us"):
+        table.add_column(name, justify="right")
+    for run in runs:
+        speed, near, far = run["gb_per_s"], run["load_s"], run["load_with_files_s"]
+        table.add_row(
+            run["policy"],
+            *(f"{speed[name]:.2f}" for name in ("load", "load_from_host", "store")),
+            *(f"{of[at] * 1e3:.1f}" for of in (near, far) for at in ("p50", "p99")),
+            f"{run['lookup_s']['p99'] * 1e6:.0f}",
+        )
+    return table
+
+
+def _faults(runs: Sequence[Mapping[str, Any]], console: Console) -> None:
+    compared, faults = sum(run["compared_bytes"] for run in runs), dict[str, int]()
+    for run in runs:
+        for name, count in run["faults"].items():
+            faults[name] = faults.get(name, 0) + count
+        for text, count in run["errors"].items():
+            console.print(f"{count:,} times {printable(text)}", style="red", highlight=False, soft_wrap=True)
+    said = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in faults.items() if count)
+    console.print(f"{compared:,} loaded bytes compared; {said or 'none wrong, nothing failed'}", highlight=False)
 
 
 def _size(num_bytes: int) -> str:

@@ -143,7 +143,8 @@ class _Run:
         """Look up, load, compare, fill, store."""
         taken = [self._taken(offload, each, free) for each, free in self._placed(prompts)]
         if self._verify:
-            await anyio.to_thread.run_sync(lambda: [self.pool.poison(self._all(each)) for each in taken])
+            for each in taken:
+                await anyio.to_thread.run_sync(self.pool.poison, self._all(each))
         wanted = [each for each in taken if each.found.tokens > each.prompt.cached]
         began = time.perf_counter()
         results = await asyncio.gather(*(self._load(offload, each) for each in wanted))

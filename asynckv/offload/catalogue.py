@@ -5,7 +5,7 @@ carried out next, and `ended` tells how one ended; `news` says what became of jo
 and reads no clock. So it may live beside an engine or in a scheduler's process whose workers carry the moves out: the
 slots are the same on all of them.
 
-In which order: after calls and ends of moves, first `moves`, then `forgotten` (what an index on disk must no longer say:
+In which order: after calls and ends of moves first `moves`, then `forgotten` (what an index on disk must no longer say:
 `moves` may have given a slot to another block), and only then are the moves carried out. At last `news`.
 
 What goes first
