@@ -12,7 +12,7 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.catalogue import Budgets, Catalogue
-from asynckv.offload.entry import Entry
+from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
 from asynckv.offload.tier import Place, Tier
@@ -345,6 +345,20 @@ def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
     assert set(outcomes(catalogue).values()) == {JobOutcome.DONE}
 
 
+def test_what_is_evicted_before_it_is_stored_is_not_waited_for() -> None:
+    catalogue = Catalogue([FULL], 16, 10 * KIB)
+    catalogue.store("a", prompt(5))
+    catalogue.store("b", prompt(3))
+    catalogue.load("c", prompt(3))
+    catalogue.evict(prompt(3))
+    assert outcomes(catalogue) == {"b": JobOutcome.MISSING, "c": JobOutcome.MISSING}
+    [move] = carry_out(catalogue)
+    assert move.pieces[0].positions == (3, 4)
+    [told] = catalogue.news()
+    assert isinstance(told, JobEnded)
+    assert (told.job_id, told.missing) == ("a", ((0, 1, 2),))
+
+
 def test_the_source_of_a_promotion_stays_until_it_has_ended() -> None:
     catalogue = with_file()
     catalogue.load("a", prompt(10))
@@ -465,6 +479,27 @@ def test_a_size_of_record_follows_what_is_used() -> None:
         catalogue.store(f"b{i}", prompt(40, f"b{i}"), positions=[(), range(10)])
         carry_out(catalogue)
     assert catalogue.host.slots.owners.count(1) > 0.8 * catalogue.host.slots.num_chunks
+
+
+def test_an_audit_says_what_does_not_add_up() -> None:
+    catalogue = Catalogue([FULL, STATE], 16, 400 * KIB)
+    catalogue.store("a", prompt(8))
+    catalogue.store("b", prompt(4, "q"))
+    carry_out(catalogue)
+    assert catalogue.statistics()["host_evicted"] == 0
+    first, second, third, *_ = catalogue.host.entries()
+    first.hold("nobody")
+    second.begin(99)
+    third.state = EntryState.LEAVING
+    catalogue.traffic.under_way[MoveKind.LOAD] = 5
+    wrong = "\n".join(catalogue.check_integrity())
+    for words in (
+        "host slot 2 of group 0 is leaving, and found by its key",
+        "{'nobody'} are noted, and None hold it",
+        "moves {99} are noted, and None run",
+        "bytes are counted under way",
+    ):
+        assert words in wrong
 
 
 @pytest.mark.parametrize(

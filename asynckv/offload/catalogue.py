@@ -28,12 +28,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
 from asynckv.errors import ConfigError, LocalProtocolError
 from asynckv.offload.entry import Entry, EntryEvent, EntryState
-from asynckv.offload.found import ABSENT, IN_FILE, READY, STORING, Found, longest
+from asynckv.offload.found import ABSENT, IN_FILE, STORING, Found, longest
 from asynckv.offload.job import (
     Item,
     Job,
@@ -55,6 +56,9 @@ __all__ = ["Budgets", "Catalogue"]
 
 MAX_NAME = 16 * 1024
 """Characters of a job's id, and of a pin's name."""
+
+FEW = 256
+"""Blocks that are looked up together: most prompts are not stored, and of these no more is looked at."""
 
 Positions = Sequence[Iterable[int]]
 
@@ -116,26 +120,36 @@ class Catalogue:
             group = self.groups[g]
             is_chain = not (group.is_state or group.window)
             mine = block_hashes(keys, group.block_size, self.hash_tokens)[: most // group.block_size]
-            codes[g] = np.array(self._codes(g, mine, is_chain), np.uint8)
+            codes[g] = self._chain(g, mine) if is_chain else self._codes(g, mine)
             if is_chain:
                 most = min(most, len(codes[g]) * group.block_size)
         found = longest(self.groups, codes)
         self.counts["hits"] += found.tokens > 0
         return found
 
-    def _codes(self, g: int, hashes: list[bytes], is_chain: bool) -> list[int]:
-        host, ready = self.host.index[g].get, EntryState.READY
-        file = self.file.index[g].get if self.file else None
-        codes: list[int] = []
-        for key in hashes:
-            if (entry := host(key)) is not None:
-                codes.append(READY if entry.state is ready else STORING)
-            elif file is not None and (entry := file(key)) is not None and entry.state is ready:
-                codes.append(IN_FILE)
-            elif is_chain:
+    def _chain(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
+        """Say what is known of each block up to the first that is absent."""
+        parts = [np.zeros(0, np.uint8)]
+        for first in range(0, len(hashes), FEW):
+            parts.append(self._codes(g, hashes[first : first + FEW]))
+            if not parts[-1].all():
+                parts[-1] = parts[-1][: int(parts[-1].argmin())]
                 break
-            else:
-                codes.append(ABSENT)
+        return np.concatenate(parts)
+
+    def _codes(self, g: int, hashes: list[bytes]) -> npt.NDArray[np.uint8]:
+        """Say of each block what is known; no entry is looked at, for each would be a miss of the processor's cache."""
+        host, writing = self.host.index[g], self.host.writing[g]
+        codes = np.fromiter(map(host.__contains__, hashes), np.uint8, len(hashes))
+        if writing:
+            codes[[i for i, key in enumerate(hashes) if key in writing]] = STORING
+        if self.file is not None:
+            file, writing = self.file.index[g], self.file.writing[g]
+            absent = np.flatnonzero(codes == ABSENT)
+            rest = [hashes[i] for i in absent.tolist()]
+            codes[absent] = IN_FILE * np.fromiter(map(file.__contains__, rest), np.uint8, len(rest))
+            if writing:
+                codes[[i for i in absent.tolist() if hashes[i] in writing]] = ABSENT
         return codes
 
     def statistics(self) -> dict[str, int]:

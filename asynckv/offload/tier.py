@@ -49,6 +49,8 @@ class Tier:
         self.slots = Slots(num_bytes, [group.record_bytes for group in groups])
         self.index: list[dict[bytes, Entry]] = [{} for _ in groups]
         """Per group, what is found by its hash: WRITING or READY."""
+        self.writing: list[set[bytes]] = [set() for _ in groups]
+        """Per group, the hashes of what is WRITING."""
         self.leaving: set[Entry] = set()
         kind = policy_named(policy)
         self.policies: list[Policy[Entry]] = [
@@ -95,6 +97,7 @@ class Tier:
         slots = self.slots.take(kind, len(hashes))
         made = [self._entry(group, h, slot, S.WRITING) for h, slot in zip(hashes, slots, strict=False)]
         self.index[group].update((entry.hash, entry) for entry in made)
+        self.writing[group].update(entry.hash for entry in made)
         for entry in reversed(made):
             self.policies[kind].add(entry)
         self._place(made)
@@ -194,6 +197,7 @@ class Tier:
         self._take(entry, E.WRITTEN)
         if entry.state is not S.READY:
             return False
+        self.writing[entry.group].remove(entry.hash)
         self._stuck.clear()
         return True
 
@@ -230,6 +234,8 @@ class Tier:
         """Take out of the index what is found by its key; another may be there under the same."""
         if entry.state in (S.READY, S.WRITING):
             del self.index[entry.group][entry.hash]
+            if entry.state is S.WRITING:
+                self.writing[entry.group].remove(entry.hash)
             self.leaving.add(entry)
             if entry in self.onward:
                 del self.onward[entry]
@@ -269,10 +275,14 @@ class Tier:
                 wrong.append(f"{name} is {entry.state}, and {'found' if is_found else 'not found'} by its key")
             if (entry in self.policies[kind]) != is_found:
                 wrong.append(f"{name} is {entry.state}, which its policy does not know")
+            if is_found and (entry.hash in self.writing[entry.group]) != (entry.state is S.WRITING):
+                wrong.append(f"{name} is {entry.state}, and is listed otherwise")
             if is_found and self.index[entry.group].get(entry.hash) is not entry:
                 wrong.append(f"{name} is found by another key than its own")
             if entry in self.onward and entry.state is not S.READY:
                 wrong.append(f"{name} is {entry.state}, and is to be copied onward")
+        if sum(map(len, self.writing)) != sum(entry.state is S.WRITING for _, entry in entries):
+            wrong.append(f"{self.place} lists blocks as being written that are not there")
         if sum(map(len, self.policies)) != len(entries):
             wrong.append(f"the policies of {self.place} know blocks that are not there")
         if self._is_mixed:
