@@ -21,6 +21,7 @@ from asynckv.engine.driver import Driver
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.shelf import Shelf
 from asynckv.observe.events import EVENT
+from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
@@ -32,6 +33,7 @@ MAX_FAILURES = 10
 
 COUNTERS = (
     *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
+    *(f"files_lost.{what}" for what in ("writes", "all")),
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
@@ -138,6 +140,8 @@ class Mover:
         if job.ended is None and all(part is not None for part in job.parts.values()):
             ended = job.end(now, self._held_s)
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
+            if self._driver.observers:
+                self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
                 self._log_failed(job, ended)
         if job.ended is not None and not job.held_by:
@@ -236,6 +240,7 @@ class Mover:
         """The file tier takes no more writes, or nothing at all."""
         if news.reads:
             shelf.catalogue.switch_off()
+        self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:

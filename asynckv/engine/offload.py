@@ -331,7 +331,9 @@ class Offload:
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own, which answers for it."""
         said = self._catalogue.statistics()
-        now = {f"kept.{tier}": said.get(f"{tier}_blocks", 0) for tier in ("host", "file")}
+        now = {"limit_bytes.host": self.config.host_bytes, "limit_bytes.file": self.config.file_bytes}
+        for name, of in (("kept", "blocks"), ("kept_bytes", "bytes"), ("leaving", "leaving")):
+            now |= {f"{name}.{tier}": said.get(f"{tier}_{of}", 0) for tier in ("host", "file")}
         return {f"offload.{name}": count for name, count in (self._said() | now).items()}
 
     # -- questions: answered at once -----------------------------------------------------------------
