@@ -355,7 +355,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_loads_ended_total", "outcome"), f"{ENGINE} load {{{{outcome}}}}"),
                     (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
                     (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
-                    (rate("offload_files_lost_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
+                    (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
                 ),
                 "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
             ),

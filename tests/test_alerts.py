@@ -131,8 +131,8 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         {"reason": "failed"},
     ),
     "AsynckvOffloadFilesLost": (
-        {f'asynckv_offload_files_lost_total{{{HERE},what="writes"}}': "0 0 1x9"},
-        {f'asynckv_offload_files_lost_total{{{HERE},what="all"}}': "0x9"},
+        {f'asynckv_offload_disk_failures_total{{{HERE},what="writes"}}': "0 0 1x9"},
+        {f'asynckv_offload_disk_failures_total{{{HERE},what="all"}}': "0x9"},
         5,
         {"what": "writes"},
     ),

@@ -177,7 +177,7 @@ async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
         assert value(samples, "offload_bytes", "worker", tier=tier) == 2 * RECORD
     assert value(samples, "offload_limit_bytes", "worker", tier="host") == 16 * RECORD
     assert value(samples, "offload_bytes_moved_total", "worker", move="store") == 2 * RECORD
-    assert value(samples, "offload_files_lost_total", "worker", what="writes") == 1
+    assert value(samples, "offload_disk_failures_total", "worker", what="writes") == 1
     assert value(samples, "offload_duration_seconds_count", "worker", call="store") == 1
     assert value(samples, "offload_duration_seconds_count", "worker", call="load") == 1
     mine = {name for name in counters if name.startswith("offload.")}

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
@@ -153,7 +154,7 @@ class Mover:
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
                 self.counts["jobs_retired"] += 1
-                self._log_retired(job, now)
+                self._log_late("error", EVENT.OFFLOAD_RETIRED, job)
 
     def _arm(self, now: float) -> None:
         if self._timer is not None:
@@ -168,6 +169,8 @@ class Mover:
         """Nothing touches a job's blocks any more: they are the engine's."""
         core = self._driver.core
         core.ledger.drop(job.job_id)
+        if job.ended is not None and job.ended.is_held:
+            self._log_late("warning", EVENT.OFFLOAD_RETURNED, job)
         core.inspect.guests.pop(job.job_id, None)
         self.jobs.pop(job.job_id, None)
         job.is_free = True
@@ -245,7 +248,7 @@ class Mover:
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
         now = self._driver.clock.now()
-        if self._failures.take(now):
+        if ended.is_held or self._failures.take(now):
             self._driver.recorder.event(
                 "warning",
                 EVENT.OFFLOAD_FAILED,
@@ -253,18 +256,21 @@ class Mover:
                 detail=ended.cause,
                 what=job.kind.value,
                 request_id=job.request_id,
+                job=job.job_id,
                 blocks=sum(map(len, ended.missing)),
                 held=int(ended.is_held),
                 seconds=round(now - job.begun_at, 6),
                 **self._failures.left_out(),
             )
 
-    def _log_retired(self, job: OffloadJob, now: float) -> None:
+    def _log_late(self, level: Literal["warning", "error"], event: EVENT, job: OffloadJob) -> None:
+        now = self._driver.clock.now()
         self._driver.recorder.event(
-            "error",
-            EVENT.OFFLOAD_RETIRED,
+            level,
+            event,
             what=job.kind.value,
             request_id=job.request_id,
+            job=job.job_id,
             blocks=sum(map(len, job.ids.values())),
             seconds_after_failure=round(now - job.ended_at, 6),
         )

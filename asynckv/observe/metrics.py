@@ -153,7 +153,7 @@ FAMILIES: Mapping[str, Family] = {
     "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
     "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
-    "offload_files_lost": Family(
+    "offload_disk_failures": Family(
         "counter", "How often a disk failed, so that files take no more writes, or are not used at all.", ("what",)
     ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
@@ -209,7 +209,7 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload.leaving.": ("offload_blocks", ("leaving",), ()),
     "offload.kept_bytes.": ("offload_bytes", (), ()),
     "offload.limit_bytes.": ("offload_limit_bytes", (), ()),
-    "offload.files_lost.": ("offload_files_lost", (), ()),
+    "offload.files_lost.": ("offload_disk_failures", (), ()),
     "offload.blocks.": ("offload_blocks_moved", (), ()),
     "offload.bytes.": ("offload_bytes_moved", (), ()),
     "offload.store.": ("offload_stores_ended", (), ()),
