@@ -214,9 +214,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from asynckv.observe.release import release
 
-        return version("asynckv")
+        return release()
     if name not in _HOME:
         raise AttributeError(f"module 'asynckv' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), _RENAMED.get(name, name))

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
-from asynckv.diagnose.leaks import Early, Leak, moment
 from asynckv.diagnose.leaks_copies import REMEDY, LateCopy
+from asynckv.diagnose.leaks_values import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
 

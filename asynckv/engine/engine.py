@@ -7,7 +7,6 @@ core (`core/lifecycle.py`); how it starts and resumes is said here, and how it e
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import secrets
@@ -54,6 +53,7 @@ from asynckv.geometry.layout import Layout, fingerprint
 from asynckv.observe.events import EVENT
 from asynckv.observe.log import Recorder, started
 from asynckv.observe.observer import Observer
+from asynckv.observe.release import release
 from asynckv.ports import Clock, ControlPlane, DataPlane
 from asynckv.results import PullResult, Statistics
 
@@ -650,7 +650,7 @@ class Engine:
         some = driver.core.inspect.between_attempts(between[:MAX_RETRYING], now)
         lag = driver.lag
         return Facts(
-            version=_version(),
+            version=release(),
             host=socket.gethostname(),
             pid=os.getpid(),
             address=driver.control.address or "",
@@ -714,17 +714,6 @@ def _zmq(config: EngineConfig) -> ControlPlane:
     from asynckv.edges.zmq import ZmqPlane
 
     return ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
-
-
-@functools.cache
-def _version() -> str:
-    """Which release this is; looking costs a millisecond."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("asynckv")
-    except PackageNotFoundError:
-        return "unknown"  # run from a directory
 
 
 def _loop_clock() -> Clock:

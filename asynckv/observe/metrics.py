@@ -14,8 +14,6 @@ engines that are read from the first 32 have a name, the others are `other`.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import logging
 import math
 import time
@@ -40,6 +38,7 @@ from asynckv.core.wire import REFUSED, UNWELCOME
 from asynckv.errors import ConfigError, EngineClosed
 from asynckv.observe.metrics_tally import BUCKETS_S, ENDS, LEFT, Durations, Tally
 from asynckv.observe.observer import Observed, Reading, observation_of
+from asynckv.observe.release import release
 
 __all__ = ["FAMILIES", "Metrics"]
 
@@ -352,13 +351,8 @@ def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
 
 
-@functools.cache
-def _version() -> str:
-    return importlib.metadata.version("asynckv")
-
-
 def _info(reading: Reading) -> Iterator[tuple[str, tuple[str, ...], Any]]:
-    facts = {"incarnation": reading.incarnation, "version": _version()}
+    facts = {"incarnation": reading.incarnation, "version": release()}
     facts |= {name: reading.planes.get(name, "") for name in ("nixl", "backend", "ucx_tls")}
     yield "engine_info", (), facts
 
