@@ -280,6 +280,11 @@ async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
         rank.clock.advance(61.0)
         with pytest.raises(BlocksRetired):
             await offload.returned("lost")
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    [moved] = [each for each in said if each["event"] == "offload_moved"]
+    [stopped] = [each for each in said if each["event"] == "offload_stopped"]
+    assert moved["counters"]["bytes.store"] == stopped["counters"]["bytes.store"] == 2 * RECORD
+    assert moved["blocks"] == {"host": 2}
     told = CliRunner().invoke(app, ["leaks", str(log), "--json", str(tmp_path / "report.json")])
     assert told.exit_code == 1
     assert "2 copies of stores and loads did not end in time" in told.stdout

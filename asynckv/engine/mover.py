@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -67,6 +67,7 @@ class Mover:
         posted: Moves that have not ended, those in doubt as well.
         ids: Of jobs, pins and transfers.
         counts: What was counted.
+        on_moved: Called when a move has ended.
     """
 
     copies: CopyPlane
@@ -80,6 +81,7 @@ class Mover:
         self.posted: dict[TransferId, _Posted] = {}
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.on_moved: Callable[[], None] = lambda: None
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()
@@ -238,6 +240,7 @@ class Mover:
         elif ending is not Ending.IN_DOUBT:
             self.counts["moves_failed"] += 1
         posted.shelf.catalogue.ended(move.move_id, ending, cause, lost)
+        self.on_moved()
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""

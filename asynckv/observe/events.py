@@ -52,6 +52,7 @@ class EVENT(enum.StrEnum):
     BLOCKS_RETIRED = "blocks_retired"
     # an offload's
     OFFLOAD_STARTED = "offload_started"
+    OFFLOAD_MOVED = "offload_moved"
     OFFLOAD_STOPPED = "offload_stopped"
     OFFLOAD_FAILED = "offload_failed"
     OFFLOAD_RETURNED = "offload_returned"
@@ -525,6 +526,19 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(INTEGER, "blocks_found", "Blocks that the files had kept."),
             always(SECONDS, "seconds", "How long the start took."),
             always(OBJECT, "tiers", "Versions, transports and modes."),
+        ),
+    ),
+    EVENT.OFFLOAD_MOVED: Event(
+        "both",
+        ("info",),
+        "What was moved between the tiers since the last line that said so: at most one line a minute, none while "
+        "nothing is moved, and one at the end.",
+        (
+            always(SECONDS, "seconds", "Since the last such line, or the start."),
+            always(
+                OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."
+            ),
+            always(OBJECT, "blocks", "Tier -> how many blocks are kept there now."),
         ),
     ),
     EVENT.OFFLOAD_STOPPED: Event(
