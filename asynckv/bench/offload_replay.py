@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -112,11 +113,17 @@ class Tally:
         self.requests = 0
         self.tokens = dict.fromkeys(("prompt", "device", "host", "file", "computed", "best"), 0.0)
         self.lookup_s: list[float] = []
-        self.load_s: list[float] = []
-        self.file_load_s: list[float] = []
-        self.store_s: list[float] = []
+        self.lookup_cpu_s: list[float] = []
         self._alone = [0] * len(groups)
         self._blocks = [dict.fromkeys(("host", "file"), 0) for _ in groups]
+
+    def looked_up(self, lookup: Callable[[], Found]) -> Found:
+        """Look a prompt up, and note how long that took, and what of it the thread has computed."""
+        began, cpu = time.perf_counter(), time.thread_time()
+        found = lookup()
+        self.lookup_cpu_s.append(time.thread_time() - cpu)
+        self.lookup_s.append(time.perf_counter() - began)
+        return found
 
     def count(self, prompt: Prompt, found: Found, loaded: int) -> None:
         """Note a request: what was looked up, and up to where it was loaded."""
@@ -153,6 +160,7 @@ class Tally:
                 for group, alone, blocks in zip(self.groups, self._alone, self._blocks, strict=True)
             ],
             "lookup_s": quantiles(self.lookup_s, p50=0.5, p99=0.99, max=1.0),
+            "lookup_cpu_s": quantiles(self.lookup_cpu_s, p50=0.5, p99=0.99, max=1.0),
         }
 
 
@@ -189,8 +197,7 @@ def replay(
     clock, spent = time.perf_counter, 0.0
     for prompt in prompts:
         began = clock()
-        found = catalogue.lookup(prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens])
-        tally.lookup_s.append(clock() - began)
+        found = tally.looked_up(partial(catalogue.lookup, prompt.hashes[: (prompt.tokens - 1) // prompts.hash_tokens]))
         loaded = 0
         if found.tokens > prompt.cached:
             catalogue.load("load", prompt.hashes, found.tokens, first_token=prompt.cached)

@@ -106,7 +106,16 @@ def _speeds(runs: Sequence[Mapping[str, Any]]) -> Table:
     """How fast, in the order of the runs above."""
     table = Table(box=None, pad_edge=False)
     table.add_column("policy")
-    for name in ("load GB/s", "from host", "store GB/s", "load ms p50", "p99", "from files", "p99", "lookup us"):
+    for name in (
+        "load GB/s",
+        "from host",
+        "store GB/s",
+        "load ms p50",
+        "p99",
+        "from files",
+        "p99",
+        "lookup us p50/p99",
+    ):
         table.add_column(name, justify="right")
     for run in runs:
         speed, near, far = run["gb_per_s"], run["load_s"], run["load_with_files_s"]
@@ -114,7 +123,7 @@ def _speeds(runs: Sequence[Mapping[str, Any]]) -> Table:
             run["policy"],
             *(f"{speed[name]:.2f}" for name in ("load", "load_from_host", "store")),
             *(f"{of[at] * 1e3:.1f}" for of in (near, far) for at in ("p50", "p99")),
-            f"{run['lookup_s']['p99'] * 1e6:.0f}",
+            "/".join(f"{run['lookup_s'][at] * 1e6:.0f}" for at in ("p50", "p99")),
         )
     return table
 

@@ -16,6 +16,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio.to_thread
@@ -174,9 +175,7 @@ class _Run:
             yield prompt, blocks
 
     def _taken(self, offload: Offload, prompt: Prompt, blocks: Blocks) -> Taken:
-        began = time.perf_counter()
-        found = offload.lookup(prompt.hashes, prompt.tokens - 1)
-        self.tally.lookup_s.append(time.perf_counter() - began)
+        found = self.tally.looked_up(partial(offload.lookup, prompt.hashes, prompt.tokens - 1))
         return Taken(prompt, found, blocks)
 
     def _all(self, taken: Taken) -> Lists:

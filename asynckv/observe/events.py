@@ -535,9 +535,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "nothing is moved, and one at the end.",
         (
             always(SECONDS, "seconds", "Since the last such line, or the start."),
-            always(
-                OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."
-            ),
+            always(OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."),
             always(OBJECT, "blocks", "Tier -> how many blocks are kept there now."),
         ),
     ),
