@@ -244,8 +244,8 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
         if name.startswith("offload_")
     }
     for name in no_series:
-        family = FAMILIES[re.sub("_(total|bucket)$", "", name.removeprefix("asynckv_"))]
-        shown[name] = {"engine_id", "rank", *family.labels} | ({"le"} if family.kind == "histogram" else set())
+        said = FAMILIES[re.sub("_(total|bucket)$", "", name.removeprefix("asynckv_"))]
+        shown[name] = {"engine_id", "rank", *said.labels} | ({"le"} if said.kind == "histogram" else set())
     exprs = [*queries(), *(rule(alert).partition("\n        labels:")[0] for alert in ALERTS)]
     exprs += [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
     asked: set[str] = set()
