@@ -13,7 +13,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 
 from asynckv.bench import options as o
-from asynckv.bench.cli import bench_app, taking_options
+from asynckv.bench.cli import bench_app
+from asynckv.bench.parameters import taking_options
 from asynckv.diagnose import doctor_cli, inspect_cli, leaks_cli, report_cli, timeline_cli
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.observe.output import columns, write, write_json

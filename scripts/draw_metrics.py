@@ -329,11 +329,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Kept, and given up",
                 "short",
                 (
-                    (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}"),
+                    (gauge("offload_blocks"), f"{ENGINE} {{{{tier}}}}, {{{{state}}}}"),
                     (rate("offload_evicted_total", "tier"), f"{ENGINE} {{{{tier}}}}, evicted per second"),
                     (rate("offload_not_written_back_total", "reason"), f"{ENGINE} lost, {{{{reason}}}}"),
                 ),
                 "Blocks in each tier. What is evicted before it was written back is lost: the disk is too slow.",
+            ),
+            Panel(
+                "How full, and how long calls take",
+                "short",
+                (
+                    (
+                        f"{gauge('offload_bytes')} / {gauge('offload_limit_bytes')}",
+                        f"{ENGINE} {{{{tier}}}}, share of its bytes",
+                    ),
+                    (quantile("offload_duration_seconds", 0.99, "call"), "{{call}} p99, seconds"),
+                ),
+                "A load that waits for files takes as long as they do.",
             ),
             Panel(
                 "Ends, and trouble",
@@ -343,6 +355,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (rate("offload_loads_ended_total", "outcome"), f"{ENGINE} load {{{{outcome}}}}"),
                     (rate("offload_moves_failed_total"), f"{ENGINE} moves failed"),
                     (rate("offload_records_lost_total"), f"{ENGINE} records lost"),
+                    (rate("offload_disk_failures_total", "what"), f"{ENGINE} files lost: {{{{what}}}}"),
                 ),
                 "Records are lost when their bytes are not what was stored: a torn write, or a rotten disk.",
             ),

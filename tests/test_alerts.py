@@ -130,6 +130,18 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], int, dict[str, str]]] = {
         5,
         {"reason": "failed"},
     ),
+    "AsynckvOffloadFilesLost": (
+        {f'asynckv_offload_disk_failures_total{{{HERE},what="writes"}}': "0 0 1x9"},
+        {f'asynckv_offload_disk_failures_total{{{HERE},what="all"}}': "0x9"},
+        5,
+        {"what": "writes"},
+    ),
+    "AsynckvOffloadRecordsLost": (
+        {f"asynckv_offload_records_lost_total{{{HERE}}}": "0 0 1x9"},
+        {f"asynckv_offload_records_lost_total{{{HERE}}}": "4x15"},
+        5,
+        {},
+    ),
     "AsynckvConnectionsRejected": (
         {f'asynckv_connections_rejected_total{{{HERE},cause="unlisted_key"}}': "0+5x15"},
         {
@@ -227,12 +239,13 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
             shown.setdefault(sample.name, set()).update(sample.labels)
     no_series = {"asynckv_connections_rejected_total", "asynckv_connections_refused_total"}  # without keys nobody is
     no_series |= {
-        f"asynckv_{name}{'_total' * (each.kind == 'counter')}"
+        f"asynckv_{name}{ {'counter': '_total', 'histogram': '_bucket'}.get(each.kind, '') }"
         for name, each in FAMILIES.items()
         if name.startswith("offload_")
     }
     for name in no_series:
-        shown[name] = {"engine_id", "rank", *FAMILIES[name.removeprefix("asynckv_").removesuffix("_total")].labels}
+        said = FAMILIES[re.sub("_(total|bucket)$", "", name.removeprefix("asynckv_"))]
+        shown[name] = {"engine_id", "rank", *said.labels} | ({"le"} if said.kind == "histogram" else set())
     exprs = [*queries(), *(rule(alert).partition("\n        labels:")[0] for alert in ALERTS)]
     exprs += [v["definition"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
     asked: set[str] = set()

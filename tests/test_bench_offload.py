@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asynckv.bench.offload_floor import ABOUT
 from scripts import bench_offload
 
 SMALL = ["--blocks", "2", "--layers", "3", "--heads", "1", "--rounds", "3"]
@@ -20,7 +21,7 @@ def test_every_way_is_measured(
     options = [*SMALL, "--order", order, "--runs", "--folder", str(tmp_path), "--json", "-"]
     assert bench_offload.main(options) in (0, 1)
     report = json.loads(capsys.readouterr().out)
-    assert list(report["ways"]) == list(bench_offload.ABOUT)
+    assert list(report["ways"]) == list(ABOUT)
     for each in report["ways"].values():
         assert each["of_raw"]["rounds"] == 3
         assert min(each[name]["low"] for name in ("gb_per_s", "raw_gb_per_s", "of_raw", "request_ms")) > 0

@@ -40,8 +40,10 @@ from asynckv.observe import endpoint as endpoints
 from asynckv.observe import metrics as metrics_module
 from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, Tally
+from asynckv.testing.tiers import SimDisk
 from tests.engines import Bench, memory, until
 from tests.observed import QUICK, end, lived, passing, story
+from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_arguments import HOSTILE
 
 pytestmark = pytest.mark.anyio
@@ -153,6 +155,43 @@ async def test_what_is_under_way_is_shown_by_state_and_age(sim: Bench) -> None:
         decode.engine.cancel("d")
         for each in lent:
             each.revoke()
+
+
+async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
+    disk = SimDisk(64 * RECORD)
+    rank = Rank(layout_of(), disk=disk)
+    registry = CollectorRegistry()
+    registry.register(Metrics(rank.engine))
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
+        await offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE)
+        assert rank.records is not None
+        rank.records.lose(reads=False)
+        await until(lambda: offload.statistics().counters["files_lost.writes"])
+        samples = parsed(generate_latest(registry).decode())
+        counters = rank.engine.statistics().counters
+    for tier in ("host", "file"):
+        assert value(samples, "offload_blocks", "worker", state="kept", tier=tier) == 2
+        assert value(samples, "offload_blocks", "worker", state="leaving", tier=tier) == 0
+        assert value(samples, "offload_bytes", "worker", tier=tier) == 2 * RECORD
+    assert value(samples, "offload_limit_bytes", "worker", tier="host") == 16 * RECORD
+    assert value(samples, "offload_bytes_moved_total", "worker", move="store") == 2 * RECORD
+    assert value(samples, "offload_disk_failures_total", "worker", what="writes") == 1
+    assert value(samples, "offload_duration_seconds_count", "worker", call="store") == 1
+    assert value(samples, "offload_duration_seconds_count", "worker", call="load") == 1
+    mine = {name for name in counters if name.startswith("offload.")}
+    hidden = {n for n in mine if place_of(n) is None and not n.startswith(("offload.copies.", "offload.files."))}
+    assert hidden <= HIDDEN_OF_OFFLOAD, "show it, or say why not"
+
+
+HIDDEN_OF_OFFLOAD = {
+    "offload.lookups",  # tokens{what="looked_up"} says more
+    "offload.lookup_hits",
+    "offload.lent",  # leases_lent of the host tier's own engine
+    "offload.moves_doubted",  # blocks{state="quarantined"}
+    "offload.jobs_retired",
+}
 
 
 async def test_durations_are_counted_as_the_log_tells_them(sim: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from asynckv import (
     BlocksRetired,
@@ -20,6 +22,7 @@ from asynckv import (
     EngineClosed,
     EngineConfig,
     LocalProtocolError,
+    LogConfig,
     Offload,
     OffloadConfig,
     PlanRefused,
@@ -27,6 +30,7 @@ from asynckv import (
     PullError,
     ReadFailed,
 )
+from asynckv.cli import app
 from asynckv.core.account import decode_account
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.file_index import FileIndex
@@ -281,6 +285,38 @@ async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
         with pytest.raises(BlocksRetired):
             await told.value.returned()
         assert [h.reason for h in rank.engine.holds()] == ["retired"]
+
+
+async def test_what_a_copy_held_is_told_by_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rank = Rank(layout_of(), held_s=60.0, engine={"log": LogConfig(file=str(log))})
+    async with rank.running() as offload:
+        await offload.store("a", [(0, [1, 2])], chain("p", 2))
+        rank.copies.fate = lambda move_id, op: "doubt"
+        for name, block in (("back", 5), ("lost", 6)):
+            with pytest.raises(PullError):
+                await offload.load(name, [(0, [block])], chain("p", 1), num_tokens=SIZE)
+            rank.clock.advance(4.0)
+        rank.copies.finish(next(iter(rank.copies.moves)))
+        await offload.returned("back")
+        rank.clock.advance(61.0)
+        with pytest.raises(BlocksRetired):
+            await offload.returned("lost")
+    said = [json.loads(line) for line in log.read_text().splitlines()]
+    [moved] = [each for each in said if each["event"] == "offload_moved"]
+    [stopped] = [each for each in said if each["event"] == "offload_stopped"]
+    assert moved["counters"]["bytes.store"] == stopped["counters"]["bytes.store"] == 2 * RECORD
+    assert moved["blocks"] == {"host": 2}
+    told = CliRunner().invoke(app, ["leaks", str(log), "--json", str(tmp_path / "report.json")])
+    assert told.exit_code == 1
+    assert "2 copies of stores and loads did not end in time" in told.stdout
+    copies = json.loads((tmp_path / "report.json").read_text())["copies"]
+    assert [(x["request_id"], x["what"], x["state"], x["blocks"]) for x in copies] == [
+        ("lost", "load", "retired", 1),
+        ("back", "load", "returned", 1),
+    ]
+    assert copies[1]["seconds"] == 8.0
+    assert copies[0]["seconds"] >= 60.0
 
 
 async def test_a_failed_copy_is_a_miss_from_its_first_gap_on() -> None:
@@ -631,6 +667,17 @@ async def test_what_is_pinned_is_not_given_up() -> None:
         assert offload.lookup(chain("p", 2)).tokens == 0
         assert offload.evict() > 0
         assert offload.lookup(chain("r", 3)).tokens == 0
+
+
+async def test_a_place_in_the_files_that_changes_hands_keeps_its_new_block() -> None:
+    disk = SimDisk(8 * RECORD)
+    rank = Rank(layout_of(), host_bytes=8 * RECORD, disk=disk)
+    async with rank.running() as offload:
+        for i in range(12):
+            await offload.store("a", [(0, [1, 2, 3])], chain(f"p{i}", 3))
+            await until(lambda: not (now := offload.statistics().gauges)["moves"] and not now["to_write_back"])
+        assert offload.statistics().counters["evicted.file"] > 8
+        assert len(disk.records) == offload.statistics().gauges["file_blocks"] == 8
 
 
 async def test_what_is_evicted_under_a_load_still_arrives() -> None:

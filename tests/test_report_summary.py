@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asynckv.diagnose.records import Logs, Record
+from asynckv.diagnose.report_page import make
 from asynckv.diagnose.report_text import unseen_text, verdict
 from asynckv.diagnose.summary import align, summarise
 from asynckv.diagnose.summary_model import Summary
@@ -360,6 +361,31 @@ def test_loops_held_requests_and_warnings_are_listed() -> None:
     ]
     assert "unknown_key" in found.warned[1].example
     assert {x.rank: (x.warnings, x.errors) for x in found.engines} == {DECODE: (1, 1), PREFILL: (3, 0)}
+
+
+def test_tiers_are_summed_up_by_rank_and_over_time() -> None:
+    moved = {"bytes.load": 600, "bytes.store": 0, "tokens.found": 32, "tokens.looked_up": 64, "odd": "x"}
+    found = summed(
+        say(0.0, "offload_started", host_bytes=1000, file_bytes=5000, blocks_found=0, seconds=0.1, tiers={}),
+        say(60.0, "offload_moved", seconds=60.0, counters=moved, blocks={"host": 5, "file": 7}),
+        say(61.0, "offload_failed", level="warning", cause="failed", not_logged=4),
+        say(62.0, "offload_files_lost", level="warning", cause="the disk is full"),
+        say(90.0, "offload_moved", seconds=30.0, counters={"bytes.load": 60}, blocks={"host": 6}),
+        say(100.0, "offload_stopped", PREFILL, counters={"bytes.store": 9}),
+    )
+    mine, other = found.offloads.ranks
+    assert (mine.rank, other.rank) == (DECODE, PREFILL)
+    assert mine.counters == {"bytes.load": 660, "tokens.found": 32, "tokens.looked_up": 64}
+    assert (mine.blocks, mine.failed, mine.host_bytes, mine.file_bytes) == ({"host": 6, "file": 0}, 5, 1000, 5000)
+    assert mine.files_lost == "the disk is full"
+    assert other.counters == {"bytes.store": 9}
+    loads = found.offloads.bytes_per_s["load"]
+    assert sum(loads) * found.window_s == pytest.approx(660)
+    assert loads[0] == pytest.approx(10)
+    page = make(found, "t")
+    assert "Bytes moved between tiers per second" in page
+    assert "lost: the disk is full" in page
+    assert "Offload" not in make(summed(say(0.0, "engine_started")), "t")
 
 
 def test_events_outside_the_time_asked_for_do_not_count() -> None:

@@ -1,4 +1,4 @@
-"""`asynckv bench`: one run, and what can be done beside it: sweep, page and compare.
+"""`asynckv bench`: one run, and what can be done beside it: sweep, page, compare and offload.
 
 The parameters of a run are made from the declarations in `asynckv.bench.options`; none is spelled here.
 """
@@ -6,25 +6,23 @@ The parameters of a run are made from the declarations in `asynckv.bench.options
 from __future__ import annotations
 
 import asyncio
-import inspect
 import shlex
 import sys
-import typing
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from asynckv.bench.options import Option, Options, declared, flag
+from asynckv.bench import offload_cli
+from asynckv.bench.options import Options, flag
+from asynckv.bench.parameters import options_given, taking_options
 from asynckv.errors import ConfigError
 from asynckv.observe.output import check_writable, columns, write, write_json
 
-__all__ = ["bench_app", "taking_options"]
-
-C = TypeVar("C", bound=Callable[..., Any])
+__all__ = ["bench_app"]
 
 bench_app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+bench_app.command(epilog=offload_cli.EPILOG)(offload_cli.offload)
 
 OUT = "Output"
 WHAT = "What is run"
@@ -94,50 +92,6 @@ COMPARE_EPILOG = """
 # -- one run ---------------------------------------------------------------------------------------
 
 
-def taking_options(command: C) -> C:
-    """Give a command its parameters: those that `Option` declares as typer wants them, all options for `**given`."""
-    made: list[inspect.Parameter] = []
-    hints = typing.get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            kind, *extras = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
-            option = next((x for x in extras if isinstance(x, Option)), None)
-            hint = hints[parameter.name] if option is None else _typed(kind, option)
-            made.append(parameter.replace(annotation=hint))
-            continue
-        defaults = Options()
-        for name, (kind, option) in declared().items():
-            default = option.shown if option.read is not None else getattr(defaults, name)
-            made.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_typed(kind, option)
-                )
-            )
-    command.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
-    return command
-
-
-def _typed(kind: Any, option: Option) -> Any:
-    """An option's type for typer: files are paths, and what is read is text."""
-    shown = True if option.shown is None or option.read is not None else option.shown
-    extra = typer.Option(
-        *option.names, help=option.help, show_default=shown, metavar=option.metavar, rich_help_panel=option.panel
-    )
-    return Annotated[Path | None if option.is_file else str if option.read is not None else kind, extra]
-
-
-def _options(given: Mapping[str, Any]) -> Options:
-    """Make the options of what was given."""
-    values = dict(given)
-    for name, (_, option) in declared().items():
-        if option.read is not None:
-            values[name] = option.read(flag(name), values[name])
-        elif option.is_file and values[name] is not None:
-            values[name] = str(values[name])
-    return Options(**values)
-
-
 @bench_app.callback(invoke_without_command=True, epilog=BENCH_EPILOG)
 @taking_options
 def bench(context: typer.Context, **given: Any) -> None:
@@ -152,7 +106,7 @@ def bench(context: typer.Context, **given: Any) -> None:
         return
     from asynckv.bench.experiment import Experiment
 
-    options = _options(given)
+    options = options_given(given)
     experiment = Experiment(options)
     _refuse_idle(context, options)
     _open_log(options.log)

@@ -22,7 +22,7 @@ from asynckv.observe.console import printable
 from asynckv.observe.release import release
 from asynckv.tools.layouts import model_groups
 
-__all__ = ["SCHEMA", "is_good", "make", "rows", "show", "status"]
+__all__ = ["SCHEMA", "is_good", "make", "quantiles", "rows", "show", "status"]
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -102,19 +102,19 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
             "gbytes_per_s": moved / window / 1e9 if window else 0.0,
             "requests_per_s": len(complete) / window if window else 0.0,
         },
-        "latency_s": _quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
-        "pull_s": _quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
+        "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
             "clock": "scheduled arrival" if experiment.arrivals.is_open else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": completed / window if window else 0.0,
-            "late_s": _quantiles(
+            "late_s": quantiles(
                 [o.late for outcomes in found.outcomes.values() for o in outcomes], p50=0.5, p99=0.99, max=1.0
             ),
         },
-        "phases_s": {name: _quantiles(values, p50=0.5, p99=0.99) for name, values in phases.items()},
+        "phases_s": {name: quantiles(values, p50=0.5, p99=0.99) for name, values in phases.items()},
         "cpu_s": found.cpu_s,
-        "loop_lag_s": _quantiles(found.lags, p99=0.99, max=1.0),
+        "loop_lag_s": quantiles(found.lags, p99=0.99, max=1.0),
         "descriptors": {"planned": sum(o.planned for o in good), "posted": sum(o.posted for o in good)},
         "windows": {"count": len(found.windows_s), "seconds": window},
         "leases": found.lease_ends,
@@ -341,7 +341,8 @@ def _side(side: dict[str, Any]) -> str:
     return f"tp {side['tp']}{stages}, {side['block_size']} tokens per block{ratio}, {side['order']}"
 
 
-def _quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
+def quantiles(values: Sequence[float], **at: float) -> dict[str, float]:
+    """Name quantiles; zeros if there are no values."""
     if not values:
         return dict.fromkeys(at, 0.0)
     return {name: float(np.quantile(values, q, method="higher")) for name, q in at.items()}

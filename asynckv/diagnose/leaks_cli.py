@@ -88,6 +88,7 @@ def leaks(
     from asynckv.diagnose.join import join
     from asynckv.diagnose.leaks import find_leaks
     from asynckv.diagnose.leaks_clocks import aligned
+    from asynckv.diagnose.leaks_copies import late_copies
     from asynckv.diagnose.leaks_processes import early_ends
     from asynckv.diagnose.reading import read_with_progress
     from asynckv.diagnose.records import Logs
@@ -114,13 +115,14 @@ def leaks(
     wanted = leaks_request.find_requests(service, request) if request is not None else None
     found, early = find_leaks(service, when, wanted), early_ends(service, when)
     stories = [leaks_request.life(x) for x in (wanted or ())[:MAX_STORIES]]
-    report = leaks_page.report(found, service, logs, unanswered, stories, early)
+    copies = late_copies(service, [request] if request is not None else None)
+    report = leaks_page.report(found, service, logs, unanswered, stories, early, copies)
     write_json(json, report)
     usual = 3 if details or request is not None else 1
     limit = usual if limit is None else limit
     leaks_page.show(report, Console(stderr=json == "-"), details=limit, request=request or "")
-    if found or unanswered:
-        raise typer.Exit(1 if found else 2)
+    if found or copies or unanswered:
+        raise typer.Exit(1 if found or copies else 2)
 
 
 def _asked(

@@ -63,6 +63,10 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
         yield say(EVENT.ENGINE_STARTED, began, host="asked", address=answer.address, answers=True, **said)
         for peer in account.peers:
             yield say(EVENT.PEER_CHANGED, peer=peer.rank, address=peer.address, state=peer.state, detail=peer.cause)
+        for since, is_retired, copy in _copies(answer, now):
+            yield say(EVENT.OFFLOAD_FAILED, since, **copy, held=1)
+            if is_retired:
+                yield say(EVENT.OFFLOAD_RETIRED, **copy)
         for status in answer.requests:
             if not _is_long(status):
                 continue
@@ -72,6 +76,16 @@ def records_of(answers: Iterable[Answer], now: float) -> Iterator[Record]:
                 state = "announced" if status.kind == "announced" else status.state
                 entry = _pull(status)
                 yield say(EVENT.PULL_HELD, state=state, waits=status.waits, requests=1, oldest=[entry])
+
+
+def _copies(answer: Answer, now: float) -> Iterator[tuple[float, bool, dict[str, Any]]]:
+    """Stores and loads that have failed, and whose blocks something may still touch."""
+    for hold in answer.holds:
+        what = hold.pull_id.partition("-")[0]
+        if what in ("store", "load") and hold.reason in ("quarantined", "retired") and hold.held_s >= LEAST_S:
+            blocks = sum(map(len, hold.blocks.values()))
+            said = {"what": what, "job": hold.pull_id, "request_id": hold.request_id, "blocks": blocks}
+            yield now - hold.held_s, hold.reason == "retired", said
 
 
 def _is_long(status: RequestStatus) -> bool:

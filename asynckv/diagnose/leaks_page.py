@@ -19,6 +19,7 @@ from rich.text import Text
 
 from asynckv.diagnose.causes import CATALOGUE, CAUSE
 from asynckv.diagnose.join import Service
+from asynckv.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.diagnose.leaks_values import Early, Leak, moment
 from asynckv.diagnose.records import Logs
 from asynckv.observe.console import printable, without_control
@@ -41,6 +42,7 @@ def report(
     unanswered: Sequence[str] = (),
     stories: Sequence[str] = (),
     early: Sequence[Early] = (),
+    copies: Sequence[LateCopy] = (),
 ) -> dict[str, Any]:
     """Make plain data of all that was found.
 
@@ -51,6 +53,7 @@ def report(
         unanswered: Engines that were asked in vain, and why.
         stories: What became of the requests that were asked for, each in a line.
         early: Of `early_ends`.
+        copies: Of `late_copies`.
     """
     prefill, decode = service.sides
     quiet = [x.rank for x in service.processes.values() if not x.lends and not x.pulls]
@@ -71,6 +74,7 @@ def report(
         "leaked": len(leaks),
         "causes": causes,
         "leaks": [_entry(x) for x in leaks],
+        "copies": [_copy(x) for x in copies],
         "stories": list(stories),
         "read": {
             "files": len(logs.sources),
@@ -98,6 +102,20 @@ def report(
             "unanswered": list(unanswered),
             "requests": len(service.requests),
         },
+    }
+
+
+def _copy(copy: LateCopy) -> dict[str, Any]:
+    return {
+        "rank": copy.rank,
+        "what": copy.what,
+        "job": copy.job,
+        "request_id": copy.request_id,
+        "state": copy.state,
+        "blocks": copy.blocks if copy.blocks >= 0 else None,
+        "seconds": None if math.isnan(copy.seconds) else round(copy.seconds, 3),
+        "since": None if math.isnan(copy.since) else round(copy.since, 6),
+        "detail": copy.detail,
     }
 
 
@@ -147,7 +165,7 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
     On a terminal lines are wrapped at its width; elsewhere they are whole, and end where their text does, for tools.
     """
     shown: dict[str, Any] = printable(found)
-    if not shown["leaks"]:
+    if not shown["leaks"] and not shown["copies"]:
         name = escape(without_control(request))
         text = f"Request {name} was not late" if name else "Nothing was late"
         if unanswered := shown["read"]["unanswered"]:
@@ -159,7 +177,7 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
         _print(console, f"[bold]{text}.[/bold]")
         for story in shown["stories"]:
             _print(console, story, 2)
-    else:
+    elif shown["leaks"]:
         _show_table(shown, console)
     for cause in shown["causes"]:
         leaks = [x for x in shown["leaks"] if x["cause"] == cause]
@@ -171,6 +189,7 @@ def show(found: dict[str, Any], console: Console, *, details: int, request: str 
             names = _few([x["request_id"] for x in rest])
             console.print()
             _print(console, f"{cause}: {more}: {names}; --limit shows more, --request one")
+    _show_copies(shown["copies"], console, details)
     console.print()
     for line in _summary(shown["read"]):
         _print(console, line)
@@ -212,6 +231,21 @@ def _show_table(shown: dict[str, Any], console: Console) -> None:
         wide.print(table)
     for line in captured.get().splitlines():
         console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_copies(copies: Sequence[dict[str, Any]], console: Console, most: int) -> None:
+    """Show stores and loads whose copies did not end."""
+    if not copies:
+        return
+    console.print()
+    which = "copy of a store or load" if len(copies) == 1 else "copies of stores and loads"
+    _print(console, f"[bold]{len(copies):,} {which} did not end in time[/bold]")
+    for copy in copies[: max(most, 1) * SHOWN_NAMES]:
+        blocks = "" if copy["blocks"] is None else f", {_counted(copy['blocks'], 'block')}"
+        held = "" if copy["seconds"] is None else f" {copy['seconds']:,.1f} s"
+        name = f"{copy['what']} of {copy['request_id']} on {copy['rank']}{blocks}: held{held}, {_STATE[copy['state']]}"
+        _print(console, f"{name}{': ' + copy['detail'] if copy['detail'] else ''}", 2)
+    _print(console, f"remedy: {REMEDY}", 2)
 
 
 def _show_one(leak: dict[str, Any], console: Console) -> None:

@@ -21,7 +21,7 @@ from asynckv.diagnose.report_text import (
     unseen_text,
     verdict,
 )
-from asynckv.diagnose.summary_model import Engine, Pair, Summary
+from asynckv.diagnose.summary_model import Engine, Offload, Pair, Summary
 from asynckv.tools import frame
 
 __all__ = ["make"]
@@ -140,6 +140,8 @@ def _sections(summary: Summary) -> Iterable[tuple[str, str, str]]:
         yield "late", "Blocks that came back late", _late(summary)
         yield "blocks", "Blocks held", _blocks(summary)
         yield "peers", "Peers", _peers(summary)
+        if summary.offloads.ranks:
+            yield "offload", "Offload", _offloads(summary)
         yield "loops", "Event loops", _loops(summary)
         yield "warnings", "Other warnings and errors", _warned(summary)
         yield "processes", "Processes", _engines(summary)
@@ -338,6 +340,28 @@ def _peer(pair: Pair, is_logged: bool) -> list[str]:
         state,
         duration(pair.not_ready_s) if pair.not_ready_s else UNKNOWN,
         time_text(pair.last_good) if pair.last_good is not None else "never",
+    ]
+
+
+def _offloads(summary: Summary) -> str:
+    ranks = summary.offloads.ranks
+    heads = ["rank", "looked up", "found", "loaded", "stored", "from files", "to files", "evicted", "failed", "files"]
+    table = frame.table(heads, [_offload(x) for x in ranks[:MOST_ROWS]], label="Offload", texts=("files",))
+    plot = _grid(plots.offloaded(summary)) if summary.offloads.bytes_per_s else ""
+    return plot + table + _more(ranks)
+
+
+def _offload(rank: Offload) -> list[str]:
+    count = rank.counters.get
+    looked_up = count("tokens.looked_up", 0)
+    return [
+        safe(rank.rank, 80),
+        f"{looked_up:,} tokens",
+        share(count("tokens.found", 0), looked_up) if looked_up else UNKNOWN,
+        *(bytes_text(count(f"bytes.{move}", 0)) for move in ("load", "store", "promotion", "write_back")),
+        f"{count('evicted.host', 0) + count('evicted.file', 0):,}",
+        f"{rank.failed:,}",
+        f"lost: {safe(rank.files_lost)}" if rank.files_lost else bytes_text(rank.file_bytes or 0),
     ]
 
 

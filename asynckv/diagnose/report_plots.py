@@ -16,6 +16,7 @@ __all__ = [
     "blocks",
     "failures",
     "latency",
+    "offloaded",
     "phase_quantiles",
     "phases",
     "quarantine",
@@ -158,6 +159,24 @@ def volume(summary: Summary) -> str:
         frame.axis(f"{unit}/s"),
         note="A pull's bytes count when it ends."
         + (" Estimated from those in the logs." if summary.pulls.ended > summary.pulls.logged + 0.5 else ""),
+    )
+
+
+def offloaded(summary: Summary) -> str:
+    """Draw how much was moved between the tiers."""
+    moves = {move: values for move, values in summary.offloads.bytes_per_s.items() if any(values)}
+    most = max(max(values) for values in moves.values())
+    unit, size = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if most >= s or s == 1)
+    return _plot(
+        summary,
+        "Bytes moved between tiers per second",
+        f"At most {bytes_text(most)} per second.",
+        [
+            _line(summary, move.replace("_", " "), [v / size for v in values], i, f"{unit}/s")
+            for i, (move, values) in enumerate(moves.items())
+        ],
+        frame.axis(f"{unit}/s"),
+        note="Logged at most once a minute by each rank, and spread evenly over that time.",
     )
 
 

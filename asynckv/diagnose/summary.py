@@ -22,6 +22,7 @@ from asynckv.diagnose.colours import PHASES, WITHIN
 from asynckv.diagnose.join import Process, Service, join
 from asynckv.diagnose.records import Logs, Record, number
 from asynckv.diagnose.summary_model import Failure, Kind, Leases, Pulls, Quarantine, Read, Summary
+from asynckv.diagnose.summary_offload import offloads
 from asynckv.diagnose.summary_rest import GOOD, MAX_CAUSES, MAX_TEXT
 from asynckv.diagnose.summary_samples import Edges, Tally, bounded, edges, lease_key, tally
 from asynckv.diagnose.summary_time import Windows, quantiles
@@ -112,6 +113,7 @@ def summarise(logs: Logs, since: float = -math.inf, until: float = math.inf, ali
         away=rest.away(records),
         held=rest.held(records),
         warned=rest.warned(records),
+        offloads=offloads(by_process, windows),
         engines=sorted(engines, key=lambda x: (x.engine_id, x.rank.split("@")[0], x.first)),
     )
 

@@ -239,6 +239,38 @@ class Engine(Struct, kw_only=True):
     leases: float = 0.0
 
 
+class Offload(Struct, kw_only=True):
+    """What one rank has kept outside of the accelerator, as far as its log says.
+
+    Attributes:
+        counters: What was counted, as in `offload_stopped`: of the whole run if it has stopped, else as far as told.
+        blocks: Tier -> blocks that were kept there when that was last told.
+        failed: Stores and loads that failed, with those that were not logged.
+        host_bytes, file_bytes: Of the tiers; None if its start is not in the logs.
+        files_lost: Why its files are not used any more; empty while they are.
+    """
+
+    rank: str
+    counters: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
+    host_bytes: int | None = None
+    file_bytes: int | None = None
+    files_lost: str = ""
+
+
+class Offloads(Struct, kw_only=True):
+    """What was kept outside of the accelerator.
+
+    Attributes:
+        ranks: Those that keep something.
+        bytes_per_s: Kind of move -> bytes per second, by window.
+    """
+
+    ranks: list[Offload] = field(default_factory=list)
+    bytes_per_s: dict[str, list[float]] = field(default_factory=dict)
+
+
 class Read(Struct, kw_only=True):
     """What was read."""
 
@@ -302,4 +334,5 @@ class Summary(Struct, kw_only=True):
     held: list[Held] = field(default_factory=list)
     warned: list[Warned] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
+    offloads: Offloads = field(default_factory=Offloads)
     bench: list[Bench] = field(default_factory=list)

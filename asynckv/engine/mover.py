@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
 from asynckv.core.events import Ending
 from asynckv.core.inspect import HeldBlocks
@@ -21,6 +22,7 @@ from asynckv.engine.driver import Driver
 from asynckv.engine.jobs import OffloadJob
 from asynckv.engine.shelf import Shelf
 from asynckv.observe.events import EVENT
+from asynckv.observe.observer import Observer
 from asynckv.observe.sampling import Rate
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.ports import CopyOp, CopyPlane, RecordsEnded, RecordsLost, TimerHandle
@@ -32,6 +34,7 @@ MAX_FAILURES = 10
 
 COUNTERS = (
     *("lookups", "lookup_hits", "lent", "moves_failed", "moves_doubted", "records_lost", "jobs_retired"),
+    *(f"files_lost.{what}" for what in ("writes", "all")),
     *(f"tokens.{what}" for what in ("looked_up", "found", "loaded", "missed")),
     *(f"{what}.{kind.value}" for kind in MoveKind for what in ("bytes", "blocks")),
     *(f"{kind.value}.{outcome.value}" for kind in JobKind for outcome in JobOutcome),
@@ -65,6 +68,7 @@ class Mover:
         posted: Moves that have not ended, those in doubt as well.
         ids: Of jobs, pins and transfers.
         counts: What was counted.
+        on_moved: Called when a move has ended.
     """
 
     copies: CopyPlane
@@ -80,6 +84,7 @@ class Mover:
         """Those of the jobs that have ended, and whose blocks a copy in doubt may still touch."""
         self.ids = count(1)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.on_moved: Callable[[], None] = lambda: None
         self._timer: TimerHandle | None = None
         self._is_due = False
         self._idle = asyncio.Event()
@@ -115,7 +120,8 @@ class Mover:
         now = self._driver.clock.now()
         for shelf in self.shelves:
             moves = [] if self.cause else shelf.catalogue.moves(now)
-            shelf.forget()  # before what is written there anew is posted, or that would be forgotten
+            # A place in the files that was given up for one of these moves is forgotten before it is written anew.
+            shelf.forget()
             for move in moves:
                 self._post(shelf, move)
         while told := [(shelf, news) for shelf in self.shelves for news in shelf.catalogue.news()]:
@@ -144,6 +150,8 @@ class Mover:
             if ended.is_held:
                 self._held[job.job_id] = job
             self.counts[f"{ended.kind.value}.{ended.outcome.value}"] += 1
+            if self._driver.observers:
+                self._driver.tell(Observer.offload_ended, ended.kind.value, now - job.begun_at, now)
             if ended.outcome in (JobOutcome.FAILED, JobOutcome.TIMEOUT, JobOutcome.NO_ROOM):
                 self._log_failed(job, ended)
         if job.ended is not None and not job.held_by:
@@ -155,7 +163,7 @@ class Mover:
             if job.retired_at <= now and not job.is_retired:
                 job.retire()
                 self.counts["jobs_retired"] += 1
-                self._log_retired(job, now)
+                self._log_late("error", EVENT.OFFLOAD_RETIRED, job)
 
     def _arm(self, now: float) -> None:
         if self._timer is not None:
@@ -170,6 +178,8 @@ class Mover:
         """Nothing touches a job's blocks any more: they are the engine's."""
         core = self._driver.core
         core.ledger.drop(job.job_id)
+        if job.ended is not None and job.ended.is_held:
+            self._log_late("warning", EVENT.OFFLOAD_RETURNED, job)
         core.inspect.guests.pop(job.job_id, None)
         self.jobs.pop(job.job_id, None)
         self._held.pop(job.job_id, None)
@@ -240,15 +250,17 @@ class Mover:
         elif ending is not Ending.IN_DOUBT:
             self.counts["moves_failed"] += 1
         posted.shelf.catalogue.ended(move.move_id, ending, cause, lost)
+        self.on_moved()
 
     def _lose_files(self, shelf: Shelf, news: RecordsLost) -> None:
         """The file tier takes no more writes, or nothing at all."""
         shelf.catalogue.switch_off(reads=news.reads)
+        self.counts[f"files_lost.{'all' if news.reads else 'writes'}"] += 1
         self._driver.recorder.event("warning", EVENT.OFFLOAD_FILES_LOST, cause=news.cause, reads=int(news.reads))
 
     def _log_failed(self, job: OffloadJob, ended: JobEnded) -> None:
         now = self._driver.clock.now()
-        if self._failures.take(now):
+        if ended.is_held or self._failures.take(now):
             self._driver.recorder.event(
                 "warning",
                 EVENT.OFFLOAD_FAILED,
@@ -256,18 +268,21 @@ class Mover:
                 detail=ended.cause,
                 what=job.kind.value,
                 request_id=job.request_id,
+                job=job.job_id,
                 blocks=sum(map(len, ended.missing)),
                 held=int(ended.is_held),
                 seconds=round(now - job.begun_at, 6),
                 **self._failures.left_out(),
             )
 
-    def _log_retired(self, job: OffloadJob, now: float) -> None:
+    def _log_late(self, level: Literal["warning", "error"], event: EVENT, job: OffloadJob) -> None:
+        now = self._driver.clock.now()
         self._driver.recorder.event(
-            "error",
-            EVENT.OFFLOAD_RETIRED,
+            level,
+            event,
             what=job.kind.value,
             request_id=job.request_id,
+            job=job.job_id,
             blocks=sum(map(len, job.ids.values())),
             seconds_after_failure=round(now - job.ended_at, 6),
         )

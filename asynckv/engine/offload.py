@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,12 @@ COUNTED = {
     "write_backs_without_room": "not_written_back.no_room",
 }
 """Which of the catalogue's figures only grow, and what they are called here."""
+
+TOLD_S = 60.0
+"""At least so long is between two lines of what was moved."""
+
+TOLD = ("bytes.", "blocks.", "tokens.", "evicted.", "not_written_back.", "records_lost", "moves_failed", "lookup")
+"""Which counters these lines have."""
 
 GAUGES = ("host_blocks", "file_blocks", "to_write_back", "jobs", "pins", "moves", "moves_in_doubt")
 
@@ -183,7 +190,8 @@ class Offload:
             raise LocalProtocolError("the offload was started before; make a new one")
         driver = self._driver = engine.attach(self)
         self._mover, began = Mover(driver, config.held_s), driver.clock.now()
-        self._mover.shelves = (self._own,)
+        self._mover.shelves, self._mover.on_moved = (self._own,), self._tell_moved
+        self._told_at, self._told = began, Counter[str]()
         try:
             async with self._opening:
                 found = await self._open()
@@ -314,6 +322,7 @@ class Offload:
         if self in driver.guests:
             driver.guests.remove(self)
         if was_open:
+            self._tell_moved(0.0)
             driver.recorder.event("info", EVENT.OFFLOAD_STOPPED, counters=self._said())
         driver.soon()
         return left
@@ -327,6 +336,22 @@ class Offload:
         await self._mover.let_go_of_device()
         for shelf in self._mover.shelves:
             await shelf.close()
+
+    def _tell_moved(self, least_s: float = TOLD_S) -> None:
+        """Log what was moved, now and then."""
+        assert self._driver is not None
+        now, before = self._clock.now(), self._told
+        if now - self._told_at < least_s:
+            return
+        self._told = Counter(self._said())
+        counters = {name: count for name, count in (self._told - before).items() if name.startswith(TOLD)}
+        if not any(name.startswith("bytes.") for name in counters):
+            self._told = before
+            return
+        seconds, self._told_at = round(now - self._told_at, 6), now
+        said = self._catalogue.statistics()
+        blocks = {tier: said[f"{tier}_blocks"] for tier in ("host", "file") if f"{tier}_blocks" in said}
+        self._driver.recorder.event("info", EVENT.OFFLOAD_MOVED, seconds=seconds, counters=counters, blocks=blocks)
 
     # -- what the engine asks of its guest -----------------------------------------------------------
 
@@ -357,7 +382,9 @@ class Offload:
     def counters(self) -> dict[str, int]:
         """What is told with the engine's own, which answers for it."""
         said = self._catalogue.statistics()
-        now = {f"kept.{tier}": said.get(f"{tier}_blocks", 0) for tier in ("host", "file")}
+        now = {"limit_bytes.host": self.config.host_bytes, "limit_bytes.file": self.config.file_bytes}
+        for name, of in (("kept", "blocks"), ("kept_bytes", "bytes"), ("leaving", "leaving")):
+            now |= {f"{name}.{tier}": said.get(f"{tier}_{of}", 0) for tier in ("host", "file")}
         return {f"offload.{name}": count for name, count in (self._said() | now).items()}
 
     # -- questions: answered at once -----------------------------------------------------------------

@@ -52,8 +52,10 @@ class EVENT(enum.StrEnum):
     BLOCKS_RETIRED = "blocks_retired"
     # an offload's
     OFFLOAD_STARTED = "offload_started"
+    OFFLOAD_MOVED = "offload_moved"
     OFFLOAD_STOPPED = "offload_stopped"
     OFFLOAD_FAILED = "offload_failed"
+    OFFLOAD_RETURNED = "offload_returned"
     OFFLOAD_RETIRED = "offload_retired"
     OFFLOAD_FILES_LOST = "offload_files_lost"
     OFFLOAD_BROKEN = "offload_broken"
@@ -526,6 +528,17 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(OBJECT, "tiers", "Versions, transports and modes."),
         ),
     ),
+    EVENT.OFFLOAD_MOVED: Event(
+        "both",
+        ("info",),
+        "What was moved between the tiers since the last line that said so: at most one line a minute, none while "
+        "nothing is moved, and one at the end.",
+        (
+            always(SECONDS, "seconds", "Since the last such line, or the start."),
+            always(OBJECT, "counters", "What was counted in these, as in `offload_stopped`, if above 0."),
+            always(OBJECT, "blocks", "Tier -> how many blocks are kept there now."),
+        ),
+    ),
     EVENT.OFFLOAD_STOPPED: Event(
         "both",
         ("info",),
@@ -536,7 +549,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         "both",
         ("warning",),
         "A store or a load failed, or took too long; what was wanted of it is a miss. Ten at once, then one per "
-        "second.",
+        "second; with `held` always.",
         (
             always(
                 TEXT, "cause", "`failed`, `timeout`, or `no_room`: host memory is pinned, so nothing can be promoted."
@@ -544,10 +557,23 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
             always(TEXT, "detail", "In words."),
             always(TEXT, "what", "`store` or `load`."),
             always(TEXT, "request_id", "Whose."),
+            always(TEXT, "job", "What the rank calls it."),
             always(INTEGER, "blocks", "How many were not moved."),
             always(INTEGER, "held", "1 if a copy in doubt may still touch the caller's blocks."),
             always(SECONDS, "seconds", "From the call to its end."),
             NOT_LOGGED,
+        ),
+    ),
+    EVENT.OFFLOAD_RETURNED: Event(
+        "both",
+        ("warning",),
+        "Nothing can read or write the blocks of a failed store or load any more.",
+        (
+            always(TEXT, "what", "`store` or `load`."),
+            always(TEXT, "request_id", "Whose."),
+            always(TEXT, "job", "What the rank calls it."),
+            always(INTEGER, "blocks", "How many."),
+            always(SECONDS, "seconds_after_failure", "How long they were held."),
         ),
     ),
     EVENT.OFFLOAD_RETIRED: Event(
@@ -558,6 +584,7 @@ EVENTS: Final[Mapping[EVENT, Event]] = {
         (
             always(TEXT, "what", "`store` or `load`."),
             always(TEXT, "request_id", "Whose."),
+            always(TEXT, "job", "What the rank calls it."),
             always(INTEGER, "blocks", "How many."),
             always(SECONDS, "seconds_after_failure", "How long they were held."),
         ),

@@ -138,7 +138,12 @@ FAMILIES: Mapping[str, Family] = {
     "connections_rejected": Family("counter", "Connections to the listener that were not let in.", ("cause",)),
     "connections_refused": Family("counter", "Addresses that this engine would not connect to.", ("cause",)),
     # -- what is kept outside of the accelerator, where there is an offload
-    "offload_blocks": Family("gauge", "Blocks that are kept, by tier.", ("tier",)),
+    "offload_blocks": Family(
+        "gauge", "Blocks by tier: kept, and leaving, which are found no more and still in use.", ("state", "tier")
+    ),
+    "offload_bytes": Family("gauge", "Bytes that the kept blocks take, by tier.", ("tier",)),
+    "offload_limit_bytes": Family("gauge", "Bytes that a tier has (host_bytes, file_bytes).", ("tier",)),
+    "offload_duration_seconds": Family("histogram", "From the call of store or load to its outcome.", ("call",)),
     "offload_blocks_moved": Family("counter", "Blocks that were moved, by kind of move.", ("move",)),
     "offload_bytes_moved": Family("counter", "Bytes that were moved, by kind of move.", ("move",)),
     "offload_stores_ended": Family("counter", "Stores that ended, by how.", ("outcome",)),
@@ -147,6 +152,9 @@ FAMILIES: Mapping[str, Family] = {
     "offload_evicted": Family("counter", "Blocks given up to make room, by tier.", ("tier",)),
     "offload_not_written_back": Family("counter", "Blocks that did not get from host memory to files.", ("reason",)),
     "offload_records_lost": Family("counter", "Records of files that were not what was stored, or could not be read."),
+    "offload_disk_failures": Family(
+        "counter", "How often a disk failed, so that files take no more writes, or are not used at all.", ("what",)
+    ),
     "offload_moves_failed": Family("counter", "Moves between tiers that failed."),
     # -- how it fares
     "loop_lag_seconds": Family("histogram", "How late the engine's timer fired: what the event loop was away."),
@@ -196,7 +204,11 @@ _BY_CAUSE: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "control.refused.": ("connections_refused", (), ()),
     "control.packets_": ("packets", (), ("in", "out")),
     "log.": ("log_events_lost", (), ("failed", "dropped")),
-    "offload.kept.": ("offload_blocks", (), ()),
+    "offload.kept.": ("offload_blocks", ("kept",), ()),
+    "offload.leaving.": ("offload_blocks", ("leaving",), ()),
+    "offload.kept_bytes.": ("offload_bytes", (), ()),
+    "offload.limit_bytes.": ("offload_limit_bytes", (), ()),
+    "offload.files_lost.": ("offload_disk_failures", (), ()),
     "offload.blocks.": ("offload_blocks_moved", (), ()),
     "offload.bytes.": ("offload_bytes_moved", (), ()),
     "offload.store.": ("offload_stores_ended", (), ()),
@@ -427,6 +439,8 @@ def _tallied(tally: Tally) -> Iterator[tuple[str, tuple[str, ...], Any]]:
         yield "pull_duration_seconds", (outcome,), durations
     for state, durations in tally.leases.items():
         yield "lease_age_seconds", (state,), durations
+    for call, durations in tally.offloads.items():
+        yield "offload_duration_seconds", (call,), durations
     yield "loop_lag_seconds", (), tally.lag
     yield "transfers_posted", (), tally.posts
     yield "pull_rereads", (), tally.rereads

@@ -64,6 +64,7 @@ class Tally(Observer):
         phases: By `asynckv.observe.log.phases`, of every pull that has ended.
         pulls: Whole pulls, by how they ended: `complete`, `cancelled` or `failed`.
         leases: How long requests were lent, by how that ended.
+        offloads: Stores and loads of what is kept outside of the accelerator, up to their outcome.
         lag: How late the engine's timer fired.
         retried: Attempts after which another followed, by why they had failed.
         posts, rereads: Of pulls that have ended.
@@ -77,6 +78,7 @@ class Tally(Observer):
         self.phases: dict[str, Durations] = {name: Durations() for name in PHASES}
         self.pulls = {outcome: Durations() for outcome in OUTCOMES}
         self.leases = {state: Durations() for state in ENDS}
+        self.offloads: dict[str, Durations] = {}
         self.lag = Durations()
         self.retried = Counter[str]()
         self.posts = self.rereads = self.blocks_given_up = 0
@@ -90,7 +92,7 @@ class Tally(Observer):
         for name, value in vars(self).items():
             if isinstance(value, dict | Durations):
                 setattr(other, name, value.copy())
-        for durations in (other.phases, other.pulls, other.leases):
+        for durations in (other.phases, other.pulls, other.leases, other.offloads):
             durations.update({name: each.copy() for name, each in durations.items()})
         return other
 
@@ -136,6 +138,10 @@ class Tally(Observer):
         """Count what it has become."""
         is_orderly = after is PeerState.GONE and peer.is_orderly and not peer.num_failed
         self.peer_states[LEFT if is_orderly else after.value] += 1
+
+    def offload_ended(self, call: str, seconds: float, now: float) -> None:
+        """Count how long it took."""
+        self.offloads.setdefault(call, Durations()).add(seconds)
 
     def loop_came(self, lag_s: float, now: float) -> None:
         """Count how late."""

@@ -51,6 +51,9 @@ class Observer:
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """A remote rank changed its state."""
 
+    def offload_ended(self, call: str, seconds: float, now: float) -> None:
+        """A `store` or a `load` of blocks that are kept outside of the accelerator has its outcome."""
+
     def loop_came(self, lag_s: float, now: float) -> None:
         """The engine's timer fired so much later than it should have."""
 

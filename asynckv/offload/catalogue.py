@@ -163,6 +163,9 @@ class Catalogue:
         said |= {"moves_in_doubt": len(doubtful), "blocks_in_doubt": sum(move.num_blocks for move in doubtful)}
         for tier in self._tiers():
             said[f"{tier.place}_blocks"] = sum(map(len, tier.index))
+            said[f"{tier.place}_bytes"] = sum(
+                len(index) * group.record_bytes for index, group in zip(tier.index, self.groups, strict=True)
+            )
             said[f"{tier.place}_leaving"] = len(tier.leaving)
             said[f"{tier.place}_evicted"] = tier.evicted
         return said | {"lost_before_write_back": self.host.lost, "to_write_back": len(self.host.onward)} | self.counts

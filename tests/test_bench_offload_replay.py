@@ -1,0 +1,140 @@
+"""`asynckv bench offload`: what is said of a workload follows from what its prompts share, with bytes and without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asynckv.bench.offload_cli import POLICIES
+from asynckv.bench.offload_replay import Prompts, Tiers, replay
+from asynckv.bench.workload import Workload
+from asynckv.cli import main
+from asynckv.offload.eviction import POLICIES as KNOWN
+from asynckv.offload.keys import StoredGroup
+
+GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
+SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
+
+
+def chat(turns: int) -> Workload:
+    """Prompts of which each continues the one before it by a chunk of 32 tokens."""
+    lengths = tuple(32 * (i + 1) for i in range(turns))
+    return Workload("chat", lengths, chunks=tuple(tuple(range(n // 32)) for n in lengths), chunk_tokens=32)
+
+
+def played(workload: Workload, *, blocks: int = 1000, files: int = 0, policy: str = "lru", cache: int = 0) -> Any:
+    told = replay(Prompts(workload, 16, 16, cache), [GROUP], Tiers(policy, blocks * 4096, files * 4096), lambda: None)
+    assert sum(told["tokens"][where] for where in ("device", "host", "file", "computed")) == told["tokens"]["prompt"]
+    return told
+
+
+def asynckv(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_tokens_have_one_hash_if_they_and_all_before_them_are_the_same() -> None:
+    prompts = Prompts(Workload("", (70, 70, 48), chunks=((1, 2, 3), (1, 2, 4), (1,)), chunk_tokens=32), 16, 16)
+    first, second, third = (prompts.hashes(i) for i in range(3))
+    assert list(map(len, (first, second, third))) == [4, 4, 3]  # of whole blocks
+    assert first == second
+    assert third[:2] == first[:2]
+    assert third[2] != first[2]
+    assert len(set(first)) == 4
+
+
+def test_a_large_tier_finds_all_that_came_before_and_a_small_one_what_is_left_of_it() -> None:
+    told = played(chat(8))
+    assert told["tokens"]["host"] == told["tokens"]["best"] == sum(32 * i for i in range(8))
+    assert told["bytes"]["store"] == 16 * 4096
+    assert 0 < played(chat(8), blocks=10)["tokens"]["host"] < told["tokens"]["host"]
+
+
+def test_what_host_memory_has_no_room_for_is_found_in_files() -> None:
+    workload = Workload("", (128,) * 8, chunks=tuple(((i % 4),) for i in range(8)), chunk_tokens=128)
+    told = played(workload, blocks=8, files=100)
+    assert told["tokens"]["file"] == 4 * 112  # the last token of a prompt is computed again
+    assert told["hit_rate"]["all"] == told["hit_rate"]["best"] == 0.4375
+    assert told["bytes"]["promotion"] == 28 * 4096
+    assert told["groups"] == [{"name": "attention", "hit_rate": 0.4375, "blocks": {"host": 0, "file": 28}}]
+
+
+def test_what_the_accelerator_has_is_not_loaded() -> None:
+    told = played(chat(8), cache=10_000)
+    assert told["tokens"]["device"] == told["tokens"]["best"]
+    assert told["bytes"]["load"] == 0
+
+
+def test_a_scan_does_not_empty_the_tier_of_a_policy_that_resists_it() -> None:
+    wanted, lengths, chunks = 4, [], []
+    for i in range(40):  # four prompts again and again, and between them such as nobody asks for twice
+        chunks += [(i % wanted,), (1000 + i,), (2000 + i,)]
+        lengths += [64] * 3
+    workload = Workload("", tuple(lengths), chunks=tuple(chunks), chunk_tokens=64)
+    rates = {policy: played(workload, blocks=32, policy=policy)["hit_rate"]["all"] for policy in POLICIES}
+    assert rates["s3-fifo"] > rates["lru"]
+
+
+def test_all_policies_can_be_asked_for() -> None:
+    assert set(POLICIES) == set(KNOWN)
+
+
+def test_every_combination_of_sizes_and_policies_is_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*SMALL, "--no-bytes", "--host-mb", "1,2", "--file-mb", "0,8", "--policy", "lru,s3-fifo", "--json", "-"]
+    assert asynckv(monkeypatch, *argv) == 0
+    said = capsys.readouterr()
+    runs = json.loads(said.out)["runs"]
+    assert {(run["policy"], run["host_bytes"] >> 20, run["file_bytes"] >> 20) for run in runs} == {
+        (policy, host, file) for policy in POLICIES for host in (1, 2) for file in (0, 8)
+    }
+    assert "a cache that forgets nothing would find" in " ".join(said.err.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--host-mb", "0"], "--host-mb '0': '0' is no number of MiB from 1"),
+        (["--policy", "arc"], "--policy 'arc': 'arc' is none of s3-fifo, lru"),
+        (["--no-bytes", "--rounds", "3"], "--rounds says nothing with --no-bytes"),
+        (["--rounds", "2"], "--rounds 2 says nothing of noise"),
+        (["--directory", "/nowhere"], "--directory /nowhere: no folder in which files can be made"),
+        (["--prompt-tokens", "100000", "--concurrency", "1000"], "or only decide with --no-bytes"),
+    ],
+)
+def test_bad_input_is_refused_with_its_remedy(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asynckv(monkeypatch, "bench", "offload", *argv) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--host-mb", "1", "--file-mb", "1", "--rounds", "3"],
+        ["--model", "nemotron-h-8b", "--layers", "3", "--state-tokens", "64", "--host-mb", "512", "--rounds", "0"],
+        ["--model", "gemma-3-4b", "--layers", "6", "--host-mb", "2", "--file-mb", "16", "--rounds", "0"],
+    ],
+    ids=["full", "states", "windows"],
+)
+def test_every_loaded_byte_is_compared(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asynckv(monkeypatch, *SMALL, "--requests", "24", "--directory", str(tmp_path), *argv, "--json", "-") == 0
+    report = json.loads(capsys.readouterr().out)
+    [run] = report["runs"]
+    assert run["bytes"]["load"] > 0
+    assert run["compared_bytes"] > 0
+    assert not any(run["faults"].values())
+    assert set(report["copies"]["ways"] if report["copies"] else ()) in (set(), {"store", "load", "write", "read"})
+    assert list(tmp_path.iterdir()) == []
