@@ -21,11 +21,12 @@ import logging
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     Locality,
@@ -60,7 +61,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.offload.spec import Shape
 
-__all__ = ["Manager"]
+__all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
 log = logging.getLogger("vllm.asynckv")
 
@@ -71,7 +72,24 @@ CLOSE_S = 3.0
 NAMESPACE = 16
 """Bytes of a record's key before the hash."""
 
-READY, WRITING = EntryState.READY, EntryState.WRITING
+READY = EntryState.READY
+
+COUNTED = {
+    "stored_blocks": "Blocks that workers have copied to host memory.",
+    "loaded_blocks": "Blocks that workers have copied from host memory.",
+    "fetched_blocks": "Blocks that were brought from files to host memory.",
+    "written_back_blocks": "Blocks that were copied from host memory to files.",
+    "unfetched_blocks": "Blocks in files that could not be brought, and were misses.",
+    "refused_blocks": "Blocks for which there was no room in host memory, so that they were not stored.",
+}
+"""What is counted here: a block is a chunk of vLLM's, of one group, on all ranks."""
+GAUGES = {
+    "host_blocks": "Blocks in host memory.",
+    "file_blocks": "Blocks in files.",
+    "to_write_back": "Blocks that are to be copied to files.",
+    "pins": "Lists of blocks that are kept in host memory for a request.",
+}
+PREFIX = "asynckv:kv_offload_"
 
 
 class _Request:
@@ -141,6 +159,8 @@ class Manager(OffloadingManager):
                 write_back_bytes_per_s=offload.write_back_bytes_per_s or math.inf,
             ),
         )
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self._told: Counter[str] = Counter()
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
@@ -151,6 +171,8 @@ class Manager(OffloadingManager):
         self._fetches: dict[str, tuple[_Request, list[OffloadKey]]] = {}
         """Jobs that bring blocks from files."""
         self._wanting: list[_Request] = []
+        self._moving: dict[int, tuple[str, int]] = {}
+        """Between files and memory: as what it is counted, and how many blocks it has."""
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
         self._at: dict[tuple[int, int], OffloadKey] = {}
         """What has been said to be stored, by group and slot."""
@@ -246,6 +268,7 @@ class Manager(OffloadingManager):
             self._advance()
             for move in self._cut.pop(name, []):
                 where |= self._opened(move, wanted, self._stores)
+        self.counts["refused_blocks"] += sum(key not in where for key in new)
         if new and not where:
             return None
         stored = [key for key in wanted if key in where]
@@ -282,6 +305,7 @@ class Manager(OffloadingManager):
         for move in self._completed(keys, self._stores):
             self.catalogue.ended(move.move_id, ending)
             if success:
+                self.counts["stored_blocks"] += move.num_blocks
                 self._tell_stored(move)
         self._advance()
 
@@ -328,6 +352,7 @@ class Manager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Blocks have been read."""
         for move in self._completed(keys, self._loads):
+            self.counts["loaded_blocks"] += move.num_blocks
             self.catalogue.ended(move.move_id, Ending.DONE)
         self._advance()
 
@@ -394,6 +419,21 @@ class Manager(OffloadingManager):
             return ()
         events, self._events = self._events, []
         return events
+
+    def statistics(self) -> dict[str, int]:
+        """Counters and gauges."""
+        return {**self.catalogue.statistics(), **self.counts}
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """For vLLM's metrics: what was counted since the last call."""
+        stats = OffloadingConnectorStats()
+        for name, count in (self.counts - self._told).items():
+            stats.increase_counter(PREFIX + name, count)
+        self._told = self.counts.copy()
+        said = self.catalogue.statistics()
+        for name in GAUGES:
+            stats.set_gauge(PREFIX + name, said.get(name, 0))
+        return stats
 
     def _tell_stored(self, move: Move) -> None:
         """Note what lies in a move's slots from now on."""
@@ -472,7 +512,9 @@ class Manager(OffloadingManager):
             for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
         ]
         assert self._files is not None
-        self._files.post(move.move_id, CopyOp.READ if move.kind is MoveKind.PROMOTION else CopyOp.WRITE, records)
+        is_read = move.kind is MoveKind.PROMOTION
+        self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
+        self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
         """What a request waited for is in host memory: keep it there for the request."""
@@ -493,6 +535,7 @@ class Manager(OffloadingManager):
             return
         missing = {keys[position] for positions in ended.missing for position in positions}
         request.refused |= missing
+        self.counts["unfetched_blocks"] += len(missing)
         if missing and ended.outcome is not JobOutcome.CANCELLED:
             log.warning("%d of %d blocks were not brought from files: %s", len(missing), len(keys), ended.cause)
 
@@ -506,6 +549,11 @@ class Manager(OffloadingManager):
                         self.catalogue.switch_off()
                     continue
                 ending = Ending.DONE if each.ending is Ending.FAILED and each.lost else each.ending
+                kind, num_blocks = self._moving.get(each.move_id, ("", 0))
+                if ending is not Ending.IN_DOUBT:
+                    self._moving.pop(each.move_id, None)
+                if ending is Ending.DONE:
+                    self.counts[kind] += num_blocks - len(each.lost)
                 self.catalogue.ended(each.move_id, ending, each.cause, each.lost)
             self._advance()
 

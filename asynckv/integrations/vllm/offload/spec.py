@@ -14,13 +14,21 @@ import os
 from typing import Any, NamedTuple
 
 import msgspec
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, OffloadingWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
 from asynckv.geometry.packed import ALIGN
-from asynckv.integrations.vllm.offload.manager import Manager
+from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.options import WHERE, parse
 from asynckv.integrations.vllm.offload.region import Region
 from asynckv.integrations.vllm.offload.worker import Worker
@@ -69,6 +77,16 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         self.shape = shape_of(config, self.offload)
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """What the manager counts."""
+        made: dict[str, OffloadingMetricMetadata] = {}
+        for name, told in COUNTED.items():
+            made[PREFIX + name] = OffloadingCounterMetadata(told)
+        for name, told in GAUGES.items():
+            made[PREFIX + name] = OffloadingGaugeMetadata(told)
+        return made
 
     def get_manager(self) -> OffloadingManager:
         """The scheduler's half."""
