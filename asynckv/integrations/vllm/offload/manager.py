@@ -192,7 +192,7 @@ class Manager(OffloadingManager):
             records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
         if records is None:
             return
-        self._region = Region(config.engine_id, self._shape.slots * self._shape.slot_bytes)
+        self._region = Region(config.engine_id, self._shape.slots * self._shape.slot_bytes, repr(self._shape))
         files = Files(records, self._hear, self._on_time)
         found, strange = [], []
         spaces = {space: place for place, space in enumerate(self._spaces)}
@@ -210,7 +210,7 @@ class Manager(OffloadingManager):
         self._forget()
 
     @property
-    def lock(self) -> threading.RLock:  # type: ignore[override]
+    def lock(self) -> threading.RLock:
         """What vLLM holds for the length of a step."""
         return self._lock
 
@@ -240,7 +240,7 @@ class Manager(OffloadingManager):
         return LookupResult.HIT_PENDING
 
     def _request(self, context: ReqContext) -> _Request:
-        request = context.get_state(_Request)
+        request: _Request | None = context.get_state(_Request)
         if request is None:
             request = _Request()
             context.set_state(request)

@@ -19,13 +19,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from asynckv.errors import BackendError
+from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
 __all__ = ["Region"]
 
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
+HEAD = mmap.ALLOCATIONGRANULARITY
+"""Bytes before the memory, in which it is written how the memory is cut."""
 
 
 class Region:
@@ -34,12 +36,14 @@ class Region:
     Args:
         engine_id: Of which engine; one per data-parallel rank.
         num_bytes: Its length.
+        shape: How it is cut, in words: all processes must say the same.
 
     Raises:
         BackendError: The system has not so much, or the file belongs to somebody else.
+        ConfigError: Another process cuts it otherwise.
     """
 
-    def __init__(self, engine_id: str, num_bytes: int) -> None:
+    def __init__(self, engine_id: str, num_bytes: int, shape: str) -> None:
         self.path = path_of(engine_id)
         self.num_bytes = num_bytes
         sweep()
@@ -47,11 +51,12 @@ class Region:
         try:
             if os.fstat(self._fd).st_uid != os.geteuid():
                 raise BackendError(f"{self.path} belongs to another user; remove it")
-            os.posix_fallocate(self._fd, 0, num_bytes)
-            self._map = mmap.mmap(self._fd, num_bytes)
-        except (OSError, OverflowError, BackendError) as exc:
+            self._agree(shape)
+            os.posix_fallocate(self._fd, HEAD, num_bytes)
+            self._map = mmap.mmap(self._fd, num_bytes, offset=HEAD)
+        except (OSError, OverflowError, AsyncKVError) as exc:
             os.close(self._fd)
-            if isinstance(exc, BackendError):
+            if isinstance(exc, AsyncKVError):
                 raise
             self.unlink()
             raise BackendError(
@@ -63,6 +68,23 @@ class Region:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.memory = Memory(self.array.ctypes.data, num_bytes)
         self._is_pinned = False
+
+    def _agree(self, shape: str) -> None:
+        """Write down how it is cut, or compare what is written."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
+        try:
+            said = shape.encode()
+            found = os.pread(self._fd, HEAD, 0).rstrip(b"\0")
+            if not found:
+                os.pwrite(self._fd, said.ljust(HEAD, b"\0"), 0)
+            elif found != said:
+                raise ConfigError(
+                    f"this process would cut the host memory into {shape}, and another one of the engine into "
+                    f"{found.decode(errors='replace')}: all must have layers of the same bytes; use a "
+                    f"pipeline-parallel size of which the number of layers is a multiple"
+                )
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
 
     def pin(self) -> str:
         """Lock it for a GPU; why not, if it cannot be."""

@@ -104,7 +104,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """A worker's half."""
         if self._worker is None:
-            region = Region(self.config.engine_id, self.shape.slots * self.shape.slot_bytes)
+            region = Region(self.config.engine_id, self.shape.slots * self.shape.slot_bytes, repr(self.shape))
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             name = f"{self.config.engine_id}-{self.config.parallel.rank}"
             try:

@@ -285,14 +285,14 @@ def device_layout(caches: CanonicalKVCaches) -> tuple[Layout, dict[str, torch.Te
             tensor = caches.tensors[index].tensor
             storage = tensor.untyped_storage()
             base = storage.data_ptr()
-            kind = "cuda" if tensor.is_cuda else "cpu"
-            memory = Memory(base, storage.nbytes(), kind, tensor.device.index or 0)
+            memory = Memory(base, storage.nbytes(), "cuda" if tensor.is_cuda else "cpu", tensor.device.index or 0)
             at, _ = memories.setdefault(base, (len(memories), memory))
             layer = f"{g}.{index}"
             tensors[layer] = tensor
             part = Part("bytes", "uint8", 1, 0, (Dim("byte", page, 1),))
             views.append(View(at, g, layer, tensor.data_ptr() - base, tensor.stride(0), (part,)))
-        groups.append(Group(f"group{g}", 1, min(len(caches.tensors[index].tensor) for index in pages)))
+        # A pipeline's stage may have no layer of a group.
+        groups.append(Group(f"group{g}", 1, min(len(each.tensor) for each in caches.tensors)))
     layout = Layout(memories=tuple(memory for _, memory in memories.values()), groups=tuple(groups), views=tuple(views))
     check_layout(layout)
     return layout, tensors
