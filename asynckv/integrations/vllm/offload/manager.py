@@ -43,6 +43,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from asynckv.config import OffloadConfig
@@ -51,7 +52,6 @@ from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
 from asynckv.integrations.vllm.offload.region import Region, path_of
-from asynckv.integrations.vllm.offload.worker import Slots
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
@@ -102,6 +102,9 @@ class _Request:
         """In files, and not to be had."""
         self.fetched: set[OffloadKey] = set()
         self.pins: list[str] = []
+        self.used: dict[OffloadKey, None] = {}
+        self.num_new = 0
+        """How many of them have come to host memory, or were loaded, since the policy was told of all in order."""
         self.is_over = False
 
 
@@ -161,6 +164,7 @@ class Manager(OffloadingManager):
         )
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._told: Counter[str] = Counter()
+        self._is_lru = offload.policy == "lru"
         self._names = itertools.count(1)
         self._cut: dict[str, list[Move]] = {}
         """Moves for workers, of the job that is being asked for."""
@@ -271,8 +275,9 @@ class Manager(OffloadingManager):
         self.counts["refused_blocks"] += sum(key not in where for key in new)
         if new and not where:
             return None
+        self._request(req_context).used |= dict.fromkeys(wanted)
         stored = [key for key in wanted if key in where]
-        return PrepareStoreOutput(stored, Slots([where[key] for key in stored]), self._evicted)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec([where[key] for key in stored]), self._evicted)
 
     def _is_known(self, key: OffloadKey) -> bool:
         place, hash_ = self._find(key)
@@ -307,6 +312,7 @@ class Manager(OffloadingManager):
             if success:
                 self.counts["stored_blocks"] += move.num_blocks
                 self._tell_stored(move)
+        self._chain(self._request(req_context), req_context, len(keys))
         self._advance()
 
     def _completed(self, keys: Collection[OffloadKey], among: defaultdict[OffloadKey, deque[_Open]]) -> list[Move]:
@@ -346,8 +352,28 @@ class Manager(OffloadingManager):
         if len(where) != len(wanted):
             self.catalogue.cancel(name)
             raise BackendError(f"{len(wanted) - len(where)} of {len(wanted)} blocks are not in host memory")
-        self._release(self._request(req_context))
-        return Slots([where[key] for key in keys])
+        request = self._request(req_context)
+        self._release(request)
+        request.used |= dict.fromkeys(wanted)
+        self._chain(request, req_context, len(wanted))
+        return CPULoadStoreSpec([where[key] for key in keys])
+
+    def _chain(self, request: _Request, context: ReqContext, num_new: int) -> None:
+        """Note that all blocks of a request were used, the end of its prompt first: what LRU gives up is an end.
+
+        vLLM stores a prompt's blocks step by step, by which the beginning would be the oldest. So this is done over
+        again when what is new has grown to an eighth of it, and at its end.
+        """
+        request.num_new += num_new
+        if not self._is_lru or request.num_new * 8 < (1 if request.is_over else len(request.used)):
+            return  # the other policy counts uses, and these are one
+        request.num_new = 0
+        at = context.get_offload_key_position
+        order = sorted(enumerate(request.used), key=lambda each: (at(each[1]) or 0, each[0]), reverse=True)
+        found = [self._find(key) for _, key in order]
+        for tier in (self.catalogue.host, self.catalogue.file):
+            if tier is not None:
+                tier.use(entry for place, hash_ in found if (entry := tier.index[place].get(hash_)) is not None)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Blocks have been read."""
@@ -369,6 +395,7 @@ class Manager(OffloadingManager):
         request.is_over = True
         request.wanted.clear()
         self._release(request)
+        self._chain(request, req_context, 0)
 
     def _release(self, request: _Request) -> None:
         pins, request.pins = request.pins, []

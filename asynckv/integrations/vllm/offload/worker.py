@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
@@ -46,7 +46,7 @@ from asynckv.ports import CopyOp, CopyPlane
 if TYPE_CHECKING:
     from asynckv.integrations.vllm.offload.spec import Shape
 
-__all__ = ["Slots", "Worker", "device_layout"]
+__all__ = ["Worker", "device_layout"]
 
 log = logging.getLogger("vllm.asynckv")
 
@@ -57,10 +57,6 @@ WAIT_S = 60.0
 
 CLOSE_S = 3.0
 """vLLM kills a worker five seconds after it has asked it to end."""
-
-
-class Slots(BlockIDsLoadStoreSpec):
-    """Where the blocks of a job are in host memory: the same on every rank."""
 
 
 class _Job(NamedTuple):
@@ -142,7 +138,7 @@ class Worker(OffloadingWorker):
         return self._submit(job_id, CopyOp.READ, dst_spec, src_spec)
 
     def _submit(self, job_id: int, op: CopyOp, device: GPULoadStoreSpec, slots: LoadStoreSpec) -> bool:
-        assert isinstance(slots, Slots)
+        assert isinstance(slots, CPULoadStoreSpec)
         assert self._tables is not None
         blocks = self._pairs(device, slots)
         plan = plan_copies(self._tables, blocks)
@@ -157,7 +153,7 @@ class Worker(OffloadingWorker):
         self._thread.soon(self._post, job_id, op, plan, event)
         return True
 
-    def _pairs(self, device: GPULoadStoreSpec, slots: Slots) -> list[tuple[Int64s, Int64s]]:
+    def _pairs(self, device: GPULoadStoreSpec, slots: CPULoadStoreSpec) -> list[tuple[Int64s, Int64s]]:
         """Per group, which blocks belong to which blocks of this rank's parts.
 
         A group's blocks follow each other in the request, from the place on that vLLM says; the first may be in the
