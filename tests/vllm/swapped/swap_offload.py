@@ -7,33 +7,38 @@ by tensor, because the tests fill and compare it.
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 PAGE = 4096
 
 
-def manager(num_chunks: int, cache_policy: str = "lru", enable_events: bool = False, **fields: Any) -> Any:
+def manager(
+    num_chunks: int, cache_policy: Literal["lru", "s3-fifo"] = "lru", enable_events: bool = False, **fields: Any
+) -> Any:
     """asynckv's manager, of as many slots."""
-    from tests.v1.kv_offload.conftest import make_offloading_config
+    from vllm.v1.kv_offload.base import Medium
     from vllm.v1.kv_offload.config import OffloadingGroupConfig
 
     from asynckv.config import OffloadConfig
     from asynckv.integrations.vllm.offload.manager import Manager
-    from asynckv.integrations.vllm.offload.spec import Shape, stored
+    from asynckv.integrations.vllm.offload.region import Shape
+    from asynckv.integrations.vllm.offload.spec import stored
 
     if fields.get("store_threshold") or fields.get("cache_policy_module_path"):
         pytest.fail("asynckv's manager has no such option")
+    tests: Any = importlib.import_module("tests.v1.kv_offload.conftest")
     groups = tuple(OffloadingGroupConfig(16, (f"layer{i}",), i) for i in range(2))
-    config = replace(make_offloading_config(groups=groups), enable_kv_cache_events=enable_events)
+    config = replace(tests.make_offloading_config(groups=groups), enable_kv_cache_events=enable_events)
     offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=num_chunks * PAGE, policy=cache_policy)
     shape = Shape(PAGE, 1, 1, num_chunks)
-    made = Manager(config, offload, shape, stored(config, offload, shape))
-    made.medium = __import__("vllm.v1.kv_offload.base", fromlist=["Medium"]).Medium.CPU
+    made: Any = Manager(config, offload, shape, stored(config, offload, shape))
+    made.medium = Medium.CPU
     return made
 
 
@@ -52,8 +57,7 @@ def worker(kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int, mmap_regi
     """asynckv's worker, of one rank."""
     import torch
 
-    from asynckv.integrations.vllm.offload.region import Region
-    from asynckv.integrations.vllm.offload.spec import Shape
+    from asynckv.integrations.vllm.offload.region import Region, Shape
     from asynckv.integrations.vllm.offload.worker import Worker
 
     if mmap_region is not None:
@@ -61,7 +65,7 @@ def worker(kv_caches: Any, blocks_per_chunk: int, num_cpu_chunks: int, mmap_regi
     size = max(sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs)
     shape = Shape(-(-size // PAGE) * PAGE, blocks_per_chunk, 1, num_cpu_chunks)
     name = uuid.uuid4().hex
-    made: Any = Worker(shape, 0, name, kv_caches, Region(name, shape.slots * shape.slot_bytes, repr(shape)), 16 << 20)
+    made: Any = Worker(shape, 0, name, kv_caches, Region(name, shape), 16 << 20)
     memory = torch.from_numpy(made._region.array).view(torch.int8)
     here = [made._tensors[view.layer] for view in made._layout.views]
     there = [

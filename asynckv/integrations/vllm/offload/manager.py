@@ -24,7 +24,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -51,15 +50,12 @@ from asynckv.core.events import Ending
 from asynckv.edges.file_tier import FileTier
 from asynckv.errors import BackendError
 from asynckv.integrations.vllm.offload.files import Files
-from asynckv.integrations.vllm.offload.region import Region, path_of
+from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.offload.catalogue import Budgets, Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded
-
-if TYPE_CHECKING:
-    from asynckv.integrations.vllm.offload.spec import Shape
 
 __all__ = ["COUNTED", "GAUGES", "PREFIX", "Manager"]
 
@@ -196,7 +192,7 @@ class Manager(OffloadingManager):
             records = FileTier(folder, offload.file_bytes, name=f"{config.engine_id}-files")
         if records is None:
             return
-        self._region = Region(config.engine_id, self._shape.slots * self._shape.slot_bytes, repr(self._shape))
+        self._region = Region(config.engine_id, self._shape)
         files = Files(records, self._hear, self._on_time)
         found, strange = [], []
         spaces = {space: place for place, space in enumerate(self._spaces)}

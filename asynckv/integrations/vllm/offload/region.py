@@ -15,6 +15,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from asynckv.errors import AsyncKVError, BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 
-__all__ = ["Region"]
+__all__ = ["Region", "Shape"]
 
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
@@ -30,22 +31,42 @@ HEAD = mmap.ALLOCATIONGRANULARITY
 """Bytes before the memory, in which it is written how the memory is cut."""
 
 
+class Shape(NamedTuple):
+    """How the region is cut.
+
+    Attributes:
+        block_bytes: Of one block of one rank, padded.
+        blocks: Per slot: vLLM's chunk.
+        ranks: Parts of a slot.
+        slots: How many there are.
+    """
+
+    block_bytes: int
+    blocks: int
+    ranks: int
+    slots: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all ranks."""
+        return self.block_bytes * self.blocks * self.ranks
+
+
 class Region:
     """Memory of an engine.
 
     Args:
         engine_id: Of which engine; one per data-parallel rank.
-        num_bytes: Its length.
-        shape: How it is cut, in words: all processes must say the same.
+        shape: How it is cut: all processes must say the same.
 
     Raises:
         BackendError: The system has not so much, or the file belongs to somebody else.
         ConfigError: Another process cuts it otherwise.
     """
 
-    def __init__(self, engine_id: str, num_bytes: int, shape: str) -> None:
+    def __init__(self, engine_id: str, shape: Shape) -> None:
         self.path = path_of(engine_id)
-        self.num_bytes = num_bytes
+        self.num_bytes = num_bytes = shape.slots * shape.slot_bytes
         sweep()
         self._fd = _opened(self.path)
         try:
@@ -69,17 +90,17 @@ class Region:
         self.memory = Memory(self.array.ctypes.data, num_bytes)
         self._is_pinned = False
 
-    def _agree(self, shape: str) -> None:
+    def _agree(self, shape: Shape) -> None:
         """Write down how it is cut, or compare what is written."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
         try:
-            said = shape.encode()
+            said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
             found = os.pread(self._fd, HEAD, 0).rstrip(b"\0")
             if not found:
                 os.pwrite(self._fd, said.ljust(HEAD, b"\0"), 0)
             elif found != said:
                 raise ConfigError(
-                    f"this process would cut the host memory into {shape}, and another one of the engine into "
+                    f"this process would cut the host memory by {said.decode()}, and another one of the engine by "
                     f"{found.decode(errors='replace')}: all must have layers of the same bytes; use a "
                     f"pipeline-parallel size of which the number of layers is a multiple"
                 )

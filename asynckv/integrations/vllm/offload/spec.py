@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from vllm.v1.kv_offload.base import (
@@ -30,34 +30,13 @@ from asynckv.errors import ConfigError
 from asynckv.geometry.packed import ALIGN
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.options import WHERE, parse
-from asynckv.integrations.vllm.offload.region import Region
+from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.integrations.vllm.offload.worker import Worker
 from asynckv.offload.keys import StoredGroup
 
-__all__ = ["AsyncKVOffloadingSpec", "Shape"]
+__all__ = ["AsyncKVOffloadingSpec", "shape_of", "stored"]
 
 log = logging.getLogger("vllm.asynckv")
-
-
-class Shape(NamedTuple):
-    """How the region is cut.
-
-    Attributes:
-        block_bytes: Of one block of one rank, padded.
-        blocks: Per slot: vLLM's chunk.
-        ranks: Parts of a slot.
-        slots: How many there are.
-    """
-
-    block_bytes: int
-    blocks: int
-    ranks: int
-    slots: int
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of all ranks."""
-        return self.block_bytes * self.blocks * self.ranks
 
 
 class AsyncKVOffloadingSpec(OffloadingSpec):
@@ -104,7 +83,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """A worker's half."""
         if self._worker is None:
-            region = Region(self.config.engine_id, self.shape.slots * self.shape.slot_bytes, repr(self.shape))
+            region = Region(self.config.engine_id, self.shape)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             name = f"{self.config.engine_id}-{self.config.parallel.rank}"
             try:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,11 +40,8 @@ from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.packed import placed, record_form, record_sizes
 from asynckv.geometry.plan import Plan
 from asynckv.integrations.vllm.offload.loop import LoopThread
-from asynckv.integrations.vllm.offload.region import Region
+from asynckv.integrations.vllm.offload.region import Region, Shape
 from asynckv.ports import CopyOp, CopyPlane
-
-if TYPE_CHECKING:
-    from asynckv.integrations.vllm.offload.spec import Shape
 
 __all__ = ["Worker", "device_layout"]
 
@@ -159,20 +156,20 @@ class Worker(OffloadingWorker):
         A group's blocks follow each other in the request, from the place on that vLLM says; the first may be in the
         middle of its chunk, and so of its slot.
         """
-        size, out = self._shape.blocks, []
-        block = slot = 0
-        for count, first in zip(device.group_sizes, device.block_indices, strict=True):
-            places = first % size + np.arange(count)
-            some = -(-(first % size + count) // size) if count else 0
-            mine = slots.block_ids[slot : slot + some].astype(np.int64)
-            far = (mine[places // size] * self._shape.ranks + self._rank) * size + places % size
-            out.append((device.block_ids[block : block + count].astype(np.int64), far))
-            block, slot = block + count, slot + some
-        if block != len(device.block_ids) or slot != len(slots.block_ids):
+        size = self._shape.blocks
+        groups = list(zip(device.group_sizes, (first % size for first in device.block_indices), strict=True))
+        chunks = [-(-(first + count) // size) if count else 0 for count, first in groups]
+        if sum(device.group_sizes) != len(device.block_ids) or sum(chunks) != len(slots.block_ids):
             raise BackendError(
                 f"a job has {len(device.block_ids)} blocks and {len(slots.block_ids)} slots, and its groups take "
-                f"{block} and {slot}"
+                f"{sum(device.group_sizes)} and {sum(chunks)}"
             )
+        ids, mine, out = device.block_ids.astype(np.int64), slots.block_ids.astype(np.int64), []
+        for (count, first), some in zip(groups, chunks, strict=True):
+            places = first + np.arange(count)
+            far = (mine[:some][places // size] * self._shape.ranks + self._rank) * size + places % size
+            out.append((ids[:count], far))
+            ids, mine = ids[count:], mine[some:]
         return out
 
     def _post(self, job_id: int, op: CopyOp, plan: Plan, event: Any) -> None:
@@ -180,7 +177,15 @@ class Worker(OffloadingWorker):
             self._copies.post(TransferId(job_id), op, HOST, plan.posts(self._max, MAX_DESCRIPTORS))
         else:
             task = asyncio.ensure_future(written(event))
-            task.add_done_callback(lambda _: self._post(job_id, op, plan, None))
+            task.add_done_callback(lambda task: self._after(task, job_id, op, plan))
+
+    def _after(self, task: asyncio.Future[None], job_id: int, op: CopyOp, plan: Plan) -> None:
+        """The device has come to the job's place in its stream, or never will."""
+        exc = task.exception() if not task.cancelled() else None
+        if exc is None:
+            self._post(job_id, op, plan, None)
+        else:
+            self._break(exc)
 
     def _on_copies(self) -> None:
         """On the thread: tell what has ended."""
@@ -197,15 +202,18 @@ class Worker(OffloadingWorker):
                 try:
                     self._copy(job)
                 except Exception as exc:
-                    with self._changed:
-                        self._broken = exc
-                        self._changed.notify_all()
+                    self._break(exc)
                     continue
             passed = time.monotonic() - job.begun_at
             with self._changed:
                 del self._jobs[news.transfer_id]
                 self._ended.append(TransferResult(news.transfer_id, True, job.num_bytes, passed))
                 self._changed.notify_all()
+
+    def _break(self, exc: BaseException) -> None:
+        with self._changed:
+            self._broken = exc
+            self._changed.notify_all()
 
     def _copy(self, job: _Job) -> None:
         """Copy a job's blocks without NIXL."""
@@ -242,7 +250,7 @@ class Worker(OffloadingWorker):
             BackendError: One does not end. Its blocks must not be used for anything else.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._jobs.keys().isdisjoint(job_ids), WAIT_S)
+            self._changed.wait_for(lambda: bool(self._broken) or self._jobs.keys().isdisjoint(job_ids), WAIT_S)
             left = sorted(self._jobs.keys() & job_ids)
         if left:
             raise BackendError(
