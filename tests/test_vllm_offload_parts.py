@@ -62,7 +62,7 @@ def test_processes_of_an_engine_share_its_memory_until_the_last_has_gone() -> No
 def test_a_process_that_cuts_the_memory_otherwise_is_refused() -> None:
     name = uuid.uuid4().hex
     one = Region(name, CUT)
-    with pytest.raises(ConfigError, match=r"by block_bytes=8192, .*, and another one of the engine by block_bytes=4096"):
+    with pytest.raises(ConfigError, match=r"by block_bytes=8192, .* by block_bytes=4096"):
         Region(name, CUT._replace(block_bytes=8192))
     one.unlink()
     one.close()

@@ -94,6 +94,8 @@ class _Request:
     def __init__(self) -> None:
         self.wanted: dict[OffloadKey, None] = {}
         """Met in files since the last step ended."""
+        self.coming: set[OffloadKey] = set()
+        """Asked for."""
         self.refused: set[OffloadKey] = set()
         """In files, and not to be had."""
         self.fetched: set[OffloadKey] = set()
@@ -234,6 +236,8 @@ class Manager(OffloadingManager):
         kept, request = file.index[place].get(hash_), self._request(req_context)
         if kept is None or kept.state is not READY or key in request.refused:
             return LookupResult.MISS
+        if key in request.coming:
+            return LookupResult.HIT_PENDING
         if not request.wanted:
             self._wanting.append(request)
         request.wanted[key] = None
@@ -408,6 +412,7 @@ class Manager(OffloadingManager):
                 continue
             name = f"fetch{next(self._names)}"
             self._fetches[name] = request, keys
+            request.coming |= set(keys)
             until = self._clock() + self._timeout_s
             self.catalogue.load(name, [key[:-4] for key in keys], positions=self._positions(keys), until=until)
         if wanting:
@@ -554,6 +559,7 @@ class Manager(OffloadingManager):
 
     def _fetched(self, ended: JobEnded, request: _Request, keys: list[OffloadKey]) -> None:
         """Note what could not be brought: it is a miss for this request."""
+        request.coming -= set(keys)
         if ended.outcome is JobOutcome.DONE:
             return
         missing = {keys[position] for positions in ended.missing for position in positions}
