@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import Engine, Server, continued, prompt
+from tests.vllm.engines import Dead, Engine, Server, continued, prompt
+from tests.vllm.models import Attention, Model
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.zoo import MODELS
 
@@ -228,3 +230,9 @@ def test_what_is_forgotten_everywhere_is_computed_again(server: Server, tmp_path
     judge.generate(*prompts)
     assert judge.kept()["loaded_blocks"] > 0
     judge.settle()
+
+
+def test_stages_of_unequal_bytes_are_refused_with_the_numbers(server: Server) -> None:
+    setup = replace(offloading(), model=Model(layers=(Attention(),) * 3, block_size=32), pp=2)
+    with pytest.raises(Dead, match=r"cut the host memory by block_bytes=\d+|ranks whose layers differ"):
+        server.start(setup)

@@ -262,12 +262,15 @@ class Records:
 class Kept:
     """A manager with files, and the blocks of a prompt in them alone."""
 
-    def __init__(self, slots: int = 8, blocks: int = 8) -> None:
+    def __init__(self, slots: int = 8, blocks: int = 8, is_joined: bool = True) -> None:
         self.records = Records()
         given = config()
         offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory="/x", file_bytes=64 * PAGE)
         shape = Shape(PAGE, 1, 1, slots)
         groups = stored(given, offload, shape)
+        self.region = Region(given.engine_id, shape)
+        if is_joined:
+            self.region.join(0)
         self.manager = Manager(given, offload, shape, groups, self.records)  # type: ignore[arg-type]
         self.keys = [key(i) for i in range(blocks)]
         for each in self.keys:
@@ -280,7 +283,7 @@ class Kept:
             self.manager.on_request_finished(context)
         for entry in [*self.manager.catalogue.host.entries()]:
             self.manager.catalogue.host.drop(entry)
-        assert list(self.manager.take_events())
+        assert len(list(self.manager.take_events())) >= blocks
 
     def lookup(self, context: ReqContext) -> list[LookupResult]:
         with self.manager.lock:
@@ -296,6 +299,7 @@ class Kept:
             assert not self.manager.catalogue.pins
         self.manager.shutdown()
         self.manager.shutdown()
+        self.region.close()
 
 
 def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
@@ -337,6 +341,17 @@ def test_files_that_are_lost_are_misses(reads: bool) -> None:
     assert kept.lookup(context) == [LookupResult.MISS if reads else LookupResult.HIT_PENDING] * 8
     kept.manager.on_request_finished(context)
     kept.end_step()
+    kept.close()
+
+
+def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept(blocks=0, is_joined=False)
+    context = ReqContext("r")
+    kept.manager.prepare_store([key(1)], context)
+    with caplog.at_level("ERROR", "vllm.asynckv"):
+        kept.manager.complete_store([key(1)], context)
+    assert not kept.records.posted
+    assert kept.manager.lookup(key(1), context) is LookupResult.HIT
     kept.close()
 
 

@@ -143,6 +143,9 @@ class Manager(OffloadingManager):
         self._ids = [group.group_id for group in config.groups]
         self._places = {group_id: place for place, group_id in enumerate(self._ids)}
         self._spaces = [bytes.fromhex(group.namespace) for group in groups]
+        self._world_size = config.parallel.world_size
+        self._is_checked = False
+        """All workers use the memory that files are read into."""
         self._form = f"vllm-{shape.block_bytes}x{shape.blocks}x{shape.ranks}"
         self._lock = threading.RLock()
         self.catalogue = Catalogue(
@@ -540,9 +543,26 @@ class Manager(OffloadingManager):
             for key, near, far in zip(piece.hashes, piece.host_slots, piece.file_slots, strict=True)
         ]
         assert self._files is not None
+        if not self._is_checked and not self._check():
+            self.catalogue.ended(move.move_id, Ending.FAILED)
+            return
         is_read = move.kind is MoveKind.PROMOTION
         self._moving[move.move_id] = "fetched_blocks" if is_read else "written_back_blocks", move.num_blocks
         self._files.post(move.move_id, CopyOp.READ if is_read else CopyOp.WRITE, records)
+
+    def _check(self) -> bool:
+        """See that all workers use the memory that is mapped here; else files are of no use."""
+        assert self._region is not None
+        joined = self._region.joined()
+        self._is_checked = joined == self._world_size
+        if not self._is_checked and self.catalogue.file is not None and not self.catalogue.file.is_off:
+            log.error(
+                "%d of %d ranks share host memory with the scheduler's process: files are used only where all ranks of "
+                "an engine are on one host; leave directory and file_bytes out",
+                *(joined, self._world_size),
+            )
+            self.catalogue.switch_off()
+        return self._is_checked
 
     def _keep(self, move: Move, request: _Request, keys: list[OffloadKey]) -> None:
         """What a request waited for is in host memory: keep it there for the request."""

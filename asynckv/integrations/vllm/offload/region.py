@@ -28,7 +28,9 @@ __all__ = ["Region", "Shape"]
 FOLDER = Path("/dev/shm")  # a name that cannot be guessed by who does not know the engine's id
 PREFIX = "asynckv-offload-"
 HEAD = mmap.ALLOCATIONGRANULARITY
-"""Bytes before the memory, in which it is written how the memory is cut."""
+"""Bytes before the memory, in which it is written how the memory is cut, and which ranks have mapped it."""
+RANKS = 1024
+"""Where it is written which ranks: a byte for each."""
 
 
 class Shape(NamedTuple):
@@ -95,9 +97,10 @@ class Region:
         fcntl.lockf(self._fd, fcntl.LOCK_EX, HEAD)
         try:
             said = ", ".join(f"{name}={value}" for name, value in shape._asdict().items()).encode()
-            found = os.pread(self._fd, HEAD, 0).rstrip(b"\0")
+            found = os.pread(self._fd, RANKS, 0).rstrip(b"\0")
             if not found:
-                os.pwrite(self._fd, said.ljust(HEAD, b"\0"), 0)
+                os.ftruncate(self._fd, HEAD)
+                os.pwrite(self._fd, said, 0)
             elif found != said:
                 raise ConfigError(
                     f"this process would cut the host memory by {said.decode()}, and another one of the engine by "
@@ -106,6 +109,14 @@ class Region:
                 )
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, HEAD)
+
+    def join(self, rank: int) -> None:
+        """Note that a rank uses it."""
+        os.pwrite(self._fd, b"\1", RANKS + rank)
+
+    def joined(self) -> int:
+        """How many ranks use it: those on other hosts have a region of their own."""
+        return sum(os.pread(self._fd, HEAD - RANKS, RANKS))
 
     def pin(self) -> str:
         """Lock it for a GPU; why not, if it cannot be."""

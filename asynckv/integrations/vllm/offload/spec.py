@@ -84,6 +84,7 @@ class AsyncKVOffloadingSpec(OffloadingSpec):
         """A worker's half."""
         if self._worker is None:
             region = Region(self.config.engine_id, self.shape)
+            region.join(self.config.parallel.rank)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             name = f"{self.config.engine_id}-{self.config.parallel.rank}"
             try:
